@@ -41,7 +41,7 @@ class AnchorAttention(ExtendedByLimit):
         limit: number of conversations.
         facts: number of facts in each conversation.
 
-    Raises SettingError for fewer than two facts, and for more facts than there are kinds.
+    Raises SettingError for fewer than two facts, and for more facts than there are kinds of fact.
     """
 
     profile: Profile

@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionStudy(ExtendedByLimit):
-    """The study of surprisal and attention.
+    """The study of how much attention tokens receive, by their surprisal.
 
     Attributes:
         profile: the settings; their seed draws the texts.
@@ -79,7 +79,10 @@ class AttentionStudy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads the text with a given key, for each layer's `mean_by_segment`."""
+        """A function that reads the text with a given key.
+
+        Its record has for each layer what `mean_by_segment` returns.
+        """
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -138,10 +141,10 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """Attention received by the first token, then the mean of each segment [1 + SEGMENTS].
+    """The mean attention that each segment receives, after that of the first token [1 + SEGMENTS].
 
-    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; the
-    surprisal of the first token is not used.
+    A segment has a quarter of the tokens, by surprisal. `received` [n] is the attention that each
+    token receives, `nats` [n] its surprisal; the surprisal of the first token is not used.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
@@ -174,7 +177,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """Context manager: the module, switched to eager attention, which returns attention weights."""
+    """Context manager: the model, switched to eager attention, which returns attention weights."""
     original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

@@ -38,7 +38,7 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The demonstrations study; `limit` is the number of sets of demonstrations.
+    """The study of demonstrations that are read once; `limit` is the number of their sets.
 
     Attributes:
         shots: numbers of demonstrations in a set; the table has a row for each number and setting.
@@ -78,7 +78,7 @@ class Demonstrations(Grid):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit with a given key on `model`.
+        """A function that runs the unit (independent run) with a given key on `model`.
 
         Raises SettingError if there are `places` and the model has no anchor token.
         """
@@ -132,7 +132,7 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The findings of `full` with the number of shots of `cell`; None if `full` was not run."""
+        """The results of `full` with as many shots as `cell` has; None if it was not run."""
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one

@@ -40,7 +40,9 @@ KINDS = tuple(PROBED)
 
 @dataclass(frozen=True)
 class Facts(Grid):
-    """The facts study; `limit` is the number of questions for each table cell.
+    """The study of facts that are asked for later.
+
+    `limit` is the number of questions for each table cell.
 
     Attributes:
         facts: numbers of facts to test; the facts of a conversation are of different kinds.
@@ -71,7 +73,7 @@ class Facts(Grid):
         return "facts"
 
     def units(self) -> list[str]:
-        """The names of the conversations: number of facts, and the own number, such as `4 0`."""
+        """The names of the conversations: number of facts and a running number, such as `4 0`."""
         return [
             f"{count} {number}"
             for count in self.facts
@@ -84,7 +86,7 @@ class Facts(Grid):
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
     def conversation(self, count: int, number: int) -> FactsDialogue:
-        """Conversation `number` with `count` facts; with the same seed it is always the same."""
+        """Conversation `number` with `count` facts; the same seed gives the same one."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = [KINDS[(number + at) % len(KINDS)] for at in range(count)]
@@ -165,7 +167,7 @@ def _run(model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[i
 
 
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
-    """Ask as round `number`, then undo; returns whether every token of the answer was right."""
+    """Ask a question as round `number`, then undo it; returns if every token was right."""
     question, answer = one
     checkpoint = engine.checkpoint()
     expected = [*template.assistant(answer.text).ids, template.closing[0]]
@@ -185,7 +187,9 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
 
 @dataclass(frozen=True)
 class Topics(Grid):
-    """The topics study; `limit` is the number of conversations for each setting.
+    """The study of several topics in a conversation.
+
+    `limit` is the number of conversations for each setting.
 
     Attributes:
         topics: number of topics.

@@ -23,7 +23,10 @@ def dailydialog(seed: int, number: int) -> list[Question]:
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """Conversation `number`: a request to buy an item, 20 other questions, then: which of four?"""
+    """Conversation `number`: a request to buy an item, 20 other questions, then a question.
+
+    The last question asks which of four items was to be bought.
+    """
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(words.GROCERIES, 4)
     target = rng.randrange(4)

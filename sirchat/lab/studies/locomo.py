@@ -6,7 +6,8 @@ questions is asked and undone, to measure how well the reply fits, how surprisin
 would be, how much of the turns with the evidence is still held, and how much of the missing
 evidence each retriever would restore. The files are not part of sirchat; `long_talk` names them.
 
-The tables show means over questions; with several seeds, a question's value is its mean over them.
+The tables show means over questions; with several seeds, a question's value is its mean over
+the seeds.
 Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions in
 each. Adversarial questions have no right answer and count only in their own column.
 """
@@ -91,7 +92,7 @@ class Locomo(Grid):
 
     @cached_property
     def talks(self) -> list[LongTalk]:
-        """All conversations in the data."""
+        """All conversations in the file or folder `data`."""
         return long_talks(Path(self.data))
 
     @property
@@ -141,7 +142,7 @@ class Locomo(Grid):
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables: F1, surprisal and held evidence by setting; differences; evidence restored."""
+        """Tables by setting: F1, surprisal, evidence held; their differences; evidence restored."""
         findings = self.findings(found)
         fit = [one for one in found.values() if one["fits"]]
         tokens = [one["tokens"] for one in fit] or [0]
@@ -271,7 +272,7 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """Table of differences: each row minus the first, minus `sink` at its budget, minus `full`."""
+    """Table: each setting minus the first one, minus `sink` at the same budget, minus `full`."""
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):

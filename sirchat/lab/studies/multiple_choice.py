@@ -41,7 +41,8 @@ class MultipleChoice(Grid):
     Attributes:
         task: `dailydialog` or `grocery`.
         scoring: how an option is chosen.
-        shots: numbers of shots; each makes a few-shot row, below the rows of the settings.
+        shots: numbers of shots (examples before each question); each number adds a few-shot row
+            below the rows of the settings.
         data: a folder with the released files, or a file like them; None for generated
             conversations.
         answered: whether the right reply follows each question of general knowledge, which then
@@ -70,7 +71,7 @@ class MultipleChoice(Grid):
 
     @cached_property
     def conversations(self) -> list[list[Question]]:
-        """The first `limit` conversations."""
+        """The first `limit` conversations of the task, each a list of questions."""
         generate, load, files = _SOURCES[self.task]
         if self.data is not None:
             found = load(sirllm_files.require(self.data, files))[: self.limit]
@@ -92,10 +93,11 @@ class MultipleChoice(Grid):
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; the record says by group whether each chosen option was right.
+        """Run conversation `unit`; the record says of each chosen option whether it was right.
 
-        Under the scoring `text`, the record also says for each question whether the option with
-        the highest mean log-probability per token was right.
+        The values are grouped by `Question.group`. Under the scoring `text`, the record also says
+        for each question whether the option with the highest mean log-probability per token was
+        right.
         """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}

@@ -125,7 +125,7 @@ class Perplexity(Grid):
         return self._nats(found[_is_text([i for ids in rounds for i in ids], model)])
 
     def _nats(self, found: np.ndarray) -> Record:
-        """The record of a reading, from the surprisals [n] of its tokens."""
+        """The record of a reading: the mean of each hundredth of its surprisals `found` [n]."""
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
@@ -170,7 +170,7 @@ class Perplexity(Grid):
         )
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
-        """The rounds of several conversations, as one chat."""
+        """Yield the ids of each round of several conversations, which are read as one chat."""
         template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
         conversations: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
@@ -200,7 +200,7 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts from the start of this reading on, then the parts before that start."""
+    """The parts in the order of a reading: from its start to the end, then those before it."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
@@ -287,7 +287,7 @@ class Context(Grid):
         return [str(number) for number in range(self.limit)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation; returns its summed surprisal and token count up to each length."""
+        """Read a conversation; returns the total nats and the token count up to each length."""
         model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))

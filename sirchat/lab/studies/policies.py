@@ -37,9 +37,11 @@ class Policies:
     Attributes:
         settings: profiles, one for each row of a table.
         limit: number of questions for each table cell, and number of rounds of all games together.
-        seed, repeats: as in `Grid`.
+        seed: random seed of conversations and moves.
+        repeats: number of seeds that a setting is run with, if its policy chooses at random.
         parts: which of `PARTS` to run.
-        facts, between: as in `Facts`.
+        facts: numbers of facts told in a conversation.
+        between: numbers of rounds between the facts and the questions.
         at: budget of lists, games and ablation, in tokens.
         data: a folder with SirLLM's released files, or one file, if only one part needs a file;
             None for generated lists and random moves.
@@ -108,12 +110,12 @@ class Policies:
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys of all units: `PART: KEY`, with the unit's key in the study of its part."""
+        """The keys of all units (independent runs): `PART: KEY`, with KEY as in the part's study."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit with a given key, in the study of its part."""
+        """A function that runs the unit (independent run) with a given key; returns its results."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -123,7 +125,7 @@ class Policies:
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The tables of all parts."""
+        """A report with the tables of all parts."""
         tables, header = (
             [],
             [f"seed {self.seed}", f"at least {self.limit} questions for each table cell"],
@@ -136,7 +138,10 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of the setting; in each, another of the policy's switches that are on is off."""
+    """Copies of the setting, one for each switch of its policy that is on.
+
+    In the copy, this switch is off.
+    """
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

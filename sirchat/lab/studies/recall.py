@@ -24,7 +24,7 @@ from sirchat.lab.synthetic.rounds import Style, quiz
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 
 Ask = Literal["told", "corrected", "untold"]
-"""What the question asks for; see `RecallStudy`."""
+"""What the question asks for: the told fact, its corrected value, or a fact never told."""
 
 KIND_NAMES = tuple(PROBED)
 
@@ -74,14 +74,14 @@ class RecallStudy(Grid):
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> RecallDialogue:
-        """Conversation `number`; with the same seed it is always the same."""
+        """Conversation `number`; the same number and seed give the same conversation."""
         kinds, distances = self.asked_kinds, self.between
         kind = kinds[number % len(kinds)]
         between = distances[number // len(kinds) % len(distances)]
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns the reply, whether it is right, and the tokens held."""
+        """Run conversation `unit`; returns reply, whether it is right, number of held tokens."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:

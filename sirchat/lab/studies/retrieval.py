@@ -48,7 +48,7 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class RecallVariant:
-    """One combination of a retriever and values of three settings: `recall_weight` and so on."""
+    """A retriever with values of `recall_weight`, `recall_span` and `recall_soft`."""
 
     retriever: str
     weight: str = "none"
@@ -64,7 +64,7 @@ class RecallVariant:
 
     @property
     def name(self) -> str:
-        """The row's name, such as `attention x surprisal, soft, span 2`."""
+        """The name of the table row, such as `attention x surprisal, soft, span 2`."""
         weighted = " x surprisal" if self.weight == "surprisal" else ""
         soft = ", soft" if self.soft else ""
         return self.retriever + weighted + soft + (f", span {self.span}" if self.span else "")
@@ -72,7 +72,7 @@ class RecallVariant:
 
 @dataclass(frozen=True)
 class Retrieval(ExtendedByLimit):
-    """The retrieval study; the module describes it.
+    """The study of how well recall restores evicted tokens; the module describes it.
 
     Attributes:
         profile: the settings that all table cells share.
@@ -115,7 +115,7 @@ class Retrieval(ExtendedByLimit):
 
     @property
     def variants(self) -> tuple[RecallVariant, ...]:
-        """Every combination of the settings that makes sense."""
+        """Every combination of the settings that its retriever can use."""
         combinations = (
             RecallVariant(retriever=name, weight=weight, span=span, soft=soft)
             for name, weight, span, soft in product(
@@ -134,7 +134,7 @@ class Retrieval(ExtendedByLimit):
         return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
-        """Conversation `number`; with the same seed it is always the same."""
+        """Conversation `number`; the same number and seed give the same conversation."""
         if self.data is not None:
             return self.file_dialogues[number]
         return needle_dialogue(self.task, self.profile.seed, number)
@@ -145,9 +145,10 @@ class Retrieval(ExtendedByLimit):
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a conversation; its record says by cell if the answer was right.
+        """A function that runs the conversation with a given key.
 
-        The record also has the number of `tokens` of the conversation.
+        Its record says for each cell of the table whether the answer was right, and has the number
+        of `tokens` of the conversation.
         """
         session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
         every = cells(self)
@@ -202,7 +203,7 @@ class RetrievalCell:
 
     @property
     def key(self) -> str:
-        """The cell's key in a record."""
+        """The key under which a record has this cell's result."""
         return f"{self.row}/{self.count}"
 
 
@@ -279,7 +280,7 @@ def is_answered(session: Session, one: NeedleDialogue) -> bool:
 
 @dataclass(frozen=True)
 class Privacy(ExtendedByLimit):
-    """The privacy study; the module describes it.
+    """The study of how much recall reveals of an old turn; the module describes it.
 
     Attributes:
         profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
@@ -316,7 +317,7 @@ class Privacy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, and asks its question once for each of `counts`."""
+        """A function that reads a conversation, and asks once with each number in `counts`."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:

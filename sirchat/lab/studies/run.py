@@ -21,7 +21,7 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""Runs the units with these keys in other processes, also on other machines.
+"""A function that runs the units with these keys in other processes, also on other machines.
 
 Yields (key, record) as each unit finishes.
 """

@@ -158,7 +158,7 @@ class Grid(ABC):
 
     @abstractmethod
     def units(self) -> Sequence[str]:
-        """The names of the units that are run under each setting, in order; without slashes."""
+        """The names of the units run under each setting, in order; a name contains no slash."""
 
     @abstractmethod
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
@@ -210,7 +210,7 @@ class Grid(ABC):
         ]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit with a given key on `model`, and returns its record.
+        """A function that runs the unit (independent run) with a given key; returns its results.
 
         Units of the same row and seed use one session, which is reset before each unit.
         """
@@ -281,7 +281,7 @@ def mean(values: Sequence[float]) -> Estimate:
 def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise SettingError for the first name in `given` that is not in `known`.
 
-    The message calls it an unknown `what`.
+    `what` says in the error's text what kind of name it is, such as `retriever`.
     """
     for name in given:
         if name not in known:
@@ -299,7 +299,10 @@ class Extensible(Protocol):
         """The parameters that must be equal in all runs that write to the same results log."""
 
     def log_key(self, key: str) -> str:
-        """The name in the log of the unit with this key: what it depends on besides `shared`."""
+        """The name in the results log of the unit (independent run) with this key.
+
+        The name says all that the unit's results depend on, besides the parameters in `shared`.
+        """
 
 
 class ExtendedByLimit:
@@ -314,7 +317,7 @@ class ExtendedByLimit:
         return without(self.parameters(), ("limit",))
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: its number, which is also its key."""
+        """The name of a unit (independent run) in the results log: its number, as in its key."""
         return key
 
 

@@ -37,7 +37,7 @@ _MOST_DEATHS = 3
 def run_in_processes(
     study: Study, keys: Sequence[str], load: Callable[[], LoadedModel], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run units in processes that call `load` once each; yields (key, record) as units finish.
+    """Run a study's units in processes that each call `load`; yields (key, record) of each unit.
 
     Raises the error that a unit raised, and SirchatError if processes keep dying.
     """
@@ -140,7 +140,7 @@ class Cluster:
 def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
-    """Run units on Ray workers that call `load` once each; yields (key, record) as units finish.
+    """Run a study's units on Ray workers that each call `load`; yields (key, record) of each.
 
     Raises UsageError if Ray is not installed or the cluster can't be reached.
     """

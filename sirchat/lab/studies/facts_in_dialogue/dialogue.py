@@ -121,7 +121,7 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
 
 
 def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """Draw a fact; returns the sentences that tell it, the last with the right value, and it."""
+    """Draw a fact; returns its sentences (the last has the right value), and the fact."""
     values: list[str] = []
     while len(values) < OPTIONS:
         value = kind.values(rng)

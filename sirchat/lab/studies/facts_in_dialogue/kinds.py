@@ -90,7 +90,7 @@ class Kind:
     """One kind of fact.
 
     Attributes:
-        name: its name in results.
+        name: the kind's name in results.
         told: sentences that tell the fact.
         asked: questions that ask for the fact.
         answer: the reply that gives the value.

@@ -143,7 +143,7 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """Results of `_closed_book` by question, reply and system prompt, for all policies."""
+        """What `_closed_book` returned, by question with reply and by system prompt."""
         return {}
 
     def _closed_book(self, session: Session, fact: ToldFact) -> float:
@@ -161,7 +161,7 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """The slices of `ids` (of a user turn's text) with the fact's sentence and with its value."""
+    """Where in `ids`, a user turn's text, the fact's sentence is, and where the fact's value is."""
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
@@ -217,7 +217,7 @@ def says(reply: str, value: str) -> bool:
 
 
 REFERENCE = "entropy"
-"""The policy to compare others with, at the same budget; if it is not run, the first one is."""
+"""The policy that others are compared with at the same budget; if not run, the first policy."""
 
 _COLUMNS = (
     "setting",
@@ -237,8 +237,9 @@ def tables(
 ) -> tuple[Table, ...]:
     """One table for each length.
 
-    The column `nats gained` is the right reply's surprisal closed-book minus its surprisal here;
-    `nats below full` is its surprisal here minus that under `full`, if `full` was run.
+    The column `nats gained` is the right reply's surprisal closed-book (asked without the
+    conversation) minus its surprisal under the setting; `nats below full` is its surprisal under
+    the setting minus that under `full`, if `full` was run.
     """
     return tuple(_table(findings, settings, length) for length in lengths)
 
@@ -301,6 +302,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `reference` with its first seed, repeated as often as `one` has seeds."""
+    """The values of `key` of `reference` with its first seed, once for each seed of `one`."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

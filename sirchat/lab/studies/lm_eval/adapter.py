@@ -1,4 +1,4 @@
-"""A model under a setting, behind lm-eval's interface for models.
+"""Lets lm-eval use a model under a sirchat setting, by lm-eval's interface for models.
 
 https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same context, such as the
 options of one question, share one prefill. Under a policy that evicts nothing, a context that
@@ -80,7 +80,7 @@ class HarnessAdapter:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation, rendered by the model's chat template as one text: a context."""
+        """The text of a conversation, rendered by the model's chat template, as a context."""
         return self._texts.conversation(chat_history, prompt=add_generation_prompt)
 
     @property
@@ -122,7 +122,7 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """A context; its start is cut off if `more` further ids would not fit into the model."""
+        """A context, without its start if `more` further ids would exceed the context length."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context

@@ -84,11 +84,11 @@ class LmEval:
         return f"{setting_key(self.settings[int(row)])}/{task}"
 
     def keys(self) -> list[str]:
-        """A key `ROW/TASK` for each task under each setting, whose number is ROW."""
+        """A key `ROW/TASK` for each task under each setting; ROW is the setting's number."""
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit with a given key, a task under a setting, on `model`.
+        """A function that runs on `model` the task, under the setting, that a key names.
 
         Raises SettingError for a budget above the model's context length.
         """
@@ -123,7 +123,7 @@ class LmEval:
         return Report(tuple(one for one in header if one), (table,), details=details)
 
     def _rows(self, task: str, found: Mapping[str, Record]) -> list[tuple[Value, ...]]:
-        """The rows of a task, grouped by metric."""
+        """The table rows of a task, grouped by metric."""
         names = setting_names(self.settings)
         scores = [found[f"{row}/{task}"]["scores"] for row in range(len(names))]
         numbers = ("value", "stderr", "documents", "shots")
@@ -186,7 +186,8 @@ class Harness:
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
         """Run a task, or each task of a group; returns a record for each metric of each task.
 
-        Raises SirchatError for a task that can't be loaded, UsageError for one that runs code.
+        Raises SirchatError for a task that can't be loaded, UsageError for one that runs code
+        written by a model.
         """
         from lm_eval.evaluator import evaluate
 
@@ -270,6 +271,6 @@ def _scores(results: Record) -> Iterator[Record]:
 
 
 def _number(value: object) -> float | None:
-    """The value as a finite number, or None."""
+    """The value as a float; None if it is not a finite number."""
     number = float(value) if isinstance(value, float | int | np.number) else math.nan
     return number if math.isfinite(number) else None

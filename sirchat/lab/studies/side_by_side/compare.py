@@ -103,12 +103,12 @@ def _run_round(
 
 
 OnLogits = Callable[[int, Tensor], None]
-"""Called with the stream position of the first of m tokens, and the logits [m, V] of all m."""
+"""A function of the stream position of the first of m tokens, and the logits [m, V] of all m."""
 
 
 @dataclass
 class ReferenceRound:
-    """Answer and predictions of `full` in the current round; None once `full` has ended."""
+    """Answer and predictions of `full` in the current round; None after `full` had to stop."""
 
     answer: Answer | None = None
     predictions: Predictions | None = None
@@ -148,7 +148,7 @@ class ComparedSession:
         return not self._is_reference, -self._session.budget
 
     def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
-        """Let the model answer a user turn; turn and answer stay in the conversation."""
+        """Let the model answer a user turn; both turn and answer stay in the conversation."""
         with self._ends_on_error(reference):
             answer, events = self._ask(user)
             self._note(events)
@@ -172,7 +172,7 @@ class ComparedSession:
         return reply
 
     def result(self) -> SettingResult:
-        """The result, up to the last finished round."""
+        """The result of this setting, up to its last finished round."""
         seen = self._rounds[-1].seen if self._rounds else 0
         rows, spans = self._session.tokens(range(seen)), self._spans.spans(seen)
         tokens = tuple(
@@ -283,7 +283,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 OnPass = Callable[[Tensor, BoundedCache], None]
-"""Called with the logits [m, V] and the cache of a forward pass, before the pass returns."""
+"""A function of the logits [m, V] and the cache, called at the end of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -311,14 +311,14 @@ def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
 
 
 class Predictions:
-    """The predictions with the full cache in one round, from stream position `start` on."""
+    """The predictions of `full` for the tokens of one round, from stream position `start` on."""
 
     def __init__(self, start: int) -> None:
         self._end = start
         self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Add logits [m, V] of the m tokens from `position` on; chunks come in order."""
+        """Add logits [m, V] of the m tokens from `position` on; to be called in order."""
         self._chunks.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
 
