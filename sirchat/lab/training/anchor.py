@@ -57,7 +57,7 @@ TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, lo
 
 @dataclass(frozen=True)
 class AnchorOptions:
-    """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
+    """Model, data and hyperparameters of an anchor training; defaults as in the paper.
 
     Attributes:
         model: a name that `load_model` takes; GGUF weights are unpacked.

@@ -158,7 +158,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._clock.finish_step(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and stop if the time is over."""
+        """Save a checkpoint and stop the training if the time limit is reached."""
         if self._clock.is_over:
             control.should_training_stop = control.should_save = True
 
@@ -177,7 +177,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 Schedule = Literal["constant", "cosine"]
 
 ENDLESS = 1_000_000
-"""Number of steps that stands for no limit, for a training that only its time limit ends."""
+"""Number of steps, never reached, of a training that only its time limit ends."""
 
 
 class TrainingClock:

@@ -33,7 +33,7 @@ VOCABULARY_MIX = Mix(tell=0.45, ask=0.2, repeat=0.1)
 
 
 def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
-    """The message texts of generated conversations (`dialogues` is their number)."""
+    """Yield the texts of all messages in `dialogues` generated conversations."""
     for index in range(dialogues):
         rng = Random(f"{seed}/vocabulary/{index}")
         for message in dialogue(rng, 20, VOCABULARY_MIX):
@@ -145,7 +145,7 @@ class Renderer:
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
-        """A row of concatenated conversations; the last one is cut."""
+        """A row of `tokens` ids: conversations one after another, the last of them cut."""
         row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
             left = tokens - len(row.ids)

@@ -13,7 +13,7 @@ SizeName = Literal["micro", "small", "medium"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's shape and the number of tokens in a step."""
+    """A model's shape, and the sizes that its training has."""
 
     hidden: int
     layers: int
@@ -36,10 +36,13 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a phase; it ends when the share `until` of the phase's steps is done.
+    """A part of a phase of the training.
 
-    A row has `tokens` tokens. `gaps` is the share of the part's steps in which the mask hides
-    tokens that a budget would evict.
+    Attributes:
+        until: the stage ends when this share of the phase's steps is done.
+        tokens: number of tokens in a row.
+        mix: mix of the rounds in the generated dialogues.
+        gaps: share of the stage's steps in which the mask hides tokens that a budget would evict.
     """
 
     until: float

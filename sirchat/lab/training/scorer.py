@@ -232,7 +232,7 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
 def _cut(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
-    """Conversations of at most `length` tokens; a round that is longer alone is left out."""
+    """Yield the rounds of conversations of at most `length` tokens; longer rounds are left out."""
     found: list[TurnIds] = []
     for user, reply in rounds:
         ids = whole_round(template, user, reply, first=not found)

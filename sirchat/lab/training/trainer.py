@@ -37,7 +37,7 @@ from sirchat.lab.training.schedule import (
 )
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""A function like `token_losses`."""
+"""A function with the arguments and the results of `token_losses`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check(options: TrainOptions) -> None:
 
 
 class Trainer:
-    """Model, optimizers and data of one training; `step` advances them by one batch."""
+    """Model, optimizers and data of one training; `step` trains on one batch."""
 
     phases: ClassVar[tuple[Phase, ...]] = PHASES
     """The phases of the training, in order."""
@@ -130,7 +130,7 @@ class Trainer:
                 group["lr"] = optimizer.defaults["lr"] * factor
 
     def step(self, step: int) -> tuple[float, float, float | None]:
-        """Train on the batch of a step; returns what `summary` returns."""
+        """Train on the batch of a step; returns loss, loss of reply tokens, and recall."""
         batch = self.batch(step)
         scheduled = self.schedule_at(step)
         if scheduled.step == 0:
@@ -149,7 +149,7 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """If a phase with `keep` ended with step `done`, average old and new weights."""
+        """If a phase with `keep` ends after `done` steps, average weights from before and after it."""
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
@@ -167,7 +167,7 @@ class Trainer:
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The batch's mask, and which tokens have no loss; both None if the step has no gaps."""
+        """The batch's mask, and which tokens have no loss; both None if this step hides no tokens."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
