@@ -74,7 +74,7 @@ class Fact:
     number: int = 0
 
     def fill(self, template: str) -> str:
-        """The template, filled in with this fact."""
+        """The template, filled in with this fact's subject, value and number."""
         return fill(template, self.subject, self.value, self.number)
 
     @property

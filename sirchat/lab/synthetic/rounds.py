@@ -81,7 +81,7 @@ class Style:
         )[0]
 
     def apply(self, text: str) -> str:
-        """`text` in this style."""
+        """`text` as a user types it in this style."""
         if self.bare:
             text = text.rstrip(".?!")
         if self.lower:
@@ -180,7 +180,8 @@ def outcome(ours: str, theirs: str) -> str:
 def game(rng: Random) -> Iterator[Round]:
     """A match of rock-paper-scissors, with a question about the user's habits now and then.
 
-    The reply wins against the user's most frequent choice; in a tie, the last choice counts.
+    The reply wins against the choice that the user made most often; if several choices were made
+    equally often, against the user's last one.
     """
     options = list(BEATS)
     rng.shuffle(options)
