@@ -1,4 +1,4 @@
-"""Memory and disk space of the archive in a long conversation, compared with its limit."""
+"""Measures the memory and disk space that an archive takes while a long stream is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ArchiveUse:
         archive: the most bytes of keys and values that were in the archive.
         disk: the most bytes of the archive's files.
         memory: growth of the process's memory in bytes, at most; None where it is unknown.
-        archived: number of rows in the archive at the end.
+        archived: number of tokens in the archive at the end.
         seconds: duration of the whole run.
     """
 

@@ -1,4 +1,4 @@
-"""What decoding is compared with: a static cache, no prompt lookup, reading the weights once."""
+"""Baselines for decoding: a static cache, no prompt lookup, reading the weights once."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Yield, without end, the seconds per token of greedy generation until a cache is full.
 
-    The cache is a static one of transformers.
-    The prompt and the first token do not count. On a GPU, transformers chooses to compile the
-    step.
+    The cache is a static one of transformers. The prompt and the first token do not count. On a
+    GPU, transformers chooses to compile the step.
     """
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(

@@ -126,7 +126,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Time the blocks of `blocks` with the compiled step switched off; yields their seconds."""
+    """Yield what `blocks` yields, seconds per token, measured without the compiled step."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -180,7 +180,8 @@ def generated_blocks(
 ) -> Iterator[float]:
     """Yield, without end, the seconds per token of blocks of generation with one eviction each.
 
-    `seen` tokens are read first (0: twice as many as the cache holds); `archive`: limit in bytes.
+    `seen` tokens are read first (0: twice as many as the cache holds). `archive` is the archive's
+    limit in bytes.
     """
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)

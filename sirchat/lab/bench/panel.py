@@ -21,10 +21,10 @@ from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 
 COLUMNS, ROWS = 120, 40
-"""Size of the terminal."""
+"""Width and height of the terminal, in characters."""
 
 BLOCK_SECONDS = 1.0
-"""Duration of a block, long enough for several frames."""
+"""Seconds of a timed block, long enough to draw the panel several times."""
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
@@ -82,7 +82,7 @@ def _screen(nowhere: TextIO) -> Screen:
 
 
 class _Terminal:
-    """A stream that says it is a terminal."""
+    """An output stream whose method `isatty` says that it is a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -184,7 +184,7 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""Settings of a model on which time depends; transformers 4.33 has them, too."""
+"""The settings of a model that its speed depends on; transformers 4.33 has them, too."""
 
 
 class SirLLM(Worker):

@@ -1,8 +1,8 @@
 """Compares the time of two sides: sirchat (ours), and another way to do the same.
 
 Both sides run in one process, in turn, block by block, so that a change of the machine's speed
-affects both. What counts is the ratio of each pair of
-blocks, ours over the other side (below 1: ours is faster).
+affects both. What counts is the ratio of the times of each pair of blocks, ours over the other
+(below 1: ours is faster).
 
 Models may have random weights, to measure speed at sizes that are not bundled.
 """
@@ -44,7 +44,7 @@ class Ratio:
         high: upper quartile of the pairs' ratios.
         pairs: number of pairs.
         note: anything else that was measured, as text.
-        unit: what a time is for: a token, or a search.
+        unit: what a time is for: a token, a turn or a search.
     """
 
     name: str
@@ -99,8 +99,8 @@ def compare(
 ) -> Ratio:
     """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
 
-    `make_ours` and `make_other` start a side: they return an iterator over the seconds per token of
-    its blocks.
+    A block is a piece of work whose time is measured. `make_ours` and `make_other` start a side:
+    they return an iterator over the seconds per token of its blocks.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []

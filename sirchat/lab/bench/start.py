@@ -1,4 +1,4 @@
-"""Times the start of a program in fresh processes, until its prompt and its first token."""
+"""Times the start of sirchat and llama.cpp in fresh processes, until prompt and first token."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class StartMeasure:
     Attributes:
         name: what was measured.
         unit: seconds, milliseconds or MiB.
-        ours, other: medians; `other` is llama.cpp's, or None.
-        ratio: median of the pairs' ratios, or None.
+        ours: median of sirchat's values.
+        other: median of llama.cpp's values, or None.
+        ratio: median of the ratios of ours to other, or None.
     """
 
     name: str

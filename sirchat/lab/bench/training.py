@@ -69,7 +69,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
-    """Peak GPU memory of a step in bytes."""
+    """The most GPU memory that a training step takes, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     next(_steps(model, tokens, mask))
     return torch.cuda.max_memory_allocated()
