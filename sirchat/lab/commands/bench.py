@@ -110,7 +110,7 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the speed with a plain transformers loop, as ratios (below 1: sirchat is faster).
+    """Compare speed with a plain loop of transformers, as ratios (below 1: sirchat is faster).
 
     Without a subcommand, this runs `decode`.
     """
@@ -139,7 +139,7 @@ def decode(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode and prefill: with and without an archive, early and late in a stream.
+    """Measure decode and prefill, also with and without an archive, early and late in a chat.
 
     Decode is also compared with `generate` with a static cache, and with reading the weights once.
 
@@ -290,7 +290,7 @@ def archive(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the memory and disk space that the archive takes over a number of tokens."""
+    """Measure the memory and disk space that the archive takes while many tokens are read."""
     profile = _profile(model, device, dtype)
     profile = changed(profile, "--archive-limit", archive_limit=archive_limit)
     from sirchat.lab.bench.archive import bench_archive
@@ -311,7 +311,7 @@ def training(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a training step with anchors: its attention masks against no mask."""
+    """Measure a training step with anchors: with its attention mask against without a mask."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.training import bench_training

@@ -77,7 +77,7 @@ def anchor_attention(
     limit: Conversations = 50,
     facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
 ) -> "Study":
-    """Tell facts and ask for one: which rounds' anchors its answer attends to."""
+    """Tell facts and ask for one: which rounds' anchors the answer attends to."""
     from sirchat.lab.studies.anchor_attention import AnchorAttention
 
     return AnchorAttention(profile, limit=limit, facts=facts)

@@ -64,7 +64,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JS
 
 
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
-"""Settings that some policies do not use."""
+"""Settings of policies that only some policies use."""
 
 
 class Compared(TypedDict):
@@ -185,7 +185,7 @@ def _swept(text: str) -> tuple[str, list[str]]:
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings in `given` that the row's policy uses, and the `shared` options that it has."""
+    """The settings in `given` that its policy uses, and the `shared` options of that policy."""
     policy = given["policy"]
     import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}

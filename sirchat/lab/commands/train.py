@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: the bundled models, anchors and scorers for any other."""
+"""The `sirchat train` commands: the bundled models; anchors or a scorer for any model."""
 
 from pathlib import Path
 from typing import Annotated, cast, get_args
