@@ -81,7 +81,7 @@ class Facts(Grid):
         ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; the record says for each distance which answers were right."""
+        """Run conversation `unit`; returns which answers were right, for each of `between`."""
         count, number = map(int, unit.split())
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
@@ -97,7 +97,7 @@ class Facts(Grid):
         return FactsDialogue(statements, small_talk, questions)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting, fact count and distance; and the perplexity."""
+        """The share of right answers by setting, number of facts, and `between`; the perplexity."""
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (

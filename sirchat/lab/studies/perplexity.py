@@ -200,7 +200,7 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts in the order of a reading: from its start to the end, then those before it."""
+    """The parts in the order of a reading: from the reading's start on, then those before it."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 

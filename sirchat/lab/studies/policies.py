@@ -105,17 +105,20 @@ class Policies:
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: its part, and its name in the part's study."""
+        """The name in the results log of the unit (independent run) with this key.
+
+        It is `PART: NAME`, with the unit's name in the study of its part.
+        """
         part, _, own = key.partition(": ")
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys of all units (independent runs): `PART: KEY`, with KEY as in the part's study."""
+        """The keys of all units (independent runs): `PART: KEY`; KEY is as in the part's study."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key; returns its results."""
+        """A function that runs the unit (independent run) with a given key; returns its record."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -125,7 +128,7 @@ class Policies:
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A report with the tables of all parts."""
+        """A report with the tables of all parts of the study."""
         tables, header = (
             [],
             [f"seed {self.seed}", f"at least {self.limit} questions for each table cell"],

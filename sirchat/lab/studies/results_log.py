@@ -20,7 +20,9 @@ _FORMAT = 2
 
 
 class ResultsLog:
-    """The records of finished units by key, in memory and, with a `path`, in a file.
+    """The records of finished units (independent runs), by key, in memory and in a file.
+
+    Without a `path` there is no file.
 
     `about` has the parameters that all units share; it becomes the file's first line. Raises
     SettingError, which says what differs, if the file exists and its first line differs.
@@ -49,7 +51,7 @@ class ResultsLog:
         return self._done[key]
 
     def add(self, key: str, found: Record) -> None:
-        """Add the record `found` of the finished unit `key`; units may finish in any order."""
+        """Add the record `found` of the finished run `key`; runs may finish in any order."""
         self._done[key] = found
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:

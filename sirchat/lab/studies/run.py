@@ -1,4 +1,4 @@
-"""Runs a study unit by unit, logs the result of each, and prints the report."""
+"""Runs the independent runs (units) of a study, logs their results, and prints the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""A function that runs the units with these keys in other processes, also on other machines.
+"""A function that runs a study's units (independent runs) with these keys in other processes.
 
 Yields (key, record) as each unit finishes.
 """
@@ -60,7 +60,7 @@ def run_units(
     out: Path | None = None,
     remote: RemoteRunner | None = None,
 ) -> dict[str, Record]:
-    """Run the units of a study; returns their records by key.
+    """Run all units (independent runs) of a study; returns their records (results), by key.
 
     Units whose records an earlier run wrote to the folder `out` are not run again.
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 RunUnit = Callable[[str], Record]
-"""A function that takes the key of a unit, runs the unit, and returns its record."""
+"""A function that takes the key of a unit (independent run), runs it, and returns its record."""
 
 
 class Study(Protocol):
@@ -54,10 +54,10 @@ class Study(Protocol):
         """The key of each unit (independent run), in the order in which the units are run."""
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit with a given key on `model`, and returns its record."""
+        """A function that runs the unit (independent run) with a given key; returns its record."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the results; `found` has the record of each unit, by its key."""
+        """Tables and plots of the results; `found` has each independent run's record, by key."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of one setting: for each of its seeds, a list with the record of each unit."""
+    """The results of one setting: for each of its seeds, the records of all independent runs."""
 
     name: str
     by_seed: list[list[Record]]
@@ -146,7 +146,7 @@ class Grid(ABC):
     """The largest number of tokens that a reply may have."""
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
-    """Fields that only decide which units are run; other values can add to the same results log."""
+    """Fields that only decide what is run; runs with other values can share a results log."""
 
     without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
     """Settings that change nothing in this study; the commands refuse them."""
@@ -158,15 +158,15 @@ class Grid(ABC):
 
     @abstractmethod
     def units(self) -> Sequence[str]:
-        """The names of the units run under each setting, in order; a name contains no slash."""
+        """The names of the units (independent runs) under each setting; they contain no slash."""
 
     @abstractmethod
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run one unit in a session that was just reset; returns the unit's results."""
+        """Run one unit (independent run) in a session that was just reset; returns its results."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the results; `found` has the record of each unit, by its key."""
+        """Tables and plots of the results; `found` has each independent run's record, by key."""
 
     def parameters(self) -> Record:
         """Every field of the study, by name: all that its results depend on, except the model."""
@@ -196,7 +196,10 @@ class Grid(ABC):
         return without(self.parameters(), self.extends)
 
     def log_key(self, key: str) -> str:
-        """The name in the results log of the unit with this key: `SETTING HASH/SEED/UNIT`."""
+        """The name in the results log of the unit (independent run) with this key.
+
+        It is `SETTING HASH/SEED/UNIT`, with the setting's name and hash.
+        """
         row, _, rest = key.partition("/")
         return f"{self._row_keys[int(row)]}/{rest}"
 
@@ -230,7 +233,7 @@ class Grid(ABC):
         return work
 
     def findings(self, found: Mapping[str, Record]) -> list[Findings]:
-        """The records `found` (by unit key), grouped by setting, in the order of `cells`."""
+        """The records `found` of all independent runs, by setting, in the order of `cells`."""
         return [
             Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())
@@ -293,7 +296,7 @@ def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> N
 
 @runtime_checkable
 class Extensible(Protocol):
-    """A study whose results log can be extended: a later run may add further units to it."""
+    """A study whose results log can be extended: a later run may add further results to it."""
 
     def shared(self) -> Record:
         """The parameters that must be equal in all runs that write to the same results log."""
@@ -306,7 +309,7 @@ class Extensible(Protocol):
 
 
 class ExtendedByLimit:
-    """A study with numbered units, `limit` of them: a greater `limit` only adds units."""
+    """A study of `limit` numbered units (independent runs): a greater `limit` only adds units."""
 
     def parameters(self) -> Record:
         """The parameters, by name, that the results depend on, except the model."""

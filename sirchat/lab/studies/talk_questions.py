@@ -191,7 +191,7 @@ def require_stemmer() -> None:
 
 
 def stems(text: str) -> list[str]:
-    """The stems of the words of a text, in order, without articles and `and`."""
+    """The stems of a text's words, in order, without the words a, an, the, and."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     words = re.sub(r"\b(?:a|an|the|and)\b", " ", plain).split()
     stemmed = _stemmer()(words)
@@ -199,7 +199,7 @@ def stems(text: str) -> list[str]:
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """The harmonic mean of precision and recall over stems; 0 if the texts share no stem."""
+    """The harmonic mean of precision and recall over word stems; 0 if no stem is in both texts."""
     said, wanted = Counter(stems(reply)), Counter(stems(answer))
     same = (said & wanted).total()
     return 2 * same / (said.total() + wanted.total()) if same else 0.0

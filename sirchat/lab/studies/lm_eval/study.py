@@ -79,7 +79,7 @@ class LmEval:
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: its setting's name and hash, and its task."""
+        """The name of a task under a setting in the results log: setting, its hash, and task."""
         row, _, task = key.partition("/")
         return f"{setting_key(self.settings[int(row)])}/{task}"
 
