@@ -80,7 +80,10 @@ def probe(
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
 ) -> Iterator[ProbedRecall]:
-    """Measure recall for each of `kinds` at each of `distances`, in `dialogues` dialogues each."""
+    """Measure recall of each kind of fact at each distance, in `dialogues` dialogues each.
+
+    A distance is a number of rounds of small talk between the fact and the question.
+    """
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")

@@ -149,7 +149,7 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """If a phase with `keep` ends after `done` steps, average weights from before and after it."""
+        """If a phase with `keep` ends after `done` steps, average old and new weights."""
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
@@ -167,7 +167,7 @@ class Trainer:
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The batch's mask, and which tokens have no loss; both None if this step hides no tokens."""
+        """The batch's mask, and which tokens have no loss; both None if no tokens are hidden."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
