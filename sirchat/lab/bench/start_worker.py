@@ -1,4 +1,4 @@
-"""Starts a model for `start.py`, in a process of its own; prints time and memory as JSON."""
+"""Starts a model in a new process, and prints time and memory as JSON; `start.py` runs it."""
 
 from __future__ import annotations
 

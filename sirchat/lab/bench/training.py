@@ -1,4 +1,4 @@
-"""Time and memory of a training step with anchors, with a dense mask and with a block mask."""
+"""Measures a training step with anchors: its time and memory with two kinds of mask."""
 
 from __future__ import annotations
 
