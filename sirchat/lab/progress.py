@@ -95,7 +95,7 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """Print a line at the start, after a unit if enough time has passed, and at the end."""
+    """Print a line at the start, at the end, and between them at most every `EVERY` seconds."""
     pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
     for finished, one in enumerate(done, known + 1):
