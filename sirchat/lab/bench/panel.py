@@ -55,7 +55,10 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Yield the seconds per token of each block of a reply that never ends."""
+    """Yield the seconds per token of one stretch of an endless reply after another.
+
+    A stretch (a block) takes BLOCK_SECONDS.
+    """
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()

@@ -155,7 +155,7 @@ class MultipleChoice(Grid):
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
     def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
-        """The shares by decay (the paper's Figure 6), if several decays are compared."""
+        """A plot of the share of right options by decay, if several decays are compared."""
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell, one in zip(self.cells(), findings, strict=True):
             setting = cell.setting

@@ -329,7 +329,11 @@ class Privacy(ExtendedByLimit):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By number of recalled tokens: surprisal and frequency of the private answer; utility."""
+        """By number of recalled tokens: surprisal of the private answer, and two shares.
+
+        The shares: how often the model gives the private answer word for word, and how often it
+        answers a question right that needs no memory.
+        """
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
         word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()

@@ -59,8 +59,8 @@ class Phase:
         steps: number of steps in the full recipe.
         stages: its stages, in order.
         peak: factor on the optimizers' learning rates.
-        keep: after the phase, its weights are averaged with those from before it, which have this
-            share; 0 for no averaging.
+        keep: if above 0, the weights after the phase are averaged with those before the phase;
+            `keep` is the share of the weights before.
         gathered: roles whose messages are followed by an anchor, if the model has anchors.
     """
 

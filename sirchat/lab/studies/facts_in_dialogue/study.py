@@ -282,7 +282,7 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The findings that a setting is compared with: the reference policy at the same budget."""
+    """The results that a setting is compared with: those of `_name(settings)` at its budget."""
     if setting.policy == "full":
         return None
     wanted = _name(settings)
