@@ -125,7 +125,7 @@ class Perplexity(Grid):
         return self._nats(found[_is_text([i for ids in rounds for i in ids], model)])
 
     def _nats(self, found: np.ndarray) -> Record:
-        """The record of a reading with surprisals `found` [n]: the mean of each hundredth of them."""
+        """The record of a reading: the mean of each hundredth of the surprisals `found` [n]."""
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]

@@ -248,9 +248,10 @@ def _cut(
 def observed(
     model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [m, layers x d] and log scores [m] (float64) of a conversation's tokens.
+    """Inputs and targets of the fit: hidden states [m, layers x d], log scores [m] in float64.
 
-    `ids` [n] are read, and then `request` and `ids` once more. The sinks are left out.
+    They are of the m tokens of `ids` [n] that are no sinks. `ids` are read, then `request` and
+    `ids` once more; a score is the highest attention weight in the second reading.
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)

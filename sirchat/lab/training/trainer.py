@@ -161,7 +161,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.model)
 
     def forward(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Losses in nats, and whether the argmax is right, both [rows, tokens]."""
+        """Each token's loss, in nats, and whether it was predicted right; both [rows, tokens]."""
         visible = None if visible is None else visible.to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.losses(self.model, batch.ids.to(self.device), visible)

@@ -112,7 +112,7 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Random distinct numbers below `last`: for fact n, `counts[n]` numbers in ascending order."""
+    """Draw distinct numbers below `last`: for each fact n, `counts[n]` numbers that ascend."""
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:
