@@ -49,7 +49,7 @@ class FactsInDialogue(Grid):
     `limit` is the number of questions for each length.
 
     Attributes:
-        data: the file of real talk.
+        data: path of a file or folder with real conversations.
         lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
         reply_tokens: largest number of tokens of a reply; 0 for no replies.
@@ -71,20 +71,20 @@ class FactsInDialogue(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "facts-in-dialogue"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by its length and its number."""
+        """The names of the conversations to read: length in tokens and number, such as `1000 0`."""
         count = math.ceil(self.limit / self.facts)
         return [f"{length} {number}" for length in self.lengths for number in range(count)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation, and ask for each of its facts."""
+        """Read the conversation named `unit`, and ask for each fact; `asked` scores the answers."""
         length, number = map(int, unit.split())
         switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         talk = self.dialogue(session.template, length, number)
@@ -112,7 +112,7 @@ class FactsInDialogue(Grid):
         }
 
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
-        """Conversation `number` of at most `length` tokens; with the same seed always the same."""
+        """Conversation `number` of at most `length` tokens; the same seed gives the same one."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
         overhead = len(whole_round(template, "a", "a").ids) - 2
 
@@ -123,7 +123,7 @@ class FactsInDialogue(Grid):
         return draw_dialogue(rng, self._dialogues, self.facts, length, size)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Right answers, nats and held tokens, by length and setting."""
+        """By length and setting: right answers, surprisal of the right replies, and held tokens."""
         tokens = [one["tokens"] for one in found.values()]
         header = (
             f"seed {self.seed}",
@@ -143,7 +143,7 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """Results of `_closed_book` by question, reply and system prompt, for all policies."""
+        """What `_closed_book` returned, by question with reply and by system prompt."""
         return {}
 
     def _closed_book(self, session: Session, fact: ToldFact) -> float:
@@ -161,7 +161,7 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """Where, among the `ids` of a user turn's text, the tokens of a told fact and its value are."""
+    """Where in `ids`, a user turn's text, the fact's sentence is, and where the fact's value is."""
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
@@ -217,7 +217,7 @@ def says(reply: str, value: str) -> bool:
 
 
 REFERENCE = "entropy"
-"""Others are compared with this policy at the same budget; if it is not run, with the first one."""
+"""The policy that others are compared with at the same budget; if not run, the first policy."""
 
 _COLUMNS = (
     "setting",
@@ -237,8 +237,9 @@ def tables(
 ) -> tuple[Table, ...]:
     """One table for each length.
 
-    The column `nats gained` is the right reply's surprisal closed-book minus its surprisal here;
-    `nats below full` is its surprisal here minus that under `full`, if `full` was run.
+    The column `nats gained` is the right reply's surprisal closed-book (asked without the
+    conversation) minus its surprisal under the setting; `nats below full` is its surprisal under
+    the setting minus that under `full`, if `full` was run.
     """
     return tuple(_table(findings, settings, length) for length in lengths)
 
@@ -281,7 +282,7 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The findings that a setting is compared with: the reference policy at the same budget."""
+    """The results that a setting is compared with: those of `_name(settings)` at its budget."""
     if setting.policy == "full":
         return None
     wanted = _name(settings)
@@ -301,6 +302,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `reference` with its first seed, repeated as often as `one` has seeds."""
+    """The values of `key` of `reference` with its first seed, once for each seed of `one`."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)
