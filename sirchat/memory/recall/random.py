@@ -1,4 +1,4 @@
-"""A random choice: the baseline."""
+"""A random choice of archived tokens, as a baseline for the other retrievers."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Words(WordRetriever):
     """Whole turns, by the new turn's words, by pairs of them, and by words of similar meaning.
 
-    `chat.word_index.WideIndex` computes the score, which includes the turns beside it. Words of
-    similar meaning are found by the model's input embeddings.
+    `chat.word_index.WideIndex` computes a turn's score, in which the turns before and after it
+    count, too. Words of similar meaning are found by the model's input embeddings.
     """
 
     wide_words = True
