@@ -1,4 +1,4 @@
-"""Where sirchat's files are; and how to make private folders and files: only their owner can read.
+"""Where sirchat's files are; and how to make folders and files that only their owner can read.
 
 If the environment variable `SIRCHAT_HOME` is set, the folders `config`, `data` and `state` are in
 the folder that it names.

@@ -17,7 +17,7 @@ from sirchat.models.attention_hook import AttentionCall
 
 
 class AttendingModel(Protocol):
-    """What the attention tracker needs to know of a model."""
+    """The properties of a model that the attention tracker needs."""
 
     @property
     def heads(self) -> int:
@@ -59,7 +59,7 @@ class HighestWeights:
     """Observes the highest attention weight that each of k rows receives in one forward pass.
 
     Args:
-        layers: numbers of the layers over which, and over whose heads, the highest is averaged.
+        layers: numbers of the layers that are observed; the result is a mean over them and heads.
         slots: cache slots [k] of the rows.
     """
 

@@ -151,9 +151,10 @@ class Budget:
         return max(_LEAST, self.policy_budget - self.sinks - pins)
 
     def enough_for(self, tokens: int) -> int | None:
-        """The smallest power of two that, as the budget, makes `evictable` at least `tokens`.
+        """The smallest budget with which the policy decides about at least `tokens` rows.
 
-        Instead of a larger power, it is the context length. None if that is not enough either.
+        It is a power of two, or the context length if that is smaller; None if even the context
+        length is not enough.
         """
         size = _LEAST
         while size < self.context_length:
@@ -165,7 +166,7 @@ class Budget:
         return None
 
     def pins(self, at: Positions) -> int:
-        """How many of the rows at positions `at` are pinned and no sinks.
+        """How many of the rows at stream positions `at` are pinned, not counting sinks.
 
         0 if the policy ignores pins.
         """
@@ -183,10 +184,10 @@ class Budget:
         return self.settings.policy.compacts_at_anchors
 
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
-        """Where a chunk of ids that begins at `start` must end; at most `end`, which is exclusive.
+        """The index (exclusive) at which a chunk of ids that begins at index `start` must end.
 
-        If the policy evicts rows after each anchor, it ends right after its first anchor. `flags`
-        are those of all ids to read.
+        It is `end`; but if the policy evicts rows after each anchor, and an anchor comes before
+        `end`, the chunk ends right after this anchor. `flags` are those of all ids to read.
         """
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)

@@ -55,7 +55,7 @@ class CacheContents:
 
     @property
     def recalled(self) -> int:
-        """Number of recalled rows in the cache."""
+        """Number of rows in the cache that recall has restored for this round."""
         return self.count - self.budget.policy_rows
 
     @property
@@ -70,14 +70,18 @@ class CacheContents:
         return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
 
     def view(self, round: int | None) -> HeldRows:
-        """The held rows, except recalled ones, as the policy sees them; see `Budget.view`."""
+        """The held rows, except recalled ones, as the policy sees them.
+
+        Sinks and pins are marked as protected; unless `round` is None, so are the newest rows of
+        that round, if the setting `protect` is on.
+        """
         return self.view_of(self.budget.policy_positions, round)
 
     def view_of(self, at: Positions, round: int | None = None) -> HeldRows:
-        """The rows at stream positions `at` [n] as the policy sees them; see `Budget.view`.
+        """The rows at stream positions `at` [n], ascending, as the policy sees them.
 
-        They include the key/value statistics that the policy uses. `at` is ascending; the rows need
-        not be held.
+        They include the key/value statistics that the policy uses. They need not be held. Protected
+        rows are marked as in `view`.
         """
         rows, wanted = self.budget.view(at, round), self.budget.settings.policy.key_value_stats
         if not (wanted and len(at)):
@@ -334,11 +338,11 @@ class CacheContents:
             self._cache.remove_inserted()
 
     def _keep(self, num_keep: int) -> EvictedRows:
-        """Evict all rows but `num_keep` rows that the policy chooses, and recalled rows."""
+        """Evict all rows except recalled rows and `num_keep` rows that the policy chooses."""
         return self._keep_rows(self.budget.choose(self.view(self.round), num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
-        """Evict all rows but those with the numbers `rows` [k] in `view`, and recalled rows."""
+        """Evict all rows except recalled rows and those with the numbers `rows` [k] in `view`."""
         ledger = self._ledger
         if len(ledger.recalled):
             stays = np.union1d(self.budget.policy_positions[rows.numpy()], ledger.recalled)

@@ -79,7 +79,10 @@ class CausalModel(AttendingModel, Protocol):
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> PassResult:
-        """Like `forward`, but returns only the surprisal of the ids and the last id's logits."""
+        """Run ids [m] through the model, after the rows of `cache`, like `forward`.
+
+        Returns less: the surprisals of the ids, and the logits after the last id.
+        """
 
     def several_passes(self) -> AbstractContextManager[None]:
         """A context manager to use around each of several long passes, which then run faster.

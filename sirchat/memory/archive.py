@@ -230,7 +230,10 @@ class Archive:
         return last, len(self._segments) - 1
 
     def _grow(self, rows: int) -> None:
-        """Extend the array by position to at least `rows` entries; it at least doubles."""
+        """Extend the array of slots, one per stream position, to at least `rows` entries.
+
+        If it is too short, its length at least doubles.
+        """
         if rows > len(self._slots):
             grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)
             grown[: len(self._slots)] = self._slots

@@ -221,7 +221,7 @@ class AttentionStats:
         self._is_checkpointed = False
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
-        """A copy of what the tokens at stream `positions` [n], ascending, have received so far."""
+        """A copy of the attention received so far by tokens at `positions` [n], ascending."""
         self._is_checkpointed = True
         repeated = self.repeat.of(positions)
         if not self.is_counted:

@@ -92,7 +92,10 @@ class _Tensor:
         return written.index_select(2, rows.to(written.device))[0]
 
     def replace(self, cursor: _Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Write first-written `rows` [H, n, D] to the slots from 0 on, rotated by `cos_sin`."""
+        """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
+
+        What attention reads there is `rows` rotated by the cosines and sines `cos_sin`.
+        """
         count = rows.shape[1]
         if self.buffer is None:
             self._allocate(cursor, rows[None])

@@ -33,7 +33,7 @@ AUTO_INDEX_ROWS = 100_000
 """Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Minimum number of rows proposed by one query vector; number that all together should propose."""
+"""Minimum number of rows that one query vector proposes; number that all of them should propose."""
 
 _INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
@@ -80,8 +80,8 @@ class Index:
     def update(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
         """Add the rows at stream `positions` [n] that are not indexed yet.
 
-        `positions` are those of all archived rows, ascending. If they are more than four times as
-        many as when the index was built, it is built anew.
+        `positions` are those of all archived rows, ascending. If there are more than four times as
+        many as when the index was built, the index is built anew.
         """
         if len(positions) and len(positions) > _GROWTH * self._learnt:
             self._learn(archive, positions, surprisal_of)

@@ -70,7 +70,7 @@ def key_value_stats(
 
 
 def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-    """Yield, for each block, its row numbers [k] and the rows' `key_similarity` [k].
+    """Yield, for each block, its row numbers [k], and the cosines [k] of keys with the mean key.
 
     The cosine with the sum of all keys is computed: it equals the cosine with their mean.
     """

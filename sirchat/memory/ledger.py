@@ -247,9 +247,9 @@ class Ledger:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Evict all held rows except those numbered `rows` [k]; set their state to `state`.
+        """Record that all held rows are evicted, except those numbered `rows` [k].
 
-        Returns the stream positions of the evicted rows.
+        Evicted rows get the state `state`; returns their stream positions.
         """
         return self.hold(self.held_positions[rows.numpy()], state)[0]
 
@@ -330,7 +330,7 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Remove all rows after the first `seen` tokens; none of these rows may be held."""
+        """Keep only the rows of the first `seen` tokens; no other row may be held. Set `log_decay`."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay = seen, log_decay
@@ -423,7 +423,7 @@ class Ledger:
         )
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The held rows as policies see them; arguments as in `view`."""
+        """The held rows as policies see them; the mask `protected` marks those that must stay."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:

@@ -42,7 +42,7 @@ _BATCH = 8_192  # rows fetched at once
 
 @dataclass(frozen=True)
 class Ranked:
-    """Scores [layers, n] of candidate rows at stream positions [n], ascending."""
+    """Archived tokens at stream `positions` [n], ascending, and their `scores` [layers, n]."""
 
     positions: Positions
     scores: Tensor
@@ -58,7 +58,7 @@ def wants_index(recall: RecallSettings, rows: int) -> bool:
 
 @dataclass(frozen=True)
 class ArchiveSearch:
-    """One search of the archive.
+    """One search of the archive for the tokens (rows) that a turn needs.
 
     Attributes:
         archive: where the rows are stored.
@@ -145,9 +145,10 @@ class ArchiveSearch:
         return Candidates(self.archive, positions, self.query, self.rotations, self.ledger)
 
     def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
-        """The final scores [layers, k] of the rows at `positions` [k], from the retriever's.
+        """The final scores [layers, k] of the rows at `positions` [k].
 
-        If the settings say so, they are softened, then multiplied by surprisal.
+        They are the retriever's `scores` [layers, k]; if the settings say so, these are softened,
+        then multiplied by surprisal.
         """
         if self.recall.soft:
             scores = softened(scores, positions)

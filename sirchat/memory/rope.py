@@ -75,7 +75,8 @@ class Rotation:
 class CosSin:
     """Cosines and sines that rotate keys from positions `old` [n] to `new` [n].
 
-    They are computed once for each device and set of frequencies; all its layers share them.
+    They are computed once for each device and each set of frequencies; layers with the same
+    frequencies share them.
     """
 
     def __init__(self, old: Tensor, new: Tensor) -> None:

@@ -46,7 +46,7 @@ TABLES = (
     """CREATE TABLE head (id INTEGER PRIMARY KEY,
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
 )
-"""All tables of the file; a file with anything else, such as a view, is not sirchat's."""
+"""The SQL of all tables of a session's file; a file with other tables, or views, is damaged."""
 
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """Errors raised by decoding damaged values."""

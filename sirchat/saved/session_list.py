@@ -113,10 +113,11 @@ def begins_an_id(folder: Path, ident: str) -> bool:
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open the session that `find_session` finds; if `ident` is "last", skip damaged sessions.
+    """Open the session `ident`: an id, a name, the beginning of an id, or `last`.
 
-    Also returns an error for each skipped session that is newer than the opened one. Raises
-    SessionError like `find_session` and `SessionStore.open`.
+    With `last`, damaged sessions are skipped; returns also an error for each skipped session that
+    is newer than the opened one. Raises SessionError if none or several match, or it can't be
+    opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []

@@ -221,7 +221,10 @@ class SessionStore:
             return _head(*found[0]) if found else None
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
-        """Delete every turn from index `turns` on and every row from position `seen` on."""
+        """Delete every turn from index `turns` on and every row from position `seen` on.
+
+        `head` replaces the old head.
+        """
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
                 raise ValueError(

@@ -37,8 +37,8 @@ class Anchors:
     """The anchor settings of a model.
 
     Attributes:
-        variant: see `Variant`.
-        per: see `Per`; always `sentence` if `variant` is `ep`.
+        variant: `ac`: the anchor is an added token; `ep`: tokens that end a sentence are anchors.
+        per: where the added token is inserted: see `Per`; always `sentence` if `variant` is `ep`.
         token_id: id of the added anchor token; None if `variant` is `ep`.
         sinks: number of tokens at a text's start that all later tokens attended to in training.
     """

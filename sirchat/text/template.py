@@ -147,7 +147,7 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids to read after a reply: those of the chat template, then the round's anchor."""
+        """The ids to read after a reply: those of the chat template, then an anchor, if any."""
         return [*self._closing, *self._round_end]
 
     @cached_property
@@ -161,7 +161,8 @@ class Template:
         """The ids at which generation stops: `end_ids`, and control tokens that no reply contains.
 
         These are tokens that begin a turn, after which the model would write the next speaker's
-        text, and tokens that this template never uses, such as padding. `declared` as in `end_ids`.
+        text, and tokens that this template never uses, such as padding. `declared` are the ids that
+        the model's own settings name.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
@@ -218,7 +219,7 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """The anchor's id, which follows each reply and system prompt, if `per` is `round`.
+        """The id of the anchor, if one follows each reply and system prompt (`per: round`).
 
         Otherwise an empty list.
         """
@@ -228,14 +229,14 @@ class Template:
         return [anchors.token_id]
 
     def _closed(self, turn: TurnIds) -> TurnIds:
-        """The `turn` of a system prompt; if `per` is `round`, with an anchor added at its end."""
+        """The `turn` of a system prompt, with an anchor at its end if rounds end with an anchor."""
         anchor = self._round_end
         return TurnIds(
             [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
         )
 
     def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
-        """The turn with anchors inserted into its text `content`, unless `per` is `round`."""
+        """The turn with anchors inserted into its text `content`, as the anchor settings say."""
         anchors, (start, end) = self._anchors, turn.content
         if anchors is None or anchors.per == "round" or start == end:
             return turn

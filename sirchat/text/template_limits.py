@@ -106,7 +106,7 @@ class _Rendering(local):
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A jinja environment like transformers' for chat templates, which also limits their memory.
+    """A jinja environment like that of transformers for chat templates, with a limit on memory.
 
     It counts the size of each text and list before the template builds it, and refuses large ones.
     """

@@ -65,7 +65,11 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of the transcript `data`; other arguments and errors as in `iter_turns`."""
+    """All turns of the transcript `data`, which is UTF-8.
+
+    `name` is what errors call it; `format` is one of `FORMATS`. Raises UsageError for an unknown
+    format, and TranscriptError for data that does not have this format.
+    """
     return list(iter_turns(io.BytesIO(data), name, format))
 
 
@@ -144,7 +148,8 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 def _format_of(first: str) -> str:
     """The format of a transcript with this first line.
 
-    "unfinished" if the line is only the beginning of a JSON value; else as `_format_of_json`.
+    "unfinished" if the line is only the beginning of a JSON value; "unknown" if it is an object
+    that is neither a message nor a conversation.
     """
     if _PREFIX.match(first):
         return "text"
@@ -307,7 +312,10 @@ def _content(value: object, key: str, name: str, line: int) -> str:
 
 
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
-    """Yield the lines of one JSON document; raises TranscriptError if they are too many or long."""
+    """Yield the lines of one JSON document.
+
+    Raises TranscriptError if there are too many lines or characters.
+    """
     size = 0
     for count, (number, text) in enumerate(lines, start=1):
         size += len(text)

@@ -1,4 +1,4 @@
-"""Policy `vase`: keeps tokens whose values have a large range, and others drawn by attention."""
+"""Policy `vase`: keeps tokens whose values span most, and a random draw weighted by attention."""
 
 from __future__ import annotations
 

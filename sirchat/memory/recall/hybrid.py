@@ -1,4 +1,4 @@
-"""Whole turns, by the words and the keys that they have in common with the new turn."""
+"""Retriever `hybrid`: scores whole turns by shared words and by similar keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = 0.4
 
 
 class Hybrid(TurnRetriever):
-    """Whole turns, by the words and the keys that they have in common with the new turn.
+    """Scores whole turns by the words that they share with the new turn, and by similar keys.
 
     A turn's score is the sum of a score by words and one by keys, each in standard deviations from
     its mean over the archived turns. The keys are those of the middle layer.
