@@ -81,17 +81,17 @@ class Budget:
 
     @property
     def policy_budget(self) -> int:
-        """Maximum number of rows held, besides recalled ones: the budget without the reserve."""
+        """Maximum number of rows held, recalled rows not counted: the budget minus the reserve."""
         return self.total - self.reserve
 
     @property
     def policy_bound(self) -> int:
-        """Maximum number of rows held at any time, even within a turn, besides recalled ones."""
+        """Maximum number of rows held at any time, even within a turn, without recalled rows."""
         return self.hard_bound - self.reserve
 
     @property
     def policy_rows(self) -> int:
-        """Number of rows held now, besides recalled ones."""
+        """Number of rows held now, without the rows that recall has restored."""
         return self.ledger.held_count - len(self.ledger.recalled)
 
     @property

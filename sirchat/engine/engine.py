@@ -299,7 +299,7 @@ class Engine:
         return ids
 
     def _said_ids(self, count: int) -> list[int]:
-        """The newest `count` held ids that are no part of the chat template; all if 0."""
+        """The newest `count` held ids, without those of the chat template; all if `count` is 0."""
         held = self.ledger.held_positions
         said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
         ids: list[int] = self.ledger.column("token_id")[said].tolist()

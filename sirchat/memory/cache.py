@@ -284,7 +284,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def remove_inserted(self) -> None:
-        """Remove the inserted rows, if any."""
+        """Remove the extra rows that `insert` has put into the cache, if any."""
         rows = torch.arange(self.length - self.inserted_count)
         slots, self._inserted = self.slots_of(rows), range(0)
         if len(slots) < self.length:

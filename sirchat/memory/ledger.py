@@ -330,7 +330,10 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Keep only the rows of the first `seen` tokens; no other row may be held. Set `log_decay`."""
+        """Remove the rows of all but the first `seen` tokens, and set `log_decay`.
+
+        None of the removed rows may be held.
+        """
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay = seen, log_decay

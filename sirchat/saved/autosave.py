@@ -108,9 +108,9 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """Id of the chat from which this one was first branched off, perhaps in several steps.
+        """Id of the first chat from which this chat was made by branching, once or several times.
 
-        If it is no branch, its own id.
+        If this chat is no branch, its own id.
         """
         return self._family or self.id
 

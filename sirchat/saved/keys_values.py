@@ -62,7 +62,7 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be written: {error}") from None
 
     def load(self, stamp: str) -> dict[str, Tensor] | None:
-        """The saved tensors; None if they are missing, damaged or saved with another stamp."""
+        """The tensors saved with this `stamp`; None if there are none, or they are damaged."""
         from safetensors import SafetensorError, safe_open
 
         try:

@@ -15,7 +15,7 @@ from sirchat.saved.search_index import SPACELESS, lines_of, matches
 from sirchat.saved.session_list import SavedSession, same_name, summary_of
 
 MOST = 20
-"""The largest number of chats that a search returns."""
+"""Maximum number of chats that a search returns."""
 
 _HINT = "fewer words find more; sirchat sessions lists all chats"
 _BEFORE, _LENGTH = 24, 300  # characters of a line: before the first match, and in all

@@ -272,7 +272,7 @@ class SessionStore:
         self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """The saved keys and values; None if missing, damaged or saved with another stamp."""
+        """The keys and values saved with this `stamp`; None if there are none or damaged ones."""
         return self._kv.load(stamp)
 
     def drop_kv(self) -> None:

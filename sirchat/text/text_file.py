@@ -11,7 +11,7 @@ from pathlib import Path
 from sirchat.errors import UsageError, nearest
 
 MOST_FILE_BYTES = 2**20
-"""Maximum size of a file that can be put into a message."""
+"""Maximum size, in bytes, of a file that can be put into a message."""
 
 
 def is_missing(name: str) -> bool:
