@@ -138,7 +138,7 @@ class CacheContents:
     def next_evicted(self, *, in_round: bool) -> Positions:
         """Stream positions [k], ascending, of the rows that will be evicted next.
 
-        These are as many rows as `Budget.eviction_block`. If `in_round` is true, the current
+        These are as many rows as are evicted at once. If `in_round` is true, the current
         round's newest rows are protected; if false, they are not, as in the next round. Empty while
         two blocks are free, or if nothing may be evicted. If rows are evicted only between turns,
         these are the rows that the next turn will evict.
@@ -326,7 +326,7 @@ class CacheContents:
     def _insert(self, layers: tuple[Positions, ...]) -> None:
         """Insert each layer's own recalled rows into the cache, right after the sinks.
 
-        `layers[i]` are their stream positions in layer i. Rows inserted earlier are removed.
+        `layers[i]` are the stream positions of layer i's rows. Rows inserted earlier are removed.
         """
         if layers is self._layers:
             return

@@ -208,7 +208,7 @@ class Axes:
 
 
 class IndexVectors:
-    """Computes the vectors that the index stores for rows, and those to search for.
+    """Computes the vectors that the index stores for rows, and the vectors to search with.
 
     Their inner products rank rows as the retriever's scores do. With a retriever that compares
     attention queries, the index has one part per chosen head; otherwise it has a single part.
@@ -261,7 +261,7 @@ class IndexVectors:
         return [_append(part * nats[:, None], nats) for part in parts]
 
     def of_query(self, query: Query, lowest: float) -> list[Tensor]:
-        """For each part of the index, the vectors [m, d] to search for.
+        """For each part of the index, the vectors [m, d] to search with, for a query.
 
         `lowest` is the lowest score of any row. Raises LookupError if the retriever `attention` has
         no query vectors that can be compared with the cached keys.
@@ -275,10 +275,10 @@ class IndexVectors:
         return [_append(projected, wanted @ self._axes[0].mean - lowest)]
 
     def of_softmax(self, query: Query) -> list[Tensor]:
-        """For each part of the index, vectors [m, d] to search for the largest attention logits.
+        """For each part of the index, vectors [m, d] that find rows with large attention logits.
 
-        The surprisal of a row plays no part in this search. The rows that it finds have the largest
-        terms in the sum of the softmax. Returns an empty list if `of_query` finds them already.
+        A row's surprisal plays no part in this search. These rows have the largest terms in the sum
+        of the softmax. Returns an empty list if the vectors of `of_query` find them already.
         """
         if not self._retriever.needs_queries or not self._is_weighted:
             return []

@@ -304,7 +304,7 @@ class Template:
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """Those of `ids`, a rendered conversation, that follow the stub answer."""
+        """Those of `ids`, a rendered conversation, that follow the stub answer `_ANSWER`."""
         marker = self._answer_ids
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
@@ -313,7 +313,7 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids of the stub answer's text, as tokenized inside the rendered template."""
+        """The ids of `_ANSWER`, the fixed answer that stands for the history, when rendered."""
         question = [_message("user", _QUESTION)]
         ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
