@@ -223,8 +223,8 @@ def _sentences(turn: _Said) -> Iterator[_Sentence]:
 
 
 _QUERY = (
-    "Summarize this conversation in a few short sentences, with all names, numbers and decisions. "
-    "Write nothing else."
+    "Summarize the following conversation in a few short sentences, with all names, numbers and "
+    "decisions:"
 )
 _PART = 1024  # tokens of the chat that the model reads at a time, at most
 _LEAST_OF_PART = 32  # tokens
@@ -249,7 +249,7 @@ def _written(
             written, text = 0, ""
             yield Reading(done, total)
             reader.reset()
-            for event in reader.ask(f"{part}\n\n{_QUERY}", interrupted):
+            for event in reader.ask(f"{_QUERY}\n\n{part}", interrupted):
                 if isinstance(event, Reading):
                     yield Reading(done + size * event.done // event.total, total)
                 elif isinstance(event, Delta):

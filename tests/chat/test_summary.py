@@ -173,6 +173,9 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     assert "the former summary is no longer pinned" in str(note)
     assert (pinned(chat, turn), pinned(chat, second)) == (0, pinned(chat, second))
     assert pinned(chat, second)
+    chat.undo()
+    assert pinned(chat, turn)
+    list(pin_summary(chat, text))
     undo_summaries(chat)  # as /retry and /edit do
     assert len(chat.turns) == second
     assert pinned(chat, turn)
