@@ -47,9 +47,7 @@ def held(chat: Terminal) -> str:
 
 
 @pytest.mark.parametrize("keys", ["d", "\x1b", "\x03"])
-def test_a_summary_is_shown_before_it_is_read_and_can_be_dropped(
-    chat: Terminal, keys: str
-) -> None:
+def test_a_summary_is_shown_before_it_is_read_and_can_be_dropped(chat: Terminal, keys: str) -> None:
     before = held(chat)
     summarize(chat)
     assert TOLD in chat.shown
