@@ -39,7 +39,7 @@ _LEAVING = ("exit", "quit", ":q", "bye")
 """Lines that may be meant to leave, as they do in other programs."""
 
 
-_REVIEW = "k or Enter keeps this summary, e edits it, d or Esc drops it: "
+_REVIEW = "k or Enter keeps it, e edits, d drops: "
 
 
 class Chat:

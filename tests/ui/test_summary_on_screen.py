@@ -12,7 +12,7 @@ from saved_chats import Chat, completions, refusal
 from sirchat.ui.commands import Summarize
 from terminal import Terminal
 
-QUESTION = "k or Enter keeps this summary, e edits it, d or Esc drops it:"
+QUESTION = "k or Enter keeps it, e edits, d drops:"
 DROPPED = "no summary is kept; the conversation is unchanged"
 KEPT = "the summary is turn 2, which is now pinned; /undo removes it"
 TOLD = "My name is Anna."
@@ -42,26 +42,26 @@ def pressed(chat: Terminal, keys: str) -> str:
     return chat.shown
 
 
-def held(chat: Terminal) -> str:
+def stats(chat: Terminal) -> str:
     return chat.ask("/stats")
 
 
 @pytest.mark.parametrize("keys", ["d", "\x1b", "\x03"])
 def test_a_summary_is_shown_before_it_is_read_and_can_be_dropped(chat: Terminal, keys: str) -> None:
-    before = held(chat)
+    before = stats(chat)
     summarize(chat)
     assert TOLD in chat.shown
     assert "pinned" not in chat.shown
     assert DROPPED in pressed(chat, keys)
-    assert held(chat) == before
+    assert stats(chat) == before
 
 
 @pytest.mark.parametrize("keys", ["k", "\r", "xk"])  # an x is no answer
 def test_it_is_kept_by_a_key_and_undone_like_any_turn(chat: Terminal, keys: str) -> None:
-    before = held(chat)
+    before = stats(chat)
     summarize(chat)
     assert KEPT in pressed(chat, keys)
-    assert held(chat) != before
+    assert stats(chat) != before
     assert "undone: Summary of our conversation" in chat.ask("/undo")
 
 
@@ -102,13 +102,24 @@ def test_ctrl_c_while_the_model_writes_leaves_everything_as_it_was(tmp_path: Pat
         chat.wait_prompt()
         for number in range(3):
             chat.ask(f"{number} " + "some more words and others " * 60)
-        before = held(chat)
+        before = stats(chat)
         chat.say("/summarize model")
         chat.wait_screen("reading")
         chat.send("\x03")
         chat.wait_prompt()
         assert DROPPED in chat.shown
-        assert held(chat) == before
+        assert stats(chat) == before
+
+
+def test_where_no_single_key_is_read_it_is_shown_and_kept(tmp_path: Path) -> None:
+    flags = ("--max-new-tokens", "4", "--no-save")
+    with Terminal(*flags, home=tmp_path, environ={"TERM": "dumb"}) as chat:
+        for line, shown in ((TOLD, "4 out"), ("/summarize", KEPT)):
+            chat.wait(r"(?m)^>$")
+            chat.send(f"{line}\r")
+            chat.wait(shown)
+        assert QUESTION not in chat.everything
+        assert chat.everything.count(TOLD) >= 2  # as it was typed, and in the summary
 
 
 def test_the_way_is_extract_or_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
