@@ -74,10 +74,11 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
         yield from _quietly(session.read_reply(_ANSWER))
         for turn in sorted(former):
             session.pin(f"turn {turn}", pinned=False)
-        session.pin(f"turn {index}")
+        pinned = session.pin(f"turn {index}")
     except BaseException:
         session.undo()
         raise
+    yield from (event for event in pinned if isinstance(event, Notice))
     replaced = "; the former summary is no longer pinned" * bool(former)
     yield Notice(f"the summary is turn {index}, which is now pinned{replaced}; /undo removes it")
 

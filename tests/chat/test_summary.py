@@ -159,6 +159,12 @@ def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
     assert state(chat)[:5] == before[:5]
 
 
+def test_it_is_said_if_the_policy_ignores_the_pin() -> None:
+    chat = told(policy="window")
+    first, *_ = (one for one in pin_summary(chat, "Mill Lane.") if isinstance(one, Notice))
+    assert first.text == "policy window ignores pins"
+
+
 def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     chat = told(budget=320)
     turn = len(chat.turns)
