@@ -203,6 +203,14 @@ def facts_in_dialogue(
         int,
         typer.Option(help="Maximum number of tokens in a reply; 0 generates no replies.", min=0),
     ] = 32,
+    summary: Annotated[
+        str,
+        typer.Option(
+            help="Also make summaries, as /summarize does, and count the facts in them: extract, "
+            "model, or both.",
+            metavar="WAY,...",
+        ),
+    ] = "",
 ) -> "Study":
     """Tell facts in real talk, ask for each: right choices of four, right replies, surprisal."""
     from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
@@ -213,6 +221,7 @@ def facts_in_dialogue(
         lengths=whole_numbers("lengths", lengths),
         facts=facts,
         reply_tokens=reply_tokens,
+        summary=tuple(filter(None, summary.split(","))),
     )
 
 

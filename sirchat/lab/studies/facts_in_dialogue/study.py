@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from sirchat.chat.events import TurnDone
+from sirchat.chat.events import Event, TurnDone
 from sirchat.chat.session import Session
+from sirchat.chat.summary import WAYS, summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
@@ -35,7 +36,15 @@ from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import read, switch, whole_round
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
+from sirchat.lab.studies.study import (
+    GREEDY,
+    Cell,
+    Findings,
+    Grid,
+    data_name,
+    refuse_unknown,
+    without,
+)
 from sirchat.memory.ledger import Role
 from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import TokenTexts, tokens_spelling
@@ -53,12 +62,14 @@ class FactsInDialogue(Grid):
         lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
         reply_tokens: largest number of tokens of a reply; 0 for no replies.
+        summary: ways to sum up the conversation, after the questions; see `chat.summary`.
     """
 
     data: str = ""
     lengths: tuple[int, ...] = (1000,)
     facts: int = 5
     reply_tokens: int = 32
+    summary: tuple[str, ...] = ()
 
     extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
     without_effect = (*Grid.without_effect, *GREEDY)
@@ -68,6 +79,7 @@ class FactsInDialogue(Grid):
             raise SettingError(f"facts is {self.facts}, must be 1 to 12")
         if min(self.lengths) < 200:
             raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
+        refuse_unknown("summary", self.summary, WAYS)
 
     @property
     def name(self) -> str:
@@ -76,7 +88,8 @@ class FactsInDialogue(Grid):
 
     def parameters(self) -> Record:
         """The parameters, by name, that the results depend on, except the model."""
-        return super().parameters() | {"data": data_name(Path(self.data))}
+        found = super().parameters() | {"data": data_name(Path(self.data))}
+        return found if self.summary else without(found, ("summary",))  # as in older results
 
     def units(self) -> list[str]:
         """The names of the conversations to read: length in tokens and number, such as `1000 0`."""
@@ -103,6 +116,10 @@ class FactsInDialogue(Grid):
                 asked(session, fact, at[statement], at[value], generate=self.reply_tokens > 0)
                 | {"closed": self._closed_book(session, fact)}
             )
+        for way in self.summary:
+            text = _summary(session, way)
+            for fact, answer in zip(talk.facts, answers, strict=True):
+                answer[f"in {way}"] = says(text, fact.value)
         return {
             "length": length,
             "answers": answers,
@@ -134,7 +151,9 @@ class FactsInDialogue(Grid):
         )
         findings = self.findings(found)
         return Report(
-            header, tables(findings, self.settings, self.lengths), details=self.parameters()
+            header,
+            tables(findings, self.settings, self.lengths, self.summary),
+            details=self.parameters(),
         )
 
     @cached_property
@@ -211,6 +230,19 @@ def asked(
     return found
 
 
+def _summary(session: Session, way: str) -> str:
+    """The summary that `/summarize` would show; the session does not change."""
+    text = ""
+
+    def events() -> Iterator[Event]:
+        nonlocal text
+        text = yield from summary(session, way)
+
+    for _ in events():
+        pass
+    return text
+
+
 def says(reply: str, value: str) -> bool:
     """Whether a reply contains a value as whole words, in upper or lower case."""
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
@@ -233,18 +265,24 @@ _COLUMNS = (
 
 
 def tables(
-    findings: Sequence[Findings], settings: Sequence[Profile], lengths: Sequence[int]
+    findings: Sequence[Findings],
+    settings: Sequence[Profile],
+    lengths: Sequence[int],
+    ways: Sequence[str] = (),
 ) -> tuple[Table, ...]:
     """One table for each length.
 
     The column `nats gained` is the right reply's surprisal closed-book (asked without the
     conversation) minus its surprisal under the setting; `nats below full` is its surprisal under
-    the setting minus that under `full`, if `full` was run.
+    the setting minus that under `full`, if `full` was run. For each of the `ways` to make a
+    summary, a column has the share of the values that stand in it.
     """
-    return tuple(_table(findings, settings, length) for length in lengths)
+    return tuple(_table(findings, settings, length, ways) for length in lengths)
 
 
-def _table(findings: Sequence[Findings], settings: Sequence[Profile], length: int) -> Table:
+def _table(
+    findings: Sequence[Findings], settings: Sequence[Profile], length: int, ways: Sequence[str]
+) -> Table:
     full = next((f for f, s in zip(findings, settings, strict=True) if s.policy == "full"), None)
     rows: list[tuple[Value, ...]] = []
     for one, setting in zip(findings, settings, strict=True):
@@ -269,9 +307,11 @@ def _table(findings: Sequence[Findings], settings: Sequence[Profile], length: in
                 paired_interval(_values(one, length, "closed"), nats),
                 below,
                 math.fsum(record["nats"] for record in of_length) / len(of_length),
+                *(clustered_mean(_values(one, length, f"in {way}")) for way in ways),
             )
         )
     columns = tuple(name.format(reference=_name(settings)) for name in _COLUMNS)
+    columns += tuple(f"in {way}" for way in ways)
     return Table(f"{length:,} tokens", columns, tuple(rows), digits=2)
 
 
