@@ -130,9 +130,10 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Ro
         dims = 2 * inv_freq.numel()
         if dims > head_dim:
             continue
-        for interleaved in (False, True):
-            for offset in sorted({0, head_dim - dims}):
-                yield Rotation(inv_freq, interleaved, offset)
+        for signed in (inv_freq, -inv_freq):  # some models rotate backward (NanoChat)
+            for interleaved in (False, True):
+                for offset in sorted({0, head_dim - dims}):
+                    yield Rotation(signed, interleaved, offset)
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:

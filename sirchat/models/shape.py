@@ -30,7 +30,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 _PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_NOT_HELD = ("gpt2", "gptj", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
+_NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
 """Model types that sirchat refuses to load, although their config does not show why."""
 
 
