@@ -19,6 +19,7 @@ from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
+    from sirchat.engine.families import FamilyCheck
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
@@ -166,6 +167,9 @@ def models_families(
         typer.Argument(help="Families to check; all that transformers knows if none is given."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a table in Markdown, by result.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check which families of models run: about a minute for all, without any download.
@@ -192,16 +196,29 @@ def models_families(
     found = []
     for one in check_families(names or None):
         found.append(one)
-        if not json:
+        if not json and not markdown:
             typer.echo(f"{one.family:<26}{displayable_line(one.in_words)}")
     if json:
         typer.echo(json_format.dumps([asdict(one) for one in found], indent=2))
+    elif markdown:
+        typer.echo(_by_result(found))
     counts = Counter(one.status for one in found)
     said = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     said = said.replace("runs", "run")
     typer.echo(f"transformers {transformers.__version__}: {said}", err=True)
     if counts["wrong"]:
         raise typer.Exit(1)
+
+
+def _by_result(found: "list[FamilyCheck]") -> str:
+    """A Markdown table with a row for each result: first the families that run."""
+    families: dict[str, list[str]] = {}
+    for one in found:
+        families.setdefault(one.in_words, []).append(f"`{one.family}`")
+    ranks = ("run", "ref", "not", "wro")
+    order = sorted(families, key=lambda words: (ranks.index(words[:3]), -len(families[words])))
+    rows = [f"| {displayable_line(words)} | {', '.join(families[words])} |" for words in order]
+    return "\n".join(["| result | families |", "|---|---|", *rows])
 
 
 def _data(one: "ListedModel") -> dict[str, object]:

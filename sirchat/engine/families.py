@@ -81,7 +81,7 @@ def check_families(
 
     `check` replaces `check_family`; a process that takes longer than `seconds` is ended.
     """
-    context = get_context("fork" if sys.platform == "linux" else "spawn")
+    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     for family in causal_families() if families is None else families:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_report, args=(check or check_family, family, theirs))
@@ -109,7 +109,10 @@ def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) ->
 
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     torch.set_num_threads(1)
-    to.send(check(family))
+    try:
+        to.send(check(family))
+    except MemoryError:
+        to.send(_ended(family, "MemoryError"))
 
 
 @quiet_libraries()
@@ -122,10 +125,9 @@ def check_family(family: str) -> FamilyCheck:
     except ModelError as error:
         return FamilyCheck(family, "refused", _in_short(error))
     except Exception as error:  # transformers raises all kinds of errors
-        part = language_model_of(family)
-        return FamilyCheck(
-            family, "not built", f"with images; as text: {part}" if part else _in_short(error)
-        )
+        has_text = language_model_of(family) is not None
+        note = "reads images, too; its text part is checked" if has_text else _in_short(error)
+        return FamilyCheck(family, "not built", note)
     try:
         model = wrap_model("it", module, None)
         worst, shifted = _largest_difference(model)

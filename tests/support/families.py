@@ -103,6 +103,7 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_MLA,
             **_ROUTED,
+            "num_hidden_layers": 8,  # two in each of its layers
             "head_dim": 8,
             "ffn_hidden_size": 64,
             "expert_ffn_hidden_size": 32,
@@ -121,6 +122,9 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Families whose cache can be held under a budget: name -> (model type, config)."""
+
+LATENT = {"deepseek-mla", "deepseek-v2", "minicpm3", "longcat-flash", "youtu", "axk1"}
+"""Those of them with compressed keys."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", _GPT2, "no known rotation"),
