@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -103,7 +104,8 @@ def _ended(family: str, why: str) -> FamilyCheck:
 
 
 def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) -> None:
-    """In a process of its own: check, and send the result."""
+    """In a process of its own: check, and send the result. An interrupt is left to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         import resource
 

@@ -97,6 +97,12 @@ def test_sliding_and_full_layers_may_turn_at_different_speeds() -> None:
     assert [key.same_angles(keys[0]) for key in keys if key and keys[0]] == [1, 1, 1, 1, 1, 0]
 
 
+def test_nanochat_rotates_backward() -> None:
+    for layer in loaded("nanochat").rotations:
+        assert layer.key is not None
+        assert (layer.key.inv_freq < 0).all()
+
+
 @pytest.mark.parametrize("name", sorted(LATENT))
 def test_latent_attention_turns_its_value_slot_only(name: str) -> None:
     for layer in loaded(name).rotations:

@@ -115,7 +115,7 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("axk1", {**_MLA, **_ROUTED}),
     "nanochat": ("nanochat", {"head_dim": 16}),
     "helium": ("helium", {"head_dim": 16}),
-    "gpt-j": ("gptj", {**_GPT2, "rotary_dim": 8}),
+    "gpt-j": ("gptj", {**_GPT2, "rotary_dim": 8, "num_key_value_heads": 4}),
     "llama4": (
         "llama4_text",
         {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
