@@ -20,8 +20,8 @@ class Rotation:
     """The rotary position embedding of one layer's keys or values.
 
     Attributes:
-        inv_freq: angular frequencies, float32 [d/2], in radians per position; kept on the CPU,
-            because not every device has float64.
+        inv_freq: angular frequencies, float32 [d/2], in radians per position, negative for a
+            rotation backward; kept on the CPU, because not every device has float64.
         interleaved: whether rotated pairs are neighbours (0, 1), (2, 3), ... rather than halves
             (0, d/2), (1, d/2 + 1), ...
         offset: index within the head of the first of the d rotated dimensions.
@@ -115,19 +115,20 @@ def match_rotation(
     if _error(samples, None) <= tolerance:
         return None
     head_dim = samples[0].shape[-1]
-    best = min(
-        _candidates(frequencies, head_dim),
-        key=lambda rotation: _error(samples, rotation),
-        default=None,
-    )
-    if best is None or _error(samples, best) > tolerance:
-        raise LookupError("no known rotation maps this layer's keys from one position to another")
-    return best
+    for sign in (1, -1):  # few models rotate backward, such as NanoChat
+        best = min(
+            _candidates(frequencies, head_dim, sign),
+            key=lambda rotation: _error(samples, rotation),
+            default=None,
+        )
+        if best is not None and _error(samples, best) <= tolerance:
+            return best
+    raise LookupError("no known rotation maps this layer's keys from one position to another")
 
 
-def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Rotation]:
+def _candidates(frequencies: Mapping[str, Tensor], head_dim: int, sign: int) -> Iterator[Rotation]:
     for buffer in frequencies.values():
-        inv_freq = buffer.detach().float().cpu().clone()
+        inv_freq = sign * buffer.detach().float().cpu()
         dims = 2 * inv_freq.numel()
         if dims > head_dim:
             continue
