@@ -49,6 +49,8 @@ class Conversation:
         pending_ids: closing ids to read before the next turn, to keep the conversation well-formed.
         totals: costs of the whole conversation.
         attempt: number of retries of the last turn.
+        repinned: if the chat was read anew, how many of the tokens that the user had pinned were
+            pinned again, and how many were not.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Conversation:
     pending_ids: list[int] = field(default_factory=list)
     totals: TurnStats = field(default_factory=lambda: TurnStats(0, ""))
     attempt: int = 0
+    repinned: tuple[int, int] = (0, 0)
 
     @property
     def roles(self) -> list[str]:

@@ -32,7 +32,7 @@ from sirchat.chat.settings import (
 )
 from sirchat.chat.snapshot import Snapshot, TokenRank, take_snapshot, token_ranks
 from sirchat.chat.turn import Interrupted, OpenTurn
-from sirchat.chat.words import erase_text, positions_of, tokens_to_erase
+from sirchat.chat.words import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
@@ -301,7 +301,7 @@ class Session:
             self._engine.contents.exclude(np.asarray(self._now.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
-    def pin(self, target: str, pinned: bool = True, around: int = 0) -> list[Event]:
+    def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin what `target` names, and `around` tokens on each side; see `positions_of`.
 
         Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
@@ -342,7 +342,7 @@ class Session:
             sinks=self.profile.sinks,
         )
 
-    def _positions_of(self, target: str, among: Positions, around: int = 0) -> Positions:
+    def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
         ledger, roles = self._engine.ledger, self._now.roles
         return positions_of(target, ledger, self._texts, roles, among, around)
 

@@ -216,8 +216,12 @@ _WITHOUT_BLANKS = re.compile(
 """Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 
 
+Target = str | Positions
+"""What the user typed to name tokens, or the stream positions of tokens."""
+
+
 def positions_of(
-    target: str,
+    target: Target,
     ledger: Ledger,
     texts: Texts,
     roles: Sequence[str],
@@ -231,7 +235,7 @@ def positions_of(
     template never match.
 
     Args:
-        target: what the user typed.
+        target: what the user typed; positions name themselves, and then there may be none.
         ledger: the conversation's ledger.
         texts: gives the text of each token.
         roles: role of each turn.
@@ -241,6 +245,8 @@ def positions_of(
     Raises:
         UsageError: nothing matches.
     """
+    if not isinstance(target, str):
+        return np.intersect1d(target, among)
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
     turn = turn_of_target(target, roles)

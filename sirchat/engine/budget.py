@@ -179,6 +179,13 @@ class Budget:
         return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
     @property
+    def most_pins(self) -> int | None:
+        """How many rows may be pinned, not counting sinks; None if that is not limited."""
+        if self.unbounded or not self.settings.policy.honours_pins:
+            return None
+        return min(self.total // 2, self.total - self.sinks - _LEAST)
+
+    @property
     def compacts_at_anchors(self) -> bool:
         """Whether the policy evicts rows right after each anchor is read."""
         return self.settings.policy.compacts_at_anchors
@@ -208,11 +215,11 @@ class Budget:
 
         Counted are the pins among the rows at positions `reachable`, and `more` new pins.
         """
-        if self.unbounded or not self.settings.policy.honours_pins:
+        allowed = self.most_pins
+        if allowed is None:
             return
         pins = self.pins(reachable)
         pins += more - min(more, max(0, self.sinks - self.ledger.seen))
-        allowed = min(self.total // 2, self.total - self.sinks - _LEAST)
         if pins > allowed:
             raise SettingError(
                 f"{pins} tokens would be pinned, but budget {self.total} allows only {allowed}",

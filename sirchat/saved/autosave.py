@@ -38,6 +38,7 @@ from sirchat.saved.saved_state import (
     row_tensors,
     rows_fit,
     saved_head,
+    saved_pins,
 )
 from sirchat.saved.session_list import remove_session, tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
@@ -241,6 +242,7 @@ class Autosave:
         fields = saved_head(saved, self._session).fields
         for name in ("pinned", "recalled"):
             fields[name] = [position for position in fields[name] if position < seen]
+        fields["pins"] = [part for part in fields["pins"] if part[0] < turns]
         fields["conversation"] |= {"in_round": False, "pending_ids": []}
         store.drop_kv()
         store.truncate(turns, seen, Head(seen, held, None, fields))
@@ -257,7 +259,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     if head is None:
         raise SessionError(f"session {store.id} holds no turn yet")
     if rebuild:
-        read_again(session, store.turns())
+        read_again(session, store.turns(), saved_pins(head))
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)

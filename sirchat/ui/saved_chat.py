@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.rereading import check_rewind, rewind
+from sirchat.chat.rereading import check_rewind, pins_note, rewind
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
@@ -166,6 +166,8 @@ class SavedChat:
         if back and rewind(self._session, back):
             self._saving.follow()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
+            if pins := pins_note(self._session):
+                self._screen.note(pins)
 
     def switch(self, ident: str) -> Session | None:
         """Like `load`, but only for branches of this chat; the `ident` "main" is the first chat."""
@@ -365,6 +367,8 @@ def greet_again(session: Session, screen: Screen) -> None:
         f"the chat goes on after {len(session.turns)} turns: {session.seen:,} tokens read, "
         f"{session.resident:,} held"
     )
+    if pins := pins_note(session):
+        screen.note(pins)
     usual = with_model_defaults(Profile(), session.model)
     changed = [
         f"{name} {as_typed(getattr(session.profile, name))}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.rereading import own_pins, read_again
+from sirchat.chat.rereading import pinned_text, pins_note, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.config.profile import FIXED, Profile
@@ -236,7 +236,7 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._loaded(name, session.profile, report)
             new = Session(model, self._profile(session, model, name))
-            read_again(new, session.turns, report)
+            read_again(new, session.turns, pinned_text(session), report)
         self._former = _Former(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._report(session, new)
@@ -306,8 +306,8 @@ class ModelSwitching:
         ]
         if changed:
             self._screen.note(f"using {now.model.name}'s defaults: {', '.join(changed)}")
-        if pins := own_pins(before):
-            self._screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
+        if pins := pins_note(now):
+            self._screen.note(pins)
         for event in now.start():
             if isinstance(event, Notice):
                 self._screen.note(event.text)

@@ -15,7 +15,7 @@ from typing import Any
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.last_reply import retriever_for_retry, retry_under, settings_for_full
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
-from sirchat.chat.rereading import own_pins, read_before_last, undo_summaries
+from sirchat.chat.rereading import pins_note, read_before_last, undo_summaries
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.settings import temporarily
 from sirchat.config.profile import Profile
@@ -58,8 +58,8 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(before)
     _report(said, before, screen, f"; {before.seen:,} tokens of earlier turns were read again")
-    if pins := own_pins(session):
-        screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
+    if pins := pins_note(before):
+        screen.note(pins)
     return before
 
 

@@ -54,12 +54,6 @@ def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
     assert len(list_sessions(folder).sessions) == 1
 
 
-def test_pins_are_lost_when_a_chat_is_read_anew_and_that_is_said() -> None:
-    chat = _gone_on()
-    chat.do('/pin "words"')
-    assert re.search(r"\d tokens that you had pinned are no longer pinned", chat.do("/undo"))
-
-
 def test_where_nothing_was_said_there_is_nothing_to_undo() -> None:
     assert "no turn to undo" in refusal(Chat(), "/undo")
     chat = Chat()
