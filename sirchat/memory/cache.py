@@ -1,15 +1,16 @@
-"""The KV cache: buffers of fixed size, appended to and compacted in place.
+"""The KV cache: buffers of fixed size, to which rows are appended and from which rows are evicted.
 
 It is a `transformers.Cache`, so every model with per-token keys and values can use it unpatched.
 Keys with a rotary position are kept twice: as first written, and rotated to their present position.
 A moved key is always computed from the first-written one, so keys never drift, however often rows
 before them are evicted.
 
-`insert` can put a block of extra rows, different ones in each layer, among the held rows. Row
+A row is the keys and values of one token in all layers; a slot is its index in the buffers.
+`insert` can put a block of extra rows, different ones in each layer, between the held rows. Row
 numbers count held rows only, so an insertion does not change them.
 
-A forward pass writes its rows after the last row; they count only after `commit`. An interrupted
-pass leaves the cache unchanged.
+A forward pass writes its new rows after the last row. They become held rows only by `commit`, so an
+interrupted pass leaves the cache unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from sirchat.memory.segments import Positions, Rows
 
 @dataclass
 class _Cursor:
-    """Shared by all layers: number of rows in use, and number of rows allocated."""
+    """Numbers shared by all layers: how many rows are in use, and how many are allocated."""
 
     length: int
     capacity: int
@@ -38,7 +39,7 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """Rotary rotations of a layer's two cached tensors; None for a tensor that is not rotated."""
+    """The rotary position embedding of a layer's keys and of its values; None if they have none."""
 
     key: Rotation | None
     value: Rotation | None = None
@@ -47,9 +48,9 @@ class LayerRotation:
 class _Tensor:
     """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
 
-    Copy 0 is what attention reads; the last copy holds the rows as first written. A tensor without
-    a rotation needs a single copy. The buffer's type is `dtype`, or the type of the first rows
-    written if `dtype` is None.
+    `copies` is 2 for a tensor with rotary positions: copy 0 is what attention reads, copy 1 has the
+    rows as first written. It is 1 for a tensor without a rotation. The buffer's number type is
+    `dtype`; if `dtype` is None, it is the type of the first rows written.
     """
 
     def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
@@ -58,9 +59,9 @@ class _Tensor:
         self.buffer: Tensor | None = None
 
     def write(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Write `rows` [1, H, m, D] after the last row; returns all rows [1, H, n + m, D].
+        """Write m new `rows` [1, H, m, D] after the last of n; returns all rows [1, H, n + m, D].
 
-        The result has the type of `rows`; it is a view unless the buffer has another type.
+        The result has the dtype of `rows`; it is a view unless the buffer has another dtype.
         """
         count = rows.shape[2]
         end = cursor.length + count
@@ -73,7 +74,10 @@ class _Tensor:
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Move the rows in slots `tail` [t] to the slots from `start` on, rotated by `cos_sin`."""
+        """Move the rows in slots `tail` [t] to the slots from `start` on.
+
+        What attention reads there is computed from the first-written rows, rotated by `cos_sin`.
+        """
         if self.buffer is None:
             return
         end = start + len(tail)
@@ -88,7 +92,10 @@ class _Tensor:
         return written.index_select(2, rows.to(written.device))[0]
 
     def replace(self, cursor: _Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Write first-written `rows` [H, n, D] to the slots from 0 on, rotated by `cos_sin`."""
+        """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
+
+        What attention reads there is `rows` rotated by the cosines and sines `cos_sin`.
+        """
         count = rows.shape[1]
         if self.buffer is None:
             self._allocate(cursor, rows[None])
@@ -113,7 +120,7 @@ class _Tensor:
         written[0, :, start : start + count] = rows
 
     def grow(self, cursor: _Cursor) -> None:
-        """Reallocate for `cursor.capacity` rows, keeping the rows in use."""
+        """Allocate a buffer for `cursor.capacity` rows, and copy the rows in use to it."""
         if self.buffer is None:
             return
         copies, batch, heads, _, dims = self.buffer.shape
@@ -122,14 +129,14 @@ class _Tensor:
         self.buffer = self._use(grown)
 
     def _allocate(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Allocate the buffer; `rows` [1, H, m, D] give its heads, dimensions and type."""
+        """Allocate the buffer; it gets its heads H, dimensions D and dtype from `rows`."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
         self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
         return self.buffer
 
     def _written(self) -> Tensor:
-        """The rows as first written [1, H, capacity, D]."""
+        """The buffer's copy of the rows as first written [1, H, capacity, D]: a view."""
         if self.buffer is None:
             raise LookupError("this layer has not been written yet")
         return self.buffer[-1]
@@ -169,12 +176,14 @@ class _BoundedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is u
 
 
 class BoundedCache(Cache):  # type: ignore[misc]
-    """Keys and values of the held rows: without insertions, row i is in slot i of every layer.
+    """A KV cache from which any row can be evicted; a row is one token's keys and values.
+
+    Held row number i is in slot i of every layer, unless extra rows are inserted before it.
 
     Args:
-        rotations: one entry per layer.
+        rotations: rotary position embedding of the keys and values, one entry per layer.
         capacity: number of rows to allocate.
-        dtype: type in which keys and values are held; None for the type in which they are written.
+        dtype: number type of the buffers; None for that of the first keys and values written.
     """
 
     in_stream = False
@@ -193,12 +202,12 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @property
     def length(self) -> int:
-        """Number of rows that attention reads, inserted ones included."""
+        """Number of rows that attention reads: held rows and inserted rows."""
         return self._cursor.length
 
     @property
     def inserted_count(self) -> int:
-        """Number of inserted rows."""
+        """Number of extra rows that `insert` has put into each layer."""
         return len(self._inserted)
 
     @property
@@ -208,7 +217,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @property
     def _tensors(self) -> list[_Tensor]:
-        """Key and value tensor of each layer."""
+        """The tensors of all layers: key of layer 0, value of layer 0, key of layer 1, ..."""
         return [tensor for layer in self.layers for tensor in layer.tensors]
 
     @property
@@ -234,7 +243,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        """Keep only the held rows numbered `rows` [k] (int64, ascending) and inserted rows."""
+        """Remove all held rows except those numbered `rows` [k] (int64, ascending).
+
+        Inserted rows stay.
+        """
         if self._inserted:
             before = int((rows < self._inserted.start).sum())
             inserted = torch.arange(self._inserted.start, self._inserted.stop)
@@ -245,9 +257,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def insert(self, start: int, layers: list[Rows]) -> None:
-        """Insert extra rows, `layers[i]` into layer i, before held row number `start`.
+        """Put the extra rows `layers[i]` into layer i, before held row number `start`.
 
-        Rows inserted earlier are removed; the new ones stay until `remove_inserted`.
+        All layers get equally many rows. Rows inserted earlier are removed first; the new ones
+        stay until `remove_inserted`.
         """
         self.remove_inserted()
         end, count = self.length, len(layers[0])
@@ -271,14 +284,17 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def remove_inserted(self) -> None:
-        """Remove the inserted rows, if any."""
+        """Remove the extra rows that `insert` has put into the cache, if any."""
         rows = torch.arange(self.length - self.inserted_count)
         slots, self._inserted = self.slots_of(rows), range(0)
         if len(slots) < self.length:
             self._keep_slots(slots)
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """The slots [k] of held row numbers `rows` [k]; inserted rows shift the rows after them."""
+        """The slots [k] of the held rows numbered `rows` [k].
+
+        The slot of a row after the inserted rows is its number plus `inserted_count`.
+        """
         if not self._inserted:
             return rows
         return rows + (rows >= self._inserted.start) * self.inserted_count
@@ -298,14 +314,17 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
-        """Copy held row numbers `rows` [k], at stream `positions` [k], as first written."""
+        """A copy of the held rows numbered `rows` [k], with their keys as first written.
+
+        `positions` [k] are the stream positions of these rows.
+        """
         rows = self.slots_of(rows)
         tensors = [tensor.first_written(rows) for tensor in self._tensors]
         return Rows(positions, self._written_at[rows.numpy()], tensors)
 
     @torch.inference_mode()
     def rotated(self, rows: Rows, slots: Tensor) -> Rows:
-        """First-written `rows` [k] as attention would read them in cache slots `slots` [k]."""
+        """The first-written `rows` [k], rotated as attention would read them in slots [k]."""
         new = torch.from_numpy(rows.positions) if self.in_stream else slots
         moves = CosSin(torch.from_numpy(rows.written_at), new)
         moved = list[Tensor]()
@@ -318,7 +337,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def replace(self, rows: Rows) -> None:
-        """Hold exactly `rows` [n] in slots 0 to n - 1; rotate their keys to the new positions."""
+        """Replace all rows by the first-written `rows` [n], which go into slots 0 to n - 1.
+
+        Their keys are rotated to their new positions.
+        """
         count = len(rows)
         self._inserted = range(0)
         self.grow_to(count)
@@ -333,7 +355,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def set_positions(self, *, in_stream: bool) -> None:
-        """Rotate every key to its stream position, or to its slot in the cache."""
+        """Rotate each key: to its stream position if `in_stream`, else to its slot in the cache."""
         if in_stream == self.in_stream:
             return
         self.in_stream = in_stream
@@ -369,7 +391,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
-        """Held row numbers `rows` [k] as attention reads them: keys, values [H, k, D] by layer."""
+        """The held rows numbered `rows` [k], rotated as attention reads them.
+
+        A list of tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, ...
+        """
         slots = self.slots_of(rows)
         views = [self._view(at, which)[0] for at in range(len(self.layers)) for which in (0, 1)]
         if len(slots) == self.length:
