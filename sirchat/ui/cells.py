@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from rich.cells import cell_len, get_character_cell_size
+from rich.cells import cached_cell_len, cell_len, get_character_cell_size
 from rich.style import Style
 from rich.text import Text
 
@@ -43,9 +43,11 @@ class StyledRun(NamedTuple):
     whole: bool = False
 
 
-@lru_cache(maxsize=32768)
 def shown(text: str) -> str:
-    """A token's text as it is drawn: filtered, on one line, with characters of known width."""
+    """A token's text as it is drawn: filtered, on one line, with characters of known width.
+
+    No text is cached: what is erased from a chat must be nowhere.
+    """
     if text.isascii() and text.isprintable():
         return text
     return grid_safe(displayable(text))
@@ -77,6 +79,11 @@ def grid_safe(text: str) -> str:
         if char:
             safe.append(char)
     return "".join(safe)
+
+
+def drop_measured() -> None:
+    """Drop the texts that rich keeps with their widths, when something was erased."""
+    cached_cell_len.cache_clear()
 
 
 @lru_cache(maxsize=8192)

@@ -159,12 +159,12 @@ class Commands:
     def do_help(self, rest: str) -> None:
         """[COMMAND]: list all commands, or explain one of them."""
         if not rest:
-            self._screen.show(draw_help(self._screen.width))
-            self._screen.note(KEYS)
+            keys = Text(KEYS, self._screen.theme.quiet)
+            self._screen.page(Group(draw_help(self._screen.width), keys))
             return
         name = self._known(rest)
         others = [alias for alias, target in _ALIASES.items() if target == name]
-        self._screen.show(draw_command(name, *self.help_of(name), others))
+        self._screen.page(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> Action | None:
         """[NAME]: go on with another model, which reads the whole chat; alone, list the models."""

@@ -10,6 +10,7 @@ from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.words import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError, format_value
+from sirchat.ui.cells import drop_measured
 from sirchat.ui.line_input import Typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -53,6 +54,7 @@ class Erasing:
         if "--yes" in flags:
             self._previewed = None
             self._erase(request)
+            drop_measured()
         else:
             self._preview(request)
             self._previewed = request

@@ -137,6 +137,7 @@ _DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
 
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 _CURSOR_ON = "\x1b[?25h"
+_ERASE_BELOW = "\x1b[J"
 
 
 class Keyboard:
@@ -239,9 +240,12 @@ class Keyboard:
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards."""
+        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards.
+
+        What stands below the cursor is erased: a panel, which the next frame draws again.
+        """
         self._restore()
-        self._write(_PASTE_OFF + _CURSOR_ON)
+        self._write(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._suspend)

@@ -1,13 +1,16 @@
 """Redraws rows of a terminal with few bytes, and never changes rows that scrolled off.
 
 The painter remembers the rows that it wrote and that may still change. It writes only cells that
-differ: where only the end grows, as in a paragraph, it writes only the new text.
+differ: where only the end grows, as in a paragraph, it writes only the new text. The region is what
+stands below them, such as a panel; it is drawn as a whole.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+
+from rich.console import Console, RenderableType
 
 from sirchat.ui.styled_rows import Cell, StyledRow, cells_width, has_known_widths
 
@@ -191,6 +194,46 @@ def _common(one: Sequence[Cell], other: Sequence[Cell]) -> int:
 def _count(number: int) -> str:
     return "" if number == 1 else str(number)
 
+
+class Region:
+    """Rows below all others, which are drawn anew with each frame and removed at the end.
+
+    The cursor stays in the first of them. To erase from the cursor on removes them all, whatever a
+    change of the window did to them: terminals cut rows, wrap them anew, or move them.
+
+    Args:
+        console: the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.is_shown = False
+
+    def draw(self, content: RenderableType, above: str = "") -> None:
+        """Write the text `above`, whole rows, and draw `content` below it, in one write."""
+        with self._console.capture() as captured:
+            self._console.print(content, soft_wrap=False)
+        rows = captured.get().split("\n")[:-1][: self._console.size.height]
+        up = f"\x1b[{_count(len(rows) - 1)}A" if len(rows) > 1 else ""
+        # The terminal wraps no row, even if the window has just become narrower.
+        drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
+        self._write((_ERASE if self.is_shown else _HIDE_CURSOR) + above + drawn)
+        self.is_shown = True
+
+    def remove(self) -> bool:
+        """Erase the region; returns whether it was shown."""
+        was_shown, self.is_shown = self.is_shown, False
+        if was_shown:
+            self._write(_ERASE + _SHOW_CURSOR)
+        return was_shown
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+_ERASE = "\r\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 FRAME_SECONDS = 1 / 8
 TEXT_SECONDS = 1 / 30
