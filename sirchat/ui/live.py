@@ -75,7 +75,7 @@ class LiveView:
         self._end_reply()
 
     def show(self, event: Event) -> None:
-        """Show one event."""
+        """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         if isinstance(event, Delta):
             self._delta(event.text)
         elif isinstance(event, Reading):
@@ -111,7 +111,7 @@ class LiveView:
                 self._draw_in_time()
 
     def _begin_reply(self) -> None:
-        """Decide how the reply is shown."""
+        """Decide whether the reply is shown as Markdown or as it is written."""
         self._has_begun = True
         profile = self._session.profile
         is_as_written = not profile.markdown and profile.thinking == "show"
@@ -219,9 +219,10 @@ class LiveView:
         self._markdown = None
 
     def _take_rows(self) -> str:
-        """Remove and return the full rows of the reply; one cell is left for the cursor.
+        """Remove the full rows from the text that is not printed yet, and return them.
 
-        Tabs become spaces, so that the width of a row is known.
+        A row is one cell narrower than the window, for the cursor. Tabs become spaces, so that the
+        width of a row is known.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
@@ -249,7 +250,7 @@ class LiveView:
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
-        """Remove the live region, and write the part of the reply that was in it as plain text."""
+        """Remove the live region, and print the text that is not printed yet, without Markdown."""
         if self._stop_live():
             self._screen.stream(self._take_rows())
         if self._line:

@@ -81,7 +81,7 @@ class MarkdownReply:
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add filtered text; `tokens`: number of the reply's tokens so far, with this text."""
+        """Add filtered text of the reply. `tokens`: number of tokens of the reply up to here."""
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
@@ -107,7 +107,7 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The text that ends the style; write it before anything other than the next frame."""
+        """The escape sequence that ends the style; write it before anything but the next frame."""
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
@@ -136,7 +136,7 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """The line shown in place of the reasoning; empty at the end if `fold` is "hide"."""
+        """The line shown instead of the reasoning; "" if this is over and `fold` is "hide"."""
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
@@ -164,7 +164,10 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """The rows of the finished blocks (`length` characters), and of the text after them."""
+        """The rows of the finished blocks (`length` characters), and those of the text after them.
+
+        `stop` is where that text ends.
+        """
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
         if not length:
@@ -182,10 +185,10 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """The rows `target`, but begun by the rows that can't change; None if their texts differ.
+        """What to paint: the rows that can't change any more, and then the rest of `target`.
 
-        The rows may be broken at other places, for example after a change of the window's width;
-        then the text that follows the unchanged rows begins a new row.
+        None if `target` does not begin with the same text. Its lines may be broken at other places,
+        for example after a change of the window's width; then its rest begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -203,7 +206,7 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows from cell `x` of row `y` on; the rest of that line is broken into new rows."""
+        """The rows from cell `x` of row `y` on; the line of this cell is broken into rows anew."""
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:

@@ -85,7 +85,7 @@ class Screen:
 
     @property
     def is_plain(self) -> bool:
-        """Whether replies come as plain text: no terminal, a dumb or small one, or NO_COLOR."""
+        """Whether replies are plain text: no terminal, a dumb or small one, or NO_COLOR is set."""
         return (
             not self._out.isatty()
             or self.is_dumb
@@ -143,7 +143,7 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print one dim line to stderr."""
+        """Print one dim line to stderr, without control characters."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:
@@ -160,7 +160,7 @@ _WINDOWS = 3
 
 
 def _paged(pager: list[str], text: str) -> bool:
-    """Show a text in the pager, which handles Ctrl-C; False if the pager can't be started."""
+    """Show a text in the pager, which gets Ctrl-C; returns False if the pager can't be started."""
     # `less` shows colours, leaves the text on the screen, and says in its last line how to leave.
     # LESSSECURE: it starts no shell and no editor, and writes no file.
     environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ, "LESSSECURE": "1"}
