@@ -1,6 +1,6 @@
 """Files in messages: `@path` and `/read`, completion of file names, and notes on the files' size.
 
-A file is named only by text that was typed, not by text of a transcript or pipe, or pasted text.
+Only typed text can name a file. Text that is pasted, or comes from a transcript or a pipe, can't.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word
 _LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")
 _OPEN = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
 _CLOSING = ".,;:!?)]}'\"…"
-"""Characters that, at the end of a typed file name, may be punctuation of the sentence instead."""
+"""Punctuation that may follow a file's name in a sentence, and is then no part of the name."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def first_name(text: str) -> tuple[str, str]:
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """A line with each file's number of tokens, and the budget; it warns if that is too small."""
+    """A line with each file's number of tokens, and the budget; warns if this is too small."""
     counts = [len(session.template.as_text(file.block)) for file in files]
     parts = [
         f"{displayable_line(file.name)}: {count:,} tokens"
@@ -149,7 +149,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The name of the file that an `@path` names, or ""; and the text that replaces the `@path`."""
+    """The file name in an `@path`, or "" if there is no such file; and the text to send instead."""
     word = found["word"] or ""
     if found["escape"]:
         return "", found[0][1:]
@@ -172,7 +172,7 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, then the message: in this order, the files are evicted first."""
+    """The files' texts, then the message; what comes first is also evicted first."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 

@@ -45,7 +45,7 @@ class StyledRun(NamedTuple):
 
 @lru_cache(maxsize=32768)
 def shown(text: str) -> str:
-    """A token's text as it is drawn: on one line, no control characters, every width known."""
+    """A token's text as it is drawn: one line of known width, without control characters."""
     if text.isascii() and text.isprintable():
         return text
     return grid_safe(displayable(text))
@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
 
 
 def grid_safe(text: str) -> str:
-    """The text in characters of known width only; a mark without a letter is put onto `BASE`."""
+    """The text with known widths; a combining mark without a letter is drawn over `BASE`."""
     safe: list[str] = []
     for char in map(_safe, text):
         bare = not safe or safe[-1][-1] in f" {NEWLINE}"

@@ -69,14 +69,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Edit:
-    """Asks the chat to replace the user's last message by `text`; "": the user then edits it."""
+    """Asks the chat to replace the user's last message by `text`; "" lets the user edit it."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Summarize:
-    """Asks the chat for a summary of the conversation; `way` is one of the keys of `WAYS`."""
+    """Asks the chat for a summary; `way`: "extract" (the best sentences) or "model" (new text)."""
 
     way: str
 

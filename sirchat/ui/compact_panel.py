@@ -141,7 +141,7 @@ def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def share_glyph(turn: HeldShare) -> str:
-    """The character for a turn's held share: a full block for all, a dot if no word is held."""
+    """The character for a turn's held share: full block: all tokens; dot: no word of the turn."""
     if turn.held >= turn.tokens > 0:
         return _ALL
     if not turn.held_said:

@@ -172,7 +172,7 @@ def _value_help(setting: str, value: str) -> str:
 
 
 def _class_help(find: Callable[[str], object], name: str) -> str:
-    """The first paragraph of the docstring of a policy or retriever; or why there is none."""
+    """The first paragraph of a policy's or retriever's docstring; or the error of `find`."""
     try:
         text = find(name).__doc__ or ""
     except SirchatError as error:

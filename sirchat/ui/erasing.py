@@ -144,7 +144,7 @@ class Erasing:
         return _Matches(None, whole, own)
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """How many typed lines of this chat, and of others, match `target`; no `/erase` lines."""
+        """How many typed lines, in this chat and in others, match `target`; not `/erase` lines."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )

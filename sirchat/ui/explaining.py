@@ -91,7 +91,7 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
 def _why(
     session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
 ) -> list[str]:
-    """The answer to `/why TARGET`: whether the last reply could use these tokens, and their state.
+    """The answer to `/why TARGET`: could the last reply use these tokens; why are they held or not.
 
     `paid` is the attention that the last reply paid; None if there is no reply.
     """
@@ -146,7 +146,10 @@ def _about_related(
 
 
 def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
-    """A line with the words that got most attention from the last reply; none if not known."""
+    """A line that names the words to which the last reply paid most attention, if there are any.
+
+    If the model does not show its attention, the line says so.
+    """
     if not paid.shares:
         return [_HIDDEN] if paid.shares is None else []
     best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
@@ -174,8 +177,8 @@ def describe_use(
 ) -> str:
     """Say whether some tokens were held for the last reply, and how much attention it paid to them.
 
-    `what` is what the sentence calls the tokens. Returns "" if all of them are newer than the
-    beginning of the reply. `can_retry`: whether to advise `/retry full`.
+    `what` is what the sentence calls the tokens. Returns "" if none of them is older than the
+    reply. `can_retry`: whether to advise `/retry full`.
     """
     before, had = _before(ranks, paid), _had(ranks, paid)
     if not before:
@@ -280,7 +283,7 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
 
 
 def _higher(one: TokenRank, policy: str) -> str:
-    """A clause that says how many held tokens rank above this token, such as "8 are newer"."""
+    """How many held tokens rank above this token, such as "of the 120 held tokens, 8 are newer"."""
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
     above = (one.rank or 1) - 1

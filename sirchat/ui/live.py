@@ -1,8 +1,9 @@
 """One turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-The reply is laid out as Markdown above the live region, which holds the panel. With `markdown` off,
-full rows of the reply are printed above the region, which also holds the unfinished row; if the
-panel is off, too, the reply is streamed as it is. On a plain terminal it is always streamed.
+The last rows, which are redrawn, are the live region; it holds the panel. The reply is laid out
+as Markdown above this region. With `markdown` off, full rows of the reply are printed above the
+region, and the unfinished row stands in it. If the panel is off, too, or the terminal is plain, the
+reply is printed as it comes.
 """
 
 from __future__ import annotations

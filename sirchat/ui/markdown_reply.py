@@ -35,7 +35,7 @@ class MarkdownReply:
         below: whether something is drawn in the rows below the reply; then the reply ends with a
             line break. If nothing is drawn there, the terminal wraps paragraphs.
         fold: how the reasoning at the beginning is shown: "show", "fold" or "hide".
-        is_open: whether the reply begins inside reasoning, because the template has its first tag.
+        is_open: whether the reply begins within reasoning, as the template has written `<think>`.
         only_reasoning: show only the reasoning; the caller then shows the text in `rest`.
     """
 
@@ -136,7 +136,7 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """The line shown instead of the reasoning; "" if this is over and `fold` is "hide"."""
+        """The line shown instead of the reasoning; when this is over, "" if `fold` is "hide"."""
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
@@ -176,7 +176,7 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part of the source: Markdown; or as written, from `_plain_from` on."""
+        """The rows of a part of the source: as Markdown; but from `_plain_from` on as written."""
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -187,8 +187,8 @@ class MarkdownReply:
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
         """What to paint: the rows that can't change any more, and then the rest of `target`.
 
-        None if `target` does not begin with the same text. Its lines may be broken at other places,
-        for example after a change of the window's width; then its rest begins a new row.
+        None if `target` does not begin with the text of those rows. The lines of `target` may be
+        broken at other places, for example in a wider window; then its rest begins a new row.
         """
         if self._painter.can_paint(target):
             return target

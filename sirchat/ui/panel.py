@@ -74,7 +74,7 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """Number of evicted tokens before each row, and after the last one."""
+    """Number of evicted tokens before each held token; and last, after all of them."""
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
     pairs.append((snapshot.seen, snapshot.in_all_layers))

@@ -295,7 +295,7 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Clear the typed text, but keep it in the history; if it is "", raise KeyboardInterrupt.
+        """Clear the typed text, but keep it in the history; without text, raise KeyboardInterrupt.
 
         In `edit`, always raise KeyboardInterrupt: the message stays as it was.
         """
@@ -335,7 +335,7 @@ def _leave_signals_alone() -> None:
 
 
 class _Filtered(Processor):
-    """Shows a dot for each character that the display filter drops; the text is unchanged."""
+    """Shows a dot in place of each control character; the text itself is unchanged."""
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []
@@ -386,7 +386,7 @@ class PastedSigns:
         self._text, self._signs = text, frozenset(stay)
 
     def _was_pasted(self, word: str) -> bool:
-        """Whether a word was pasted before, or a longer or shorter form of it was."""
+        """Whether a word, or a longer or shorter form of it, was pasted before."""
         return any(word.startswith(one) or one.startswith(word) for one in self._words)
 
 

@@ -210,7 +210,7 @@ class Chat:
     def _summarize(self, way: str) -> None:
         """Make and show a summary, and ask what to do with it; pin it, unless the user drops it.
 
-        `way` is one of the keys of `WAYS`.
+        `way` is "extract" or "model", see `WAYS`.
         """
         text = ""
 
@@ -228,7 +228,10 @@ class Chat:
             self._screen.note("no summary is kept; the conversation is unchanged")
 
     def _reviewed(self, text: str) -> str:
-        """Let the user keep, edit or drop the summary `text`; returns "" if it is dropped."""
+        """Ask the user to keep, edit or drop the summary `text`.
+
+        Returns the summary as the user leaves it, or "" if the user drops it.
+        """
         while True:
             self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
             try:
@@ -241,7 +244,10 @@ class Chat:
                 return changed
 
     def _send(self, text: str, line: Line) -> None:
-        """Send `text`, which is the message of the typed `line` after the texts of its files."""
+        """Send `text`, the message that was made of the typed `line`.
+
+        If the line names files, `text` begins with the texts of the files.
+        """
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)

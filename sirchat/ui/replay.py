@@ -37,7 +37,7 @@ def replay(
     screen: Screen,
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session, and print its events.
+    """Replay the turns in a session, and print the events that the session yields.
 
     Ctrl-C closes the current turn early, and ends the replay.
 
@@ -53,7 +53,7 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session; call `show` with each event, also those of start and end.
+    """Replay the turns in a session; call `show` with each event, also those of start and end.
 
     Raises as `replay` does.
     """
@@ -105,9 +105,9 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Yield each turn together with the next turn, or None after the last.
+    """Yield pairs: each turn and the next one, or None after the last turn.
 
-    Without `look_ahead` (for input that is being typed), it is always None.
+    Without `look_ahead`, as for input that is being typed, each turn and None.
     """
     if not look_ahead:
         yield from ((turn, None) for turn in turns)

@@ -36,7 +36,7 @@ _FIRST = "main"
 """What `/switch` calls the chat from which all branches were copied, directly or not."""
 
 _OF_THE_SESSION = ("description", "seed")
-"""Of the settings fixed for a chat (`FIXED`), those that are taken from a chat that is loaded."""
+"""Settings that can't change in a chat (`FIXED`), but that a loaded chat brings with it."""
 
 
 class SavedChat:
@@ -169,7 +169,7 @@ class SavedChat:
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
 
     def switch(self, ident: str) -> Session | None:
-        """Like `load`, but only for branches of this chat; "main" is the chat where they began."""
+        """Like `load`, but only for branches of this chat; "main" is the original chat."""
         branches = self._branches()
         for one in branches:
             is_first = ident == _FIRST and one.id == self._saving.family
@@ -274,7 +274,7 @@ class SavedChat:
         self._screen.error(f"the chat is not saved any more: {error}{hint}")
 
     def _begin(self) -> None:
-        """Write the whole chat, in a new file if the old one can't be written; go on saving it."""
+        """Write the whole chat, in a new file if the old one can't be written; switch saving on."""
         session, before = self._session, self._session.profile
         session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
         try:
@@ -307,7 +307,7 @@ class SavedChat:
     def _report_saved(self, former: str) -> None:
         """Save keys and values, and print where the chat is saved.
 
-        `former` is the name that the chat had before, or ""; if the name has changed, it is printed.
+        `former` is the name that the chat had before, or ""; if the name has changed, it is named.
         """
         saving, kept = self._saving, False
         if not saving.id:

@@ -1,4 +1,4 @@
-"""All output: replies to stdout, everything else to stderr, all of it filtered."""
+"""All output: replies to stdout, everything else to stderr, all of it without control sequences."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class StyledRow(NamedTuple):
 
     Attributes:
         cells: the characters, without spaces at the end.
-        continues: whether the terminal wraps the row above into this row; if not, this is a new line.
+        continues: whether the terminal wraps the row above into this row; else this is a new line.
     """
 
     cells: tuple[Cell, ...] = ()
