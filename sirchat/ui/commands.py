@@ -217,7 +217,7 @@ class Commands:
     def _are_words(self, rest: str) -> bool:
         """Whether the argument of `/recall` is words of the chat, not a value of the setting.
 
-        An argument that only resembles a retriever's name is words, if the chat contains them.
+        Something that only resembles the name of a retriever is words, if the chat contains it.
         """
         names = ["on", "off", *retriever_names()]
         if rest.startswith('"') or rest in names:

@@ -50,7 +50,7 @@ _WIDE = 72
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
-    """Draw title, gauge, turns, the words to be evicted next, and the held words of highest score.
+    """Draw how full the cache is, the turns, the words evicted next, and the best held words.
 
     `evicted`: words that were just evicted; they are shown in one more row, struck out.
     """

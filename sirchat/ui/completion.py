@@ -147,7 +147,7 @@ class SlashCompleter(Completer):
 
 
 def _saved_chats() -> Iterator[Selection]:
-    """Yield names and ids of saved chats, newest first, each with the first message of the chat."""
+    """Yield names and ids of saved chats, newest first, each with the chat's first message."""
     yield "last", "the chat that was saved last"
     sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
     for one in sessions:

@@ -111,7 +111,7 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that are older than the reply: those that are no sinks, or else the sinks."""
+    """The tokens that are older than the reply, without sinks; with sinks, if all are sinks."""
     before = [one for one in ranks if one.row.position < paid.start]
     return [one for one in before if "sink" not in one.row.flags] or before
 

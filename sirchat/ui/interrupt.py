@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Context manager: Ctrl-C ends imports, even if an imported module catches the exception."""
+    """Context manager: Ctrl-C ends imports, even if a module catches KeyboardInterrupt."""
     usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()
     if signal.getsignal(signal.SIGINT) is not usual or not in_main:

@@ -37,10 +37,10 @@ _WORDS = 3
 """Maximum number of evicted words of the user that the status line names."""
 
 _LATEST = 100
-"""Number of the latest evicted tokens among which a frame looks for evicted words."""
+"""To find evicted words to show, a frame looks at this number of tokens: those evicted last."""
 
 _REGION_ROWS = 10
-"""Maximum number of rows of the live region."""
+"""Maximum number of rows of the live region, which is redrawn again and again."""
 
 
 class LiveView:
@@ -177,7 +177,7 @@ class LiveView:
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print the new part of the reply, and redraw the live region, in one write."""
+        """Print the new part of the reply, and redraw the panel or bar below it, in one write."""
         console = self._screen.console
         if self._markdown is not None:
             self._draw_markdown(self._markdown)
@@ -259,7 +259,7 @@ class LiveView:
             self._streams, self._line = True, ""
 
     def _stop_live(self) -> bool:
-        """Remove the live region; returns whether there was one."""
+        """Remove the live region (the rows that are redrawn); returns whether there was one."""
         if self._live is None:
             return False
         self._region.content = Text("")
@@ -285,7 +285,7 @@ class LiveView:
 
 
 class _Region:
-    """The content of the live region; replacing it does not redraw it."""
+    """Content of the live region, the rows that are redrawn; new content is not drawn at once."""
 
     content: RenderableType = ""
 

@@ -42,7 +42,7 @@ _STYLES = {
     "s": "strike",
 }
 _PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
-"""A first asterisk within a word, as in 2*3: it can't close emphasis, and rarely opens it."""
+"""Matches a text up to its first asterisk, if this is within a word, as in 2*3: rarely markup."""
 
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {

@@ -87,9 +87,9 @@ class MarkdownReply:
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
-        """What to write so that a window `width` columns wide shows the text so far.
+        """The text to write so that a window `width` columns wide shows the reply so far.
 
-        At the end (`is_end`), all text is shown. `height`: number of rows free for the reply.
+        At the end (`is_end`), all of it is shown. `height`: number of rows free for the reply.
         """
         written = ""
         if width != self._width:
@@ -119,7 +119,7 @@ class MarkdownReply:
         return None if OPEN.startswith(start) and not is_end else False
 
     def _reasoning(self, *, is_end: bool) -> str:
-        """What to write to show the reasoning so far, dimmed: as it is written, or folded."""
+        """The text to write to show the reasoning so far, dimmed, or one line in its place."""
         end = self._source.find(CLOSE)
         stop = end + len(CLOSE) if end >= 0 else len(self._source)
         text = self._source[:stop].rstrip()
@@ -143,7 +143,7 @@ class MarkdownReply:
         return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""
 
     def _blocks(self, *, is_end: bool) -> str:
-        """What to write to show the finished blocks, and the unfinished one so far."""
+        """The text to write to show the finished blocks, and the unfinished block so far."""
         stop = len(self._source) if is_end else _settled(self._source)
         lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
@@ -176,7 +176,7 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part of the source: as Markdown; but from `_plain_from` on as written."""
+        """The rows of a part of the source: Markdown; from index `_plain_from` on as written."""
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")

@@ -323,7 +323,7 @@ class Prompt:
 
 
 def _leave_signals_alone() -> None:
-    """Print no traceback when a signal ends the program in one of the prompt's tasks."""
+    """Make the event loop print no traceback when a signal ends the program in one of its tasks."""
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
 

@@ -135,10 +135,10 @@ def _has_no_width(char: str) -> bool:
 
 
 def take_rows(line: str, width: int) -> tuple[list[str], str]:
-    """Split a text into full rows and the rest; the rows and the rest, joined, are the text again.
+    """Split a text into full rows of at most `width` cells, and the rest of the text.
 
-    A row that is full is broken after its last space, if it has one. All text before a line break
-    goes into rows, and the line break stays at the end of its row.
+    A row is broken after its last space, if it has one. All text before a line break goes into
+    rows, and the line break stays at the end of its row. Nothing of the text is lost.
     """
     *finished, rest = line.split("\n")
     rows: list[str] = []

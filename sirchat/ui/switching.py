@@ -195,7 +195,7 @@ class _Former:
     Attributes:
         session: the former session, unchanged.
         profile: the settings of the new session at its beginning.
-        stamp: `epoch` and `erasures` of the new session at its beginning.
+        stamp: counts of the new session at its beginning: its resets (`epoch`), its erasures.
     """
 
     session: Session
@@ -206,7 +206,7 @@ class _Former:
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The former session stays in memory, for `/undo`, until the next message or until the
+    The session with the old model stays in memory, for `/undo`, until the next message or until the
     conversation is erased. `trusted` are the `module:Class` policies that settings may name.
     """
 
@@ -264,13 +264,13 @@ class ModelSwitching:
         return former
 
     def drop_former(self) -> None:
-        """Drop the former session, and free its memory."""
+        """Drop the session from before the last change of the model, and free its memory."""
         if self._former is not None:
             self._former = None
             trim_memory()
 
     def check(self, session: Session) -> None:
-        """Drop the former session if `session` was reset, or something was erased from it."""
+        """Call `drop_former` if `session` was reset, or something was erased from it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
             self.drop_former()
 

@@ -1,4 +1,4 @@
-"""Tables and bars of the large panel, and tables of tokens: pure functions, as in `panel`."""
+"""Draws the tables and bars of the large panel, and other tables of tokens."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def _table(theme: Theme) -> Table:
 
 
 def _columns(table: Table, *names: str) -> None:
-    """Add columns of numbers."""
+    """Add columns of numbers with these titles."""
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Colours and weights: the styles of tokens, labels and bars.
+"""Styles of tokens, labels and bars: their colours, and what is bold or underlined.
 
 A token's hue shows its surprisal; its brightness shows how much surprisal is left after decay. High
 surprisal is also bold or underlined, so that it shows without colour. The 256-colour numbers are
