@@ -183,7 +183,7 @@ def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> 
     """What is typed so far of a file's name at the end of `text`, with its opening quote, if any.
 
     Such a name comes after `@`, or after a command that `commands` matches. Returns None if `text`
-    ends in neither.
+    does not end in such a name.
     """
     command = commands.match(text)
     if command and (begun := _BEGUN.match(text, command.end())):

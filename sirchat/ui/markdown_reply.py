@@ -81,7 +81,7 @@ class MarkdownReply:
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add filtered text of the reply. `tokens`: number of tokens of the reply up to here."""
+        """Add text without control sequences; `tokens`: number of the reply's tokens up to here."""
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
@@ -107,7 +107,7 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style; write it before anything but the next frame."""
+        """The escape sequence that ends the style; write it before text that is not from `frame`."""
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:

@@ -87,7 +87,7 @@ class Painter:
         return self.end_style() + "\n"
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style; write it before anything but the next rows."""
+        """The escape sequence that ends the style; write it before text that is not from `paint`."""
         self._out = []
         self._set_style("")
         return "".join(self._out)
@@ -205,7 +205,9 @@ TIME_SHARE = 1 / 50
 
 
 class Pace:
-    """Decides when the next frame may be drawn: if drawing takes many bytes or long, less often.
+    """Decides when the screen may be redrawn: less often if a frame takes many bytes or long.
+
+    A frame is one redrawing.
 
     Args:
         seconds: least time between two frames.
@@ -220,6 +222,6 @@ class Pace:
         return time.monotonic() >= self._due
 
     def drew(self, seconds: float, size: int) -> None:
-        """Record a frame: the seconds that it took, and its `size` in bytes."""
+        """Record that a frame was drawn: the seconds that it took, and its `size` in bytes."""
         wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
         self._due = time.monotonic() + wait

@@ -105,9 +105,9 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Yield pairs: each turn and the next one, or None after the last turn.
+    """Yield pairs: each turn and the next turn, or None after the last turn.
 
-    Without `look_ahead`, as for input that is being typed, each turn and None.
+    Without `look_ahead`, as for input that is being typed, the second is always None.
     """
     if not look_ahead:
         yield from ((turn, None) for turn in turns)

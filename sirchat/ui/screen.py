@@ -117,7 +117,7 @@ class Screen:
             self._out.flush()
 
     def show(self, drawing: RenderableType) -> None:
-        """Print a drawing, such as the panel; its text must already be filtered."""
+        """Print a drawing, such as the panel; its text must contain no control sequences."""
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:

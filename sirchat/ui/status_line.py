@@ -15,8 +15,8 @@ _CELLS, _WIDE = 8, 80
 def toolbar(session: Session, width: int) -> str:
     """The line below the prompt: model, policy, held tokens and budget, decay, speed.
 
-    The speed is that of the last reply. `width`: of the window, in columns; in a narrow window the
-    gauge (bar) is left out.
+    The speed is that of the last reply. `width`: of the window, in columns; if it is small, the bar
+    that shows the share of held tokens is left out.
     """
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")

@@ -44,7 +44,10 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
 
 
 def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
-    """Cut a text, shown as it is and not as Markdown, into rows; for `soft` see `cut_line`."""
+    """Cut a text into rows for a window of `width` columns, as it is written, not as Markdown.
+
+    If `soft`, the terminal is to wrap long lines; see `cut_line`.
+    """
     lines = text.removesuffix("\n").expandtabs().split("\n")
     return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
 

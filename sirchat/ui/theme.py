@@ -101,7 +101,10 @@ def _shades(numbers: tuple[int, int, int], *, bold: bool, underline: bool) -> Sh
 
 
 def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    """The styles of each bucket; the last two buckets are also bold, the last one underlined."""
+    """The styles of the buckets of surprisal, from their colour numbers (strong, fading, faint).
+
+    The last two buckets are also bold, and the last one is also underlined.
+    """
     last = len(LIMITS) - 1
     return tuple(
         _shades(numbers, bold=index >= last - 1, underline=index == last)
