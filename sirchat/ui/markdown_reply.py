@@ -107,7 +107,7 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style; write it before text that is not from `frame`."""
+        """The escape sequence that ends the style; write it before any text not from `frame`."""
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:

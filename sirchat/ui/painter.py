@@ -87,7 +87,7 @@ class Painter:
         return self.end_style() + "\n"
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style; write it before text that is not from `paint`."""
+        """The escape sequence that ends the style; write it before any text not from `paint`."""
         self._out = []
         self._set_style("")
         return "".join(self._out)

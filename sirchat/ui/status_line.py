@@ -85,7 +85,7 @@ def describe_round(
 
 
 def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
-    """For example "recalled 140 tokens of turns 3, 17"; names the 4 turns with most tokens."""
+    """For example "recalled 140 tokens of turns 3, 17"; at most 4 turns are named."""
     most = sorted(sorted(turns, key=lambda one: -one.tokens)[:_NAMED], key=lambda one: one.turn)
     named = ", ".join(str(one.turn) for one in most)
     others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""

@@ -342,7 +342,7 @@ class _Tutorial:
         self._screen.show(Text(f"\n── {title} ──", self._screen.theme.border))
 
     def _explain(self, text: str) -> None:
-        """Print an explanation, set off from the chat by a bar on its left."""
+        """Print an explanation, with a bar at the left of each line."""
         screen = self._screen
         width = min(screen.width - 3, _MOST_COLUMNS)
         for row in Text(text).wrap(screen.console, width):
