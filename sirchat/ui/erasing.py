@@ -112,7 +112,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """Number of tokens that match `target` (words or a turn); and indices of the turns with it."""
+        """Number of tokens that match `target` (words or a turn); indices of the turns with it."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))

@@ -191,7 +191,7 @@ def _is_marked(token: Token) -> bool:
 
 
 def _open_table_counted(block: list[Token]) -> list[Token]:
-    """The block; but if it ends with a table, one line with the number of rows replaces the table.
+    """The block; a table at its end is replaced by one line with the number of its rows.
 
     The table's columns may still change, and then every row would have to be written again.
     """

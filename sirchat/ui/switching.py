@@ -100,9 +100,10 @@ class Switching:
                 )
 
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens of `target` (words, or a turn), and report what that moved.
+        """Pin or unpin the tokens of `target` (words, or a turn).
 
-        `around`: how many tokens before, and after, these tokens are pinned or unpinned, too.
+        Prints how many tokens this has evicted and restored. `around`: how many tokens before, and
+        after, these tokens are pinned or unpinned, too.
         """
         evicted, restored, count = 0, list[int](), 0
         for event in self._session.pin(target, pinned, around):
