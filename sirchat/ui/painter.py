@@ -117,7 +117,7 @@ class Painter:
             self._write(cells)
 
     def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:
-        """Move to column `x` of row `y`; if a wrapped row begins there, first fill the row above."""
+        """Move to column `x` of row `y`; if this begins a wrapped row, fill the row above first."""
         if new.continues and x == 0 and y >= self._existing:
             above = target[y - 1].cells
             if not self._is_at(y - 1, above):
