@@ -228,7 +228,10 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """The share of the space for held text that `runs` take: of cells or bytes, the larger."""
+    """How much of the space for held text `runs` take; 1 is all of it.
+
+    Returns the larger of two shares: of the cells of this space, and of its bytes.
+    """
     cells, size, style = 0, 0, Style.null()
     for run in runs:
         if run.style is not style:

@@ -187,10 +187,10 @@ class Erasing:
 
 @dataclass(frozen=True)
 class _Matches:
-    """Tells whether to erase a typed line: `pattern` is found in it, or it is the message `whole`.
+    """Tells whether to erase a typed line.
 
-    `whole` counts only without a pattern. `among`: lines that the pattern may erase, besides
-    `/erase` lines; None: any line.
+    With a `pattern`: whether it is found in the line. Without one: whether the line is the message
+    `whole`. `among`: the pattern erases only these lines, and `/erase` lines; None: any line.
     """
 
     pattern: re.Pattern[str] | None

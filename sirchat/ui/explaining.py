@@ -283,7 +283,7 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
 
 
 def _higher(one: TokenRank, policy: str) -> str:
-    """A clause with the number of higher tokens, such as "of the 120 held tokens, 8 are newer"."""
+    """How many tokens rank higher, as a clause: "of the 120 held tokens, 8 are newer"."""
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
     above = (one.rank or 1) - 1
