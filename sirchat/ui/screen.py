@@ -1,4 +1,7 @@
-"""All output: replies to stdout, everything else to stderr, all of it without control sequences."""
+"""All output: replies and drawings to stdout, notes and errors to stderr.
+
+Texts pass the display filter first, so that they can't control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,7 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print one dim line to stderr, without control characters."""
+        """Print one dim line to stderr; control characters of `text` are left out."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:

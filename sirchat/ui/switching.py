@@ -281,7 +281,7 @@ class ModelSwitching:
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
-        """The chat's settings; but where they are defaults of the old model, those of the new."""
+        """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)
