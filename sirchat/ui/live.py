@@ -1,8 +1,9 @@
 """One turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-The reply is laid out as Markdown above the live region, which holds the panel. With `markdown` off,
-full rows of the reply are printed above the region, which also holds the unfinished row; if the
-panel is off, too, the reply is streamed as it is. On a plain terminal it is always streamed.
+The last rows, which are redrawn, are the live region; it holds the panel. The reply is laid out
+as Markdown above this region. With `markdown` off, full rows of the reply are printed above the
+region, and the unfinished row stands in it. If the panel is off, too, or the terminal is plain, the
+reply is printed as it comes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _WORDS = 3
 """Maximum number of evicted words of the user that the status line names."""
 
 _LATEST = 100
-"""Number of the latest evicted tokens among which a frame looks for evicted words."""
+"""To find evicted words to show, a frame looks at this number of tokens: those evicted last."""
 
 _REGION_ROWS = 10
-"""Maximum number of rows of the live region."""
+"""Maximum number of rows of the live region, which is redrawn again and again."""
 
 
 class LiveView:
@@ -73,7 +74,7 @@ class LiveView:
         self._end_reply()
 
     def show(self, event: Event) -> None:
-        """Show one event."""
+        """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         if isinstance(event, Delta):
             self._delta(event.text)
         elif isinstance(event, Reading):
@@ -109,7 +110,7 @@ class LiveView:
                 self._draw_in_time()
 
     def _begin_reply(self) -> None:
-        """Decide how the reply is shown."""
+        """Decide whether the reply is shown as Markdown or as it is written."""
         self._has_begun = True
         profile = self._session.profile
         is_as_written = not profile.markdown and profile.thinking == "show"
@@ -179,7 +180,7 @@ class LiveView:
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print the new part of the reply, and redraw the live region, in one write."""
+        """Print the new part of the reply, and redraw the panel or bar below it, in one write."""
         if self._markdown is not None:
             self._draw_markdown(self._markdown)
             return
@@ -220,9 +221,10 @@ class LiveView:
         self._screen.console.file.flush()
 
     def _take_rows(self) -> str:
-        """Remove and return the full rows of the reply; one cell is left for the cursor.
+        """Remove the full rows from the text that is not printed yet, and return them.
 
-        Tabs become spaces, so that the width of a row is known.
+        A row is one cell narrower than the window, for the cursor. Tabs become spaces, so that the
+        width of a row is known.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
@@ -250,7 +252,7 @@ class LiveView:
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
-        """Remove the live region, and write the part of the reply that was in it as plain text."""
+        """Remove the live region, and print the text that is not printed yet, without Markdown."""
         if self._region.remove():
             self._screen.stream(self._take_rows())
         if self._line:

@@ -1,4 +1,7 @@
-"""All output: replies to stdout, everything else to stderr, all of it filtered."""
+"""All output: replies and drawings to stdout, notes and errors to stderr.
+
+Texts pass the display filter first, so that they can't control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ class Screen:
 
     @property
     def is_plain(self) -> bool:
-        """Whether replies come as plain text: no terminal, a dumb or small one, or NO_COLOR."""
+        """Whether replies are plain text: no terminal, a dumb or small one, or NO_COLOR is set."""
         return (
             not self._out.isatty()
             or self.is_dumb
@@ -116,7 +119,7 @@ class Screen:
             self._out.flush()
 
     def show(self, drawing: RenderableType) -> None:
-        """Print a drawing, such as the panel; its text must already be filtered."""
+        """Print a drawing, such as the panel; its text must contain no control sequences."""
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
@@ -143,7 +146,7 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print one dim line to stderr."""
+        """Print one dim line to stderr; control characters of `text` are left out."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:
