@@ -54,7 +54,7 @@ def score_unit(engine: Engine) -> str:
 
 
 def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """By name, the factors [n] that make up the policy's scores of the tokens at `positions` [n]."""
+    """By name, the factors [n] of the policy's scores of the tokens at `positions` [n]."""
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}

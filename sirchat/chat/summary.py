@@ -22,7 +22,7 @@ from sirchat.errors import SettingError, UsageError
 from sirchat.text.detokenizer import tokens_spelling
 
 WAYS = {
-    "extract": "the most telling sentences of the chat, as they were said; needs no reply of the model",
+    "extract": "the most telling sentences of the chat, as they were said; takes little time",
     "model": "written by the model, which reads the chat again, a part at a time",
 }
 """The ways to make a summary, with their meaning; the first is the default."""
@@ -48,8 +48,8 @@ def summary(
     most, own = session.budget // 4, _size(session, "")
     if most < own + _LEAST:
         raise SettingError(
-            f"/summarize: with budget {session.budget} a summary may have {most} tokens, a quarter of "
-            f"the budget; it needs at least {own + _LEAST}",
+            f"/summarize: with budget {session.budget} a summary may have {most} tokens, a quarter "
+            f"of the budget; it needs at least {own + _LEAST}",
             hint=f"/budget {4 * (own + _LEAST)}",
         )
     size = sum(len(turn.rows) for turn in said)
@@ -62,8 +62,8 @@ def summary(
 def pin_summary(session: Session, text: str) -> Iterator[Event]:
     """Let the session read a summary as a pinned turn; former summaries are unpinned.
 
-    One `undo` takes back the turn and the change of pins. Raises SettingError, changing nothing, if the pins
-    would leave too little room.
+    One `undo` takes back the turn and the change of pins. Raises SettingError, changing nothing, if
+    the pins would leave too little room.
     """
     index, held = len(session.turns), session.snapshot().rows
     former = {row.turn for row in held if "pinned" in row.flags} & set(_summaries(session))
@@ -147,7 +147,7 @@ def _ends(rows: Sequence[TokenRow]) -> NDArray[np.int64]:
 _SENTENCE = re.compile(
     r"\S.*?(?:(?<!\b[A-Z])(?<!\b[A-Z][a-z])(?<!\bMrs)[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+|(?=\n)|$)"
 )
-"""A sentence: it ends with a line, or with `.!?…` before a blank, but not after `Mr` or an initial."""
+"""A sentence: ends with its line, or at `.!?…` before a blank, but not after `Mr` or an initial."""
 
 _WORDS = 3  # of a sentence, the most surprising, that make its score
 _REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
@@ -238,7 +238,7 @@ _SHARE = 32  # tokens that a part's summary may have, at least
 def _written(
     session: Session, said: Sequence[_Said], most: int, interrupted: Interrupted
 ) -> Generator[Event, None, str]:
-    """The text of a summary that the model writes in another session, one part of the chat at a time.
+    """A summary's text, which the model writes in another session, one part of the chat at a time.
 
     If the summaries of the parts have more than `most` tokens together, the model summarizes them
     in the same way, until they fit. Empty if interrupted.
@@ -284,7 +284,7 @@ def _reader(session: Session, reply_tokens: int) -> Session:
 
 
 def _finished(session: Session, reply: TurnDone, most: int) -> str:
-    """The text of a reply without reasoning, cut after the last sentence that fits in `most` tokens.
+    """A reply's text without reasoning, cut after the last sentence that fits in `most` tokens.
 
     If even the first sentence is too long, the text is cut between two words.
     """
@@ -303,7 +303,7 @@ def _finished(session: Session, reply: TurnDone, most: int) -> str:
 
 
 def _parts(session: Session, lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Join lines to parts that are short enough to be read at once; yields text and size in tokens."""
+    """Join lines to parts that can be read at once; yields each part and its size in tokens."""
     most = min(_PART, max(_LEAST_PART, session.model.context_length // 2))
     part, total = "", 0
     for line in lines:

@@ -53,7 +53,7 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Evict tokens for a user turn of `count` ids and its reply, if `evict` is before-turn."""
+        """Evict tokens before a user turn of `count` ids, if the setting `evict` asks for it."""
         records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
@@ -65,8 +65,9 @@ class OpenTurn:
         pinned: bool = False,
         after: Sequence[int] = (),
     ) -> Iterator[Event]:
-        """Read a turn's ids; an interrupt skips the rest of its text, never the template's ids.
+        """Read a turn's ids; yields progress and evictions.
 
+        If `interrupted` returns true, the rest of the text is skipped, but not the template's ids.
         `after` are the ids that must follow in this round, even if the reading of `turn` fails.
         """
         done, end = 0, len(turn.ids)
@@ -127,7 +128,7 @@ class OpenTurn:
     def ending_as(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped], finish: Finish
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Pass on the records of a reply that is generated again; sets `finish` as its end's reason."""
+        """Yield the records of a reply that is generated again; at its end, store `finish`."""
         for record in records:
             if isinstance(record, Stopped):
                 self.stats.finish = finish
@@ -141,7 +142,7 @@ class OpenTurn:
         said: list[str],
         end_ids: Collection[int],
     ) -> Iterator[Event]:
-        """Yield the events of a reply while it is generated; appends its text to the list `said`."""
+        """Yield the events of a reply while it is generated; append its text to the list `said`."""
         for record in self._timed(records):
             if isinstance(record, GeneratedToken):
                 self.stats.tokens_out += 1
@@ -185,7 +186,7 @@ class OpenTurn:
     def _timed(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Yield the records, and add the seconds that the engine takes to `stats.seconds_decode`."""
+        """Yield the records; add the seconds that the engine takes to `stats.seconds_decode`."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
@@ -219,7 +220,7 @@ _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of the reasoning in reply `turn`; none without `</think>`."""
+    """Stream positions [k], ascending, of reasoning in reply `turn`; none without `</think>`."""
     in_turn = ledger.column("turn") == turn
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
     at = said.tolist()

@@ -1,4 +1,4 @@
-"""The commands of `sirchat`: where each is, its line in the overview, and an example.
+"""The commands of `sirchat`: for each its module, its line in the overview, and an example.
 
 A command is imported when it is used. The commands of `sirchat.lab` are named only here, and left
 out if that package is missing. Nothing heavy is imported, so that `--help` is fast.
@@ -82,7 +82,7 @@ def commands() -> dict[str, str]:
 
 
 def lazy_commands() -> dict[str, str]:
-    """Commands that are imported only when used: name and module (it defines `NAME_app`)."""
+    """By name, the modules of commands that are imported only when used; each has `NAME_app`."""
     modules = {
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",

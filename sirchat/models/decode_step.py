@@ -1,4 +1,4 @@
-"""One decode step of a Llama-shaped model with few, small operations.
+"""A decode step (a forward pass for one token) of a Llama-like model, in few, small operations.
 
 transformers runs about fifty operations and a dozen module calls per layer, for any input shape. A
 single token needs no mask, no expanded heads and no batch: here the same weights are used with half
@@ -175,7 +175,7 @@ class StepGraph(nn.Module):
 
 
 class DecodeStep:
-    """Reads one token with the weights of a transformers model on a CPU.
+    """Computes the forward pass for one token with the weights of a transformers model on a CPU.
 
     Args:
         module: the model, one that `supports` allows.

@@ -23,7 +23,7 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """The model's folder or hub id, and, for a GGUF file, the `from_pretrained` option for it.
+    """The model's folder or hub id; for a GGUF file, also the `from_pretrained` option to read it.
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
@@ -153,7 +153,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_of(folder: Path) -> Path | None:
-    """The folder of a cached model's main branch, or else its newest snapshot; None without any."""
+    """A cached model's snapshot folder: of the main branch, or else the newest; None if none."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()

@@ -1,4 +1,4 @@
-"""Layers whose weights stay packed in four or eight bits; torch's kernels for CPUs compute them.
+"""Linear layers whose weights stay packed in four or eight bits, computed by torch on a CPU.
 
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
 results are converted to the type of the input. The kernels are made for few rows at a time. For
@@ -31,7 +31,7 @@ _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
 
 _SHARED: ContextVar[dict[PackedLinear, Tensor] | None] = ContextVar("shared weights", default=None)
-"""The unpacked weights that the pass in this thread shares, by layer; None if it shares none."""
+"""The unpacked weights that forward passes share, by layer; None outside `SharedWeights`."""
 
 
 class PackedLinear(nn.Module, ABC):
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module, ABC):
         """The weights as bfloat16 [K, N]; eight-bit weights are not multiplied by their scales."""
 
     def _at_hand(self) -> Tensor:
-        """The unpacked weights; later passes of a text use them again, see `SharedWeights`."""
+        """The unpacked weights; within `SharedWeights` they are kept for the next passes."""
         shared = self._shared()
         if shared is None:
             return self.unpacked()
@@ -63,7 +63,7 @@ class PackedLinear(nn.Module, ABC):
         return shared[self]
 
     def _shared(self) -> dict[PackedLinear, Tensor] | None:
-        """The unpacked weights that this pass shares with others; None if it shares none."""
+        """The unpacked weights that passes share, by layer; None outside `SharedWeights`."""
         return _SHARED.get()
 
     @abstractmethod
@@ -77,7 +77,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Use the copy of this layer's weights that `whole` holds, beginning at row `start`."""
+        """Replace this layer's weights by the equal rows of `whole`, from row `start` on."""
 
 
 class Int4Linear(PackedLinear):

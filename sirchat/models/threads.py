@@ -19,7 +19,10 @@ _SYS = Path("/sys")
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set the number of threads; 0 means the environment's, or else one for each free core."""
+    """Set torch's number of threads; 0 means the environment's, or else one for each free core.
+
+    The variables SIRCHAT_THREADS and OMP_NUM_THREADS count.
+    """
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
         wanted = int(told)
