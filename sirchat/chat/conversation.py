@@ -105,7 +105,7 @@ class UndoPoint:
     def of(
         now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool, budget: int
     ) -> UndoPoint:
-        """Make an undo point of the present state: the conversation `now` and the `checkpoint`."""
+        """Make an undo point of the present state: `now`, and the engine's `checkpoint`."""
         turns = now.turns
         now.turns = []
         try:

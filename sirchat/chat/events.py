@@ -220,7 +220,7 @@ class Undone(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """Something the user should know."""
+    """A message to the user, such as that a setting has no effect."""
 
     kind: ClassVar[str] = "notice"
     text: str
@@ -228,7 +228,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends: its numbers of turns and tokens, and the seconds it read and generated."""
+    """A session ends: its turns and tokens, and the seconds spent on reading and on generating."""
 
     kind: ClassVar[str] = "end"
     turns: int

@@ -1,4 +1,4 @@
-"""The last reply: which tokens it attended to; retrying it once under other settings."""
+"""Shows what the last reply attended to, and answers its message again under other settings."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def _can_recall(profile: Profile) -> bool:
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
     """The budget, in tokens, for the model `name`, whose context has `context_length` tokens.
 
-    It is the user's, or, if the user set none and the model is not bundled, half of the context, as
-    in `with_model_defaults`.
+    This is the budget that the user set. If the user set none, and the model is not bundled, it is
+    about half of the context: `with_model_defaults` gives the limits.
     """
     if not follows_model(profile, name):
         return profile.budget
@@ -68,7 +68,7 @@ def budget_for(profile: Profile, name: str, context_length: int) -> int:
 
 
 def follows_model(profile: Profile, name: str) -> bool:
-    """Whether the budget depends on the context length: it was not set, and `name` not bundled."""
+    """Whether the budget depends on the context: the user set none, and `name` is not bundled."""
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 

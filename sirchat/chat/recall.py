@@ -115,7 +115,7 @@ class Recall:
         return events
 
     def _index_for(self, needs: Retriever) -> TurnIndex:
-        """The kind of word index that a retriever needs; a new one if another kind was in use."""
+        """The word index of the kind that a retriever needs; a new one if the kind changes."""
         wanted = WideIndex if needs.wide_words else WordIndex
         if not isinstance(self._index, wanted):
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()
@@ -132,7 +132,7 @@ class Recall:
 
 
 def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:
-    """The score in `found` of each of these positions, which `found` must have; () for None."""
+    """The scores in `found` of these positions, all of which it has; empty if `found` is None."""
     if found is None or not len(positions):
         return ()
     at = np.searchsorted(found.positions, positions)

@@ -134,32 +134,32 @@ class Session:
 
     @property
     def resident(self) -> int:
-        """Number of tokens held now."""
+        """Number of tokens in the KV cache now."""
         return self._engine.resident
 
     @property
     def seen(self) -> int:
-        """Number of tokens ever read."""
+        """Number of tokens read or generated since the start."""
         return self._engine.ledger.seen
 
     @property
     def recalled(self) -> dict[int, float]:
-        """Scores of the tokens that recall restored for this round; 0 after an undo or resume."""
+        """Position and score of each token that recall restored; scores are 0 after an undo."""
         return self._recall.scores
 
     @property
     def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns of the tokens that recall restored, in order; after an undo without words."""
+        """The turns whose tokens recall restored, in order; after an undo without shared words."""
         return self._recall.turns
 
     @property
     def budget(self) -> int:
-        """The largest number of tokens that may be held."""
+        """The largest number of tokens that the KV cache may hold."""
         return self._engine.budget
 
     @property
     def limits(self) -> Budget:
-        """How many tokens may be held: in all, and of each kind (pinned, restored by recall)."""
+        """How many tokens the cache may hold: in all, pinned, and restored by recall."""
         return self._engine.contents.budget
 
     @property
@@ -202,7 +202,7 @@ class Session:
 
     @contextmanager
     def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
-        """Context manager: apply `updates` to the settings; at the end, undo all that happened."""
+        """Context manager: apply `updates` to the settings; at its end, undo all that happened."""
         profile, points = self.profile, self._undo_points
         with undone(self._engine) as checkpoint:
             start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system, self.budget)

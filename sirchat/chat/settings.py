@@ -64,7 +64,7 @@ def _fits(value: object, default: object) -> bool:
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError, naming `source`, if a setting differs that can't change in a chat."""
+    """Raise SettingError, naming `source`, if they differ in a setting fixed for a chat."""
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))

@@ -126,7 +126,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The memory at one moment, with all that a panel draws. A short one has less data.
+    """The memory at one moment, as a panel draws it. `take_snapshot` says what a short one is.
 
     Attributes:
         model, policy, decay, budget: the current settings; the budget in tokens.
@@ -144,7 +144,7 @@ class Snapshot:
         turns: for every turn so far, how much of it is held.
         histogram: surprisal of held and of evicted tokens; null in a short snapshot.
         in_single_layers: number of held tokens that only some layers hold.
-        recalled_turns: the turns that the recalled tokens belong to.
+        recalled_turns: the turns of the tokens that recall restored for this round.
     """
 
     model: str
@@ -352,7 +352,7 @@ class TokenRank:
         row: the token, with its score.
         state: `held`, `archived` (it can be restored) or `gone` (it can't).
         decayed_to: product of the decays since the token was read; 1 for none.
-        factors: the factors that make up the score, but surprisal and decay, by name.
+        factors: by name, the factors that make up the score, without surprisal and decay.
         rank: 1 for the highest score of the held tokens; a token that is not held has the rank it
             would get if held; null for a policy without scores.
         held: number of held tokens.

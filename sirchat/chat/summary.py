@@ -85,7 +85,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 
 def pin_last_summary(session: Session) -> None:
-    """Pin the last summary, if any, after a later summary, which had unpinned it, was undone."""
+    """Pin the last summary, if there is one; to be called after a later summary was undone."""
     if indices := _summaries(session):
         with suppress(UsageError):  # it is no longer archived, or other pins take the room
             session.pin(f"turn {indices[-1]}")

@@ -33,8 +33,9 @@ class OpenTurn:
         now: the conversation that the turn belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        stats: cost of this turn so far; if only pending ids are read, cost of the last turn.
-        evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
+        stats: tokens and seconds of this turn so far, or, if only pending ids are read, of the last
+            turn.
+        evicts_thinking: whether a reply's reasoning is evicted when the reply is complete.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class OpenTurn:
     def ending_as(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped], finish: Finish
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Yield the records of a reply that is generated again; at its end, store `finish`."""
+        """Yield the records of a reply that is generated again; store `finish`, why it ended."""
         for record in records:
             if isinstance(record, Stopped):
                 self.stats.finish = finish
@@ -159,7 +160,7 @@ class OpenTurn:
         yield Delta(said[-1])
 
     def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the ids that end a reply, end the round, and evict reasoning if that is set."""
+        """Read the template ids that end a reply, end the round, and, if set, evict reasoning."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:

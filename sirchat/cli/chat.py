@@ -94,9 +94,9 @@ _AT_ONCE = (
 def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """Settings to open the saved chat `ident` with, its store, and settings to switch to then.
+    """Settings to open the saved chat `ident` with; its store; settings to switch to afterwards.
 
-    With `at_once`, all settings from `flags` are of the first kind, else only those of `_AT_ONCE`.
+    With `at_once`, all settings from `flags` are in the first group, else only those of `_AT_ONCE`.
     """
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir

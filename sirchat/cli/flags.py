@@ -26,7 +26,7 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for every setting to a command.
 
-    The command gets the values that the user gave in its argument `flags`, by setting name.
+    The values that the user gave are passed as the argument `flags`, by name of the setting.
     """
     own = inspect.signature(command).parameters
     extra = _parameters()

@@ -101,7 +101,8 @@ def models_default(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="The new default model; without NAME, show it.", autocompletion=complete_model
+            help="The new default model; if left out, the present one is shown.",
+            autocompletion=complete_model,
         ),
     ] = None,
     debug: Debug = False,

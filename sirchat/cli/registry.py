@@ -82,7 +82,7 @@ def commands() -> dict[str, str]:
 
 
 def lazy_commands() -> dict[str, str]:
-    """By name, the modules of commands that are imported only when used; each has `NAME_app`."""
+    """By command, the module to import when the command is used; it defines `NAME_app`."""
     modules = {
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",

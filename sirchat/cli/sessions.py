@@ -79,7 +79,7 @@ def sessions_search(
     print_sessions(chats, Console())
     if found.more:
         typer.echo(
-            f"and {found.more:,} chats that match less well; more words find fewer", err=True
+            f"and {found.more:,} more with a weaker match; add words to find fewer", err=True
         )
 
 

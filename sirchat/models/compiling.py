@@ -35,8 +35,8 @@ def load_model_of(
 ) -> LoadedModel:
     """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
 
-    `progress` is called with the progress of loading. Raises ModelError if the
-    model can't be loaded, or if `compile` is `on` and it can't be compiled.
+    `progress` is called with the progress of loading. Raises ModelError if the model can't
+    be loaded, or if `compile` is `on` and the model can't be compiled.
     """
     model = load_model(
         profile.model,

@@ -25,7 +25,7 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Adds a layer's new key and value [1, H, 1, D] to the n held ones; returns all [1, H, n + 1, D].
+"""Adds a layer's new key and value [1, H, 1, D] to the n cached ones; returns all [1, H, n + 1, D].
 
 The arguments are the layer's number, the key and the value.
 """

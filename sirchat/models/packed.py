@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sirchat.models.threads import trim_memory
 
 GROUP = 32
-"""Number of neighbouring weights that share a scale and a minimum in four bits."""
+"""Number of neighbouring four-bit weights that share a scale and a minimum."""
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking

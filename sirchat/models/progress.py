@@ -1,6 +1,6 @@
 """Reports the progress of loading and of downloads; replaces the progress bars of libraries.
 
-Only the functions that change the bars of transformers import it, so that a download starts fast.
+transformers is imported only where its bars are replaced, so that a download starts fast.
 """
 
 from __future__ import annotations

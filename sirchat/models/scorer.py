@@ -71,7 +71,7 @@ class Scorer:
 
 
 def scorer_of(name: str, module: Any) -> Scorer:
-    """The scorer of the model `name`: the user's own, or the bundled one, or one without layers.
+    """The scorer of the model `name`: the user's own or the bundled one; without any, an empty one.
 
     Raises ModelError for a file that is damaged or was made for a model of another shape.
     """

@@ -1,8 +1,8 @@
 """Builds a small model, with random weights, of any family that the installed transformers has.
 
-A family is what `model_type` names in a model's config.json.
-The sizes in a family's usual configuration are replaced by small ones, by their names; all other
-settings stay. Nothing is downloaded.
+A family is what `model_type` names in a model's config.json. In its usual configuration, the
+settings that are sizes, recognized by their names, get small values; all others stay. Nothing is
+downloaded.
 """
 
 from __future__ import annotations

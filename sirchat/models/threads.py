@@ -19,9 +19,10 @@ _SYS = Path("/sys")
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set torch's number of threads; 0 means the environment's, or else one for each free core.
+    """Set torch's number of CPU threads to `wanted`, if it is above 0.
 
-    The variables SIRCHAT_THREADS and OMP_NUM_THREADS count.
+    For 0, the environment variable SIRCHAT_THREADS or OMP_NUM_THREADS gives the number; without
+    them, it is one thread for each free core.
     """
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
