@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The state of a session, without its engine's state.
+    """The state of a conversation, but for its tokens and cache, which the engine has.
 
     Attributes:
         turns: all messages; the last one may be incomplete.

@@ -178,7 +178,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """The setting `what` changed; the change restored `restored` archived tokens to the cache."""
+    """The setting `what` changed; `restored`: number of archived tokens restored by this change."""
 
     kind: ClassVar[str] = "switch"
     what: str

@@ -49,7 +49,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 
 def _can_recall(profile: Profile) -> bool:
-    """Whether recall works with the other settings: words are evicted, archived, and searched."""
+    """Whether recall can work: the policy evicts words, which are archived and can be searched."""
     searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
     evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
     return evicts_words and searches_turns and profile.archive != "off"

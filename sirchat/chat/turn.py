@@ -1,7 +1,7 @@
 """One turn while it is read or generated: its ids go to the engine, and its events are yielded.
 
-Before reading starts, the template ids that must still follow are noted as pending. If an error
-cuts the turn off, they are read before the next turn, so that the chat still follows its template.
+The chat template ends each turn with certain ids, which are noted as pending until they are read.
+If an error cuts the turn off, they are read before the next turn: the chat keeps to its template.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OpenTurn:
     def ending_as(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped], finish: Finish
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Yield the records of a reply that is generated again; store `finish`, why it ended."""
+        """Yield the records of a reply that is generated again; it ends for the reason `finish`."""
         for record in records:
             if isinstance(record, Stopped):
                 self.stats.finish = finish
@@ -197,7 +197,7 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Note as pending the template ids after the first `done` ids of `turn`, then `after`."""
+        """Set the pending ids: the template's at the end of `turn`, but the first `done`; `after`."""
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:

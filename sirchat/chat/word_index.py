@@ -249,7 +249,7 @@ class WideIndex(TurnIndex):
         return np.sqrt(total).astype(np.float64)
 
     def _longest_postings(self, asked: Sequence[Sequence[str]]) -> int:
-        """Terms in more turns than this are skipped: so a search reads at most `_MOST` postings."""
+        """The most turns that a term may be in: a search then reads at most `_MOST` entries."""
         terms = [self._terms.get(term) for words in asked for term in _terms(words)]
         known = [*terms, *(self._words.get(word) for words in asked for word in words)]
         total = 0
@@ -260,7 +260,7 @@ class WideIndex(TurnIndex):
         return len(self._texts)
 
     def _similar(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """For each word, the words of the conversation with the nearest vectors; their cosines."""
+        """For each word, words of the conversation with the nearest vectors, each with its cosine."""
         new = [word for word in words if word not in self._near]
         for word, vector in zip(new, self._vectors.of(new) if new else (), strict=True):
             self._near[word] = _Near(vector, 0, {})
@@ -328,7 +328,7 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """The turns [k] that have a term, ascending; how often, in statements and in questions."""
+    """The turns [k] that have a term, ascending; how often their statements and questions do."""
 
     turns: array[int]
     told: array[float]

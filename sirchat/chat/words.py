@@ -273,7 +273,7 @@ def _with_neighbours(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """Positions of every occurrence of `text` in the tokens at `said`; none spans a gap in these."""
+    """Positions of every occurrence of `text` in the tokens at `said`; none spans a gap."""
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
     at = said.tolist()

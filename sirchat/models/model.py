@@ -171,7 +171,7 @@ class LoadedModel:
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The anchor settings that the model was trained with; None without anchors."""
+        """The model's anchor tokens; None if it was not trained with anchor tokens."""
         return anchors_of(self.module.config)
 
     def forward(
@@ -272,7 +272,7 @@ class LoadedModel:
         scores += self.scorer.scores(states.joined())
 
     def mask(self, visible: Tensor) -> Any:
-        """The additive attention mask [1, 1, m, n + m] for `visible` [m, n + m], see `forward`.
+        """The additive mask [1, 1, m, n + m]: 0 where `visible` [m, n + m] is true, else very low.
 
         If the model has several kinds of layers, returns a dictionary with one mask for each kind.
         """
@@ -381,7 +381,7 @@ def gguf_parts(
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Probe a model and make a LoadedModel; raises ModelError if its cache allows no eviction."""
+    """Detect rotations, make a LoadedModel; raises ModelError if tokens can't be evicted."""
     config = module.config.get_text_config(decoder=True)
     return LoadedModel(
         name=name,

@@ -66,7 +66,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path for a name: as given, in the user's model folder, or of a cached GGUF file."""
+    """The path of a model: `name` itself, or in the user's model folder, or a cached GGUF file."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path

@@ -272,7 +272,7 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SharedWeights:
-    """Context manager: the passes of one text share unpacked weights, so each is unpacked once.
+    """Context manager: the passes of one text share unpacked weights; each layer is unpacked once.
 
     Each of these passes is computed inside `with shared: ...`; other passes over the same layers,
     in this thread or another, are not affected. Nothing is shared if all weights would take more
