@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # that module imports this one
     from sirchat.chat.session import Session
 
 SUMMARY = "Summary of our conversation so far, by the assistant: "
-"""The beginning of every summary of `/summarize`, a user turn that the user did not write."""
+"""The beginning of every summary; a summary is a user turn that `/summarize` adds."""
 
 
 @dataclass(frozen=True)

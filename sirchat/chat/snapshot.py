@@ -373,7 +373,7 @@ class TokenRank:
 def token_ranks(
     engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
 ) -> list[TokenRank]:
-    """Score, rank and state of the tokens at `positions` (ascending); `now` is a snapshot of this moment."""
+    """Score, rank and state of the tokens at `positions` (ascending); `now` is a new snapshot."""
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
     asked = np.searchsorted(among, positions)

@@ -260,7 +260,7 @@ class WideIndex(TurnIndex):
         return len(self._texts)
 
     def _similar(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """For each word, words of the conversation with the nearest vectors, each with its cosine."""
+        """For each word, words of the conversation with the nearest vectors, with their cosines."""
         new = [word for word in words if word not in self._near]
         for word, vector in zip(new, self._vectors.of(new) if new else (), strict=True):
             self._near[word] = _Near(vector, 0, {})
@@ -328,7 +328,7 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """The turns [k] that have a term, ascending; how often their statements and questions do."""
+    """The turns [k] that have a term, ascending; how often it is in their statements, in their questions."""
 
     turns: array[int]
     told: array[float]

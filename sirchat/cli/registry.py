@@ -61,13 +61,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "man": "print a manual page of all commands and settings",
     },
 }
-"""For each group, its commands by name; each has a line that describes it."""
+"""For each group of the overview, its commands: by name, the line that describes the command."""
 
 _LAB = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """For each group, its installed commands by name; each has a line that describes it."""
+    """`GROUPS` without the commands that are not installed."""
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
@@ -77,7 +77,7 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """The installed commands by name; each has a line that describes it."""
+    """The installed commands: by name, the line of the overview that describes the command."""
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
