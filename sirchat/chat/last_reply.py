@@ -65,7 +65,7 @@ class AttentionPaid:
 
     Attributes:
         start: stream position of the reply's first token.
-        held: positions of the tokens held when the reply ended; None if these are not known.
+        held: positions of the tokens in the cache when the reply ended; None if not known.
         shares: by position, the attention that each held token got, divided by the mean of these
             tokens. None if the model exposes no attention.
     """

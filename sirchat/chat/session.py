@@ -330,7 +330,7 @@ class Session:
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
-        """Score, rank and state of the tokens that `target` names, held or not.
+        """Score, rank and state of the tokens that `target` names, in the cache or not.
 
         Raises UsageError if nothing matches.
         """

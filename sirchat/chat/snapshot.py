@@ -346,7 +346,7 @@ def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TokenRank:
-    """How one token ranks among the held tokens.
+    """How one token ranks among the tokens in the cache (the held tokens).
 
     Attributes:
         row: the token, with its score.

@@ -35,9 +35,9 @@ _SHORT = 64  # tokens; a summary may have so many even if the chat is hardly lon
 def summary(
     session: Session, way: str, interrupted: Interrupted = lambda: False
 ) -> Generator[Event, None, str]:
-    """Make a summary of everything that was said, held or not; the session does not change.
+    """Make a summary of everything that was said, also of what is no longer in the cache.
 
-    `way` is a key of `WAYS`. Yields progress, and returns the text of the summary; empty if it was
+    The session does not change. `way` is a key of `WAYS`. Yields progress, and returns the text of the summary; empty if it was
     interrupted, or if nothing fits. A summary has at most a quarter of the budget's tokens, and a
     third of the chat's, or 64 if that is more. Raises UsageError if nothing was said yet, and
     SettingError if the budget is too small.
@@ -108,7 +108,7 @@ def _size(session: Session, text: str) -> int:
 
 @dataclass(frozen=True)
 class _Said:
-    """What the user or the model said in one turn: its tokens, held or not, and their text."""
+    """What the user or the model said in one turn: its tokens, in the cache or not; their text."""
 
     role: str
     rows: list[TokenRow]

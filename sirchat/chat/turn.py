@@ -197,7 +197,7 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Set the pending ids: those after the text of `turn` that are not `done`, then `after`."""
+        """Set the pending ids: ids after the text of `turn` that are not read yet, then `after`."""
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:

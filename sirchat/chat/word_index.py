@@ -328,7 +328,7 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """The turns [k] that have a term, ascending; how often it is in their statements, in their questions."""
+    """The turns [k] that have a term, ascending; its counts in their statements and questions."""
 
     turns: array[int]
     told: array[float]

@@ -129,7 +129,7 @@ _LATEST = 8
 
 @dataclass(frozen=True)
 class EvictedText:
-    """A turn that is not held completely.
+    """A turn of which not all tokens are in the cache.
 
     It has `tokens` tokens, not counting the template's; `held` of them are held. `words`: its words
     with an evicted token, unless the same word is held elsewhere; the most surprising first.
@@ -143,7 +143,7 @@ class EvictedText:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
-    """The turns that are not held completely, in order."""
+    """The turns of which not all tokens are in the cache, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
@@ -160,7 +160,7 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The user's words that have tokens at these positions and are no longer held anywhere.
+    """The user's words that have tokens at these positions, but are nowhere in the cache now.
 
     The most surprising word is the first. Common English words, and words that most of the
     user's messages have, are left out.
@@ -326,9 +326,9 @@ def without_quotes(target: str) -> str:
 def tokens_to_erase(
     target: str, engine: Engine, texts: Texts, now: Conversation, system: str | None
 ) -> Positions:
-    """Positions of the tokens that `target` names, held or not; `system` is the system prompt.
+    """Positions of the tokens that `target` names, in the cache or not.
 
-    Empty if the text exists but was never read: in an interrupted turn, or in a system prompt
+    `system` is the system prompt. Empty if the text exists but was never read: in an interrupted turn, or in a system prompt
     before the first turn. Raises UsageError if nothing matches.
     """
     ledger, roles = engine.ledger, now.roles

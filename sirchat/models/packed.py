@@ -263,7 +263,10 @@ def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a matrix [N, K] to 16 steps per group; returns q, scale, minimum for `Int4Linear`."""
+    """Round each group of 32 weights of a matrix [N, K] to 16 steps.
+
+    Returns q, scale and minimum, as `Int4Linear` takes them.
+    """
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
     scale = ((most - minimum) / 15).clamp_min(1e-12)
