@@ -328,8 +328,8 @@ def tokens_to_erase(
 ) -> Positions:
     """Positions of the tokens that `target` names, in the cache or not.
 
-    `system` is the system prompt. Empty if the text exists but was never read: in an interrupted turn, or in a system prompt
-    before the first turn. Raises UsageError if nothing matches.
+    `system` is the system prompt. Empty if the text exists but was never read: in an interrupted
+    turn, or in a system prompt before the first turn. Raises UsageError if nothing matches.
     """
     ledger, roles = engine.ledger, now.roles
     try:

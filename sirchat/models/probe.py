@@ -20,7 +20,7 @@ _MISSING = {
     "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
     "be evicted",
 }
-"""For a kind of layers, why sirchat can't run it."""
+"""By kind of layers, the reason why sirchat can't run a model that has them."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _DISTANCES = (1, 17, 301)
