@@ -1,4 +1,4 @@
-"""Reading a conversation anew: in another session, or further back.
+"""Reads the text of a conversation again: in a new session, or only up to an earlier turn.
 
 What the user pinned is then pinned again, by its place in the text, as the tokens may be others.
 Each turn keeps its number.
@@ -217,9 +217,9 @@ def check_rewind(session: Session, count: int) -> list[int]:
 
 
 def own_message(session: Session) -> str:
-    """Text of the user's last message that can be undone; a summary is the model's, and none.
+    """Text of the user's last message that can be undone; the model's summaries are skipped.
 
-    Raises UndoError if there is none.
+    Raises UndoError if there is no such message.
     """
     own = [one.text for one in session.undoable if not one.text.startswith(SUMMARY)]
     if session.undoable and not own:
@@ -228,7 +228,7 @@ def own_message(session: Session) -> str:
 
 
 def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message; raises UndoError as `own_message` does."""
+    """Undo the summaries after the user's last message; raises UndoError if it can't be undone."""
     own_message(session)
     before = len(session.turns)
     while session.last_said.startswith(SUMMARY):
@@ -243,7 +243,7 @@ def rewind(session: Session, count: int) -> bool:
     If possible, the turns are undone exactly. Otherwise the session is reset and reads the text of
     all earlier turns again; returns whether it was reset.
 
-    Raises UndoError, changing nothing, as `check_rewind` does.
+    Raises UndoError, changing nothing, if there are fewer user turns.
     """
     asked = check_rewind(session, count)
     try:
@@ -263,7 +263,7 @@ def rewind(session: Session, count: int) -> bool:
 def read_before_last(session: Session, progress: Progress | None = None) -> Session:
     """A new session, with the same settings, that has read all turns before the last user turn.
 
-    `session` stays as it is. Raises UndoError as `check_rewind` does.
+    `session` stays as it is. Raises UndoError if there is no user turn.
     """
     start = check_rewind(session, 1)[-1]
     point = session.undoable[-1].checkpoint.cache if session.undoable else None

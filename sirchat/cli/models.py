@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 models_app = typer.Typer(
     add_completion=False,
-    help="List the models on this machine (also without a command), download or choose one.",
+    help="List the models on this machine; with a command, download or choose a model.",
     invoke_without_command=True,
 )
 
 In = Annotated[
     list[Path] | None,
-    typer.Option("--in", metavar="FOLDER", help="Also look in this folder; can be repeated."),
+    typer.Option(
+        "--in", metavar="FOLDER", help="Also list models in this folder; can be repeated."
+    ),
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(
-        help="Budget, in tokens, for which to show the size of the KV cache.", metavar="INT"
-    ),
+    typer.Option(help="Show the size of the KV cache for this budget, in tokens.", metavar="INT"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the list as JSON.")]
 
@@ -49,7 +49,7 @@ def models(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the models on this machine (also without a command), or download one."""
+    """List the models on this machine; with a command, download or choose a model."""
     if context.invoked_subcommand is None:
         models_list(folders, budget, json)
     elif folders or budget or json:
@@ -66,8 +66,8 @@ def models_list(
     """List the models that --model can name.
 
     These are the bundled models, smollm2, models in your own folder (`sirchat paths` names this
-    folder) and models in the Hugging Face cache. The size of the KV cache is what a chat would
-    allocate at its budget.
+    folder) and models in the Hugging Face cache. The size of the KV cache is that which a chat
+    would allocate for its budget.
     """
     from sirchat.chat.model_defaults import most_rows
     from sirchat.models.listing import find_models
@@ -101,12 +101,13 @@ def models_default(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="The model to use from now on; without it, show it.", autocompletion=complete_model
+            help="The new default model; if left out, the present one is shown.",
+            autocompletion=complete_model,
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """The model of chats that name none: sirchat models default smollm2 chooses it."""
+    """Show or choose the default model, which a chat uses if you name none."""
     if name is None:
         typer.echo(displayable_line(resolve(None, {}, os.environ).model))
         return
@@ -164,19 +165,19 @@ def models_pull(
 def models_families(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Families to check; all that transformers knows if none is given."),
+        typer.Argument(help="Families to check; default: all in transformers."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a table in Markdown, by result.")
+        bool, typer.Option("--markdown", help="Print a Markdown table, one row per result.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Check which families of models run: about a minute for all, without any download.
+    """Check which families of models sirchat can run; takes a minute for all, downloads nothing.
 
-    For each one a small model with random weights is built. It reads 200 tokens under a budget of
-    64, and what its cache holds is compared with what the model itself computes. A family is what
-    `model_type` names in a model's config.json. The exit code is 1 if one computes wrongly.
+    A family is what `model_type` names in a model's config.json. For each family, a small model
+    with random weights is built. It reads 200 tokens under a budget of 64 tokens; then its cache is
+    compared with what transformers computes. The exit code is 1 if a family computes wrongly.
     """
     from dataclasses import asdict
 

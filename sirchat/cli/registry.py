@@ -1,4 +1,4 @@
-"""The commands of `sirchat`: where each is, its line in the overview, and an example.
+"""The commands of `sirchat`: for each its module, its line in the overview, and an example.
 
 A command is imported when it is used. The commands of `sirchat.lab` are named only here, and left
 out if that package is missing. Nothing heavy is imported, so that `--help` is fast.
@@ -61,13 +61,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "man": "print a manual page of all commands and settings",
     },
 }
-"""For each group, its commands by name; each has a line that describes it."""
+"""For each group of the overview, its commands: by name, the line that describes the command."""
 
 _LAB = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """For each group, its installed commands by name; each has a line that describes it."""
+    """`GROUPS` without the commands that are not installed."""
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
@@ -77,12 +77,12 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """The installed commands by name; each has a line that describes it."""
+    """The installed commands: by name, the line of the overview that describes the command."""
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
 def lazy_commands() -> dict[str, str]:
-    """Commands that are imported only when used: name and module (it defines `NAME_app`)."""
+    """By command, the module to import when the command is used; it defines `NAME_app`."""
     modules = {
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",

@@ -84,7 +84,10 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield the GGUF files of a repository in the hub's cache, or else its one model."""
+    """Yield each GGUF file of a cached repository of the hub; without any, the repository's model.
+
+    A model that is not downloaded completely is yielded with a `problem`.
+    """
     snapshot = snapshot_of(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:

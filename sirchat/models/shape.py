@@ -53,7 +53,7 @@ class ModelShape:
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
-    """The shape that a folder's config.json describes; raises ModelError if it can't be read."""
+    """The sizes that a folder's config.json states; raises ModelError if it is not usable."""
     config = _load_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
@@ -71,7 +71,7 @@ def shape_of_folder(folder: Path) -> ModelShape:
 
 
 def shape_of_gguf(path: Path) -> ModelShape:
-    """The shape that a GGUF file's header describes; raises ModelError if it can't be read."""
+    """The sizes that a GGUF file's header states; raises ModelError if it can't be read."""
     file = parse_gguf(path, with_lists_of_text=False)
     architecture, weights = file.architecture, Counter[str]()
     for tensor in file.tensors.values():

@@ -98,7 +98,7 @@ def test_a_search_shows_twenty_and_says_how_many_more_there_are(folder: Path) ->
         os.link(first, folder / f"copy{number}.sqlite")
     done = run("sessions", "search", "rome")
     assert len(done.stdout.splitlines()) == 20
-    assert "and 5 that fit less; more words find fewer" in done.stderr
+    assert "and 5 more with a weaker match; add words to find fewer" in done.stderr
 
 
 def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:
