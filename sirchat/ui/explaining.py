@@ -200,9 +200,7 @@ def describe_use(
     times = f"({share:.1f} times an average token)"
     if share < _LITTLE:
         help_ = "/retry full may help" if can_retry else "/retry draws another reply"
-        return (
-            f"{was}, but the reply paid it little attention {times}: the model missed it; {help_}."
-        )
+        return f"{was}, but the reply made little use of it {times}; {help_}."
     if share < 1:
         return f"{was}, and the reply paid it some attention {times}: it was not forgotten."
     return f"{was}, and the reply paid attention to it {times}: it was not forgotten."
