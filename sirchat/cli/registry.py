@@ -114,6 +114,7 @@ EXAMPLES: dict[str, str] = {
     "man": "sirchat man > sirchat.1 && man ./sirchat.1",
     "models": "sirchat models",
     "models list": "sirchat models list --in ./models --budget 512",
+    "models fit": "sirchat models fit smollm2",
     "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
     "models families": "sirchat models families llama qwen3",
