@@ -153,6 +153,7 @@ EXAMPLES: dict[str, str] = {
     "bench": "sirchat bench decode --model smollm2",
     "bench decode": "sirchat bench decode --model smollm2 --rounds 8",
     "bench start": "sirchat bench start --model smollm2",
+    "bench memory": "sirchat bench memory --model smollm2",
     "bench panel": "sirchat bench panel",
     "bench attention": "sirchat bench attention",
     "bench index": "sirchat bench index",

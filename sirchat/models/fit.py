@@ -222,16 +222,21 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
 
 
 def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
-    """The most bytes that are taken while the weights are loaded; pages of the file not counted."""
+    """The most bytes that are taken while the weights are loaded; pages of the file not counted.
+
+    The factors are measured: how many bytes for each weight a matrix takes while it is packed.
+    """
     largest = max((one.count for one in stored.tensors), default=0)
     weights = _bytes(stored, held, item)
-    if held == "packed":  # one matrix at a time: its numbers as int32, and once more as bytes
-        return weights + 6 * largest
+    if held == "packed":
+        factors = {4: 11, 8: 3, None: 4}
+        taken = (factors[_bits(one, stored, held)] * one.count for one in stored.tensors)
+        return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count
-    if held in ("int8", "int4"):  # first all are unpacked, then rounded one matrix after the other
-        return item * stored.count + 6 * largest
-    return weights + 4 * largest
+    if held in ("int8", "int4"):  # first all are unpacked, then packed one matrix after the other
+        return item * stored.count + 10 * largest
+    return weights + (4 * largest if stored.is_gguf else 0)
 
 
 def _while_reading(stored: StoredWeights, held: str) -> int:
@@ -290,6 +295,6 @@ def _shape(about: Mapping[str, Any]) -> tuple[int, ...]:
     shape = about["shape"]
     if not isinstance(shape, list) or not isinstance(about["dtype"], str):
         raise TypeError
-    if not all(isinstance(one, int) and 0 <= one for one in shape) or prod(shape) > _MOST:
+    if not all(isinstance(one, int) and one >= 0 for one in shape) or prod(shape) > _MOST:
         raise ValueError
     return tuple(shape)
