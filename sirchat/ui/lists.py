@@ -1,4 +1,4 @@
-"""Saved chats, models and settings as tables; nothing heavy is imported."""
+"""Saved chats, models, what a model takes, and settings as tables; nothing heavy is imported."""
 
 from __future__ import annotations
 
