@@ -42,7 +42,7 @@ _MOST = 1 << 40
 _MOST_UNPACKED = 2**29  # as in `packed.SharedWeights`
 _FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")  # as in `gguf.loading`
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
-_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StoredTensor:
     @property
     def is_head(self) -> bool:
         """Whether it is the output head."""
-        return self.name.endswith(_HEADS) and not self.name.endswith("attn_output.weight")
+        return self.name.endswith(_HEADS) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
@@ -229,7 +229,7 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
     largest = max((one.count for one in stored.tensors), default=0)
     weights = _bytes(stored, held, item)
     if held == "packed":
-        factors = {4: 11, 8: 3, None: 4}
+        factors = {4: 11, 8: 5, None: 4}
         taken = (factors[_bits(one, stored, held)] * one.count for one in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
