@@ -92,19 +92,24 @@ def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_t
 
 
 def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
-    whole = fit(tiny_dir(), quantize="int8").choices[0]
+    whole = fit(tiny_dir()).choices[0]
     row = (whole.caches[1024] or 0) // 1024
     taken = PROGRAM + whole.weights + whole.working
 
     def largest(free: int | None) -> int | None:
-        return fit(tiny_dir(), free, quantize="int8").choices[0].largest_budget
+        return fit(tiny_dir(), free).choices[0].largest_budget
 
     assert largest(taken + 1500 * row) == 1500
     assert largest(taken + 10**9) == 2048  # the model's context
-    assert (
-        largest(PROGRAM + whole.loading - 1) == 0
-    )  # it can't even be loaded, before it is rounded
+    assert largest(taken) == 0
     assert largest(None) is None
+
+
+def test_nothing_fits_where_loading_takes_more_than_is_free() -> None:
+    """Weights are loaded whole before they are rounded to eight bits."""
+    needed = PROGRAM + fit(tiny_dir(), quantize="int8").choices[0].loading
+    assert fit(tiny_dir(), needed, quantize="int8").choices[0].largest_budget == 2048
+    assert fit(tiny_dir(), needed - 1, quantize="int8").choices[0].largest_budget == 0
 
 
 def test_the_free_memory_of_a_gpu_is_not_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
