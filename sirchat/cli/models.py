@@ -4,6 +4,7 @@ import json as json_format
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,14 @@ from sirchat import paths
 from sirchat.cli.flags import Debug, complete_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, set_default
-from sirchat.errors import UsageError, format_value, nearest
+from sirchat.errors import ModelError, UsageError, format_value, nearest
 from sirchat.models.hub import require
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.engine.families import FamilyCheck
+    from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
@@ -66,12 +68,14 @@ def models_list(
     """List the models that --model can name.
 
     These are the bundled models, smollm2, models in your own folder (`sirchat paths` names this
-    folder) and models in the Hugging Face cache. The size of the KV cache is that which a chat
-    would allocate for its budget.
+    folder) and models in the Hugging Face cache. The size of the KV cache is what a chat would
+    allocate at its budget. The last column is the largest budget, in tokens, for which the free
+    memory suffices; sirchat models fit NAME tells more.
     """
     from sirchat.chat.model_defaults import most_rows
+    from sirchat.models.fit import fit_of
     from sirchat.models.listing import find_models
-    from sirchat.models.shape import cache_bytes
+    from sirchat.models.shape import cache_bytes, free_memory
     from sirchat.ui.lists import ListedModel, print_models
 
     places = [Path(os.path.expanduser(folder)) for folder in folders or ()]
@@ -79,13 +83,17 @@ def models_list(
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
     profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
+    free = free_memory()
 
     def listed(found: FoundModel) -> ListedModel:
         shape = found.shape
         if shape is None or shape.context_length is None:
             return ListedModel(found, None, None)
         rows = most_rows(profile, found.name, shape.context_length)
-        return ListedModel(found, rows, cache_bytes(shape, profile, rows))
+        largest = None
+        with suppress(ModelError):  # the weights can't be read
+            largest = fit_of(found, profile, free).choices[0].largest_budget
+        return ListedModel(found, rows, cache_bytes(shape, profile, rows), largest)
 
     rows = [listed(one) for one in find_models(places)]
     if json:
@@ -94,6 +102,66 @@ def models_list(
     from rich.console import Console
 
     print_models(rows, Console(highlight=False))
+
+
+@models_app.command("fit")
+def models_fit(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="A model on this machine, as for --model.",
+            autocompletion=complete_model,
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print the sizes as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show how much memory a model takes, and the largest budget that fits.
+
+    Only headers and config files are read. The first row is for your settings, the others for other
+    settings. The largest budget is what the free memory has room for, after the weights and
+    500 MB for the program itself, and no more than the model's context.
+    """
+    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, fit_of
+    from sirchat.models.listing import find_model
+    from sirchat.models.shape import free_memory
+
+    fit = fit_of(find_model(name), resolve(None, {}, os.environ), free_memory())
+    if not json:
+        from rich.console import Console
+
+        from sirchat.ui.lists import print_fit
+
+        print_fit(fit, Console(highlight=False))
+        return
+    shape = fit.found.shape
+    data = {
+        "name": fit.found.name,
+        "path": str(fit.found.path),
+        "kind": shape.kind if shape is not None else None,
+        "weights": fit.weights,
+        "context_length": shape.context_length if shape is not None else None,
+        "free_bytes": fit.free,
+        "program_bytes": PROGRAM,
+        "tokens_per_hour": TOKENS_PER_HOUR,
+        "choices": [_choice_data(one) for one in fit.choices],
+    }
+    typer.echo(json_format.dumps(data, indent=2))
+
+
+def _choice_data(one: "Choice") -> dict[str, object]:
+    """One row of `sirchat models fit` as a JSON object."""
+    return {
+        "setting": one.setting,
+        "precision": one.precision,
+        "weights_bytes": one.weights,
+        "loading_bytes": one.loading,
+        "reading_bytes": one.working,
+        "kv_cache_bytes": {str(budget): size for budget, size in one.caches.items()},
+        "archive_bytes_per_hour": one.archive,
+        "largest_budget": one.largest_budget,
+    }
 
 
 @models_app.command("default")
@@ -234,5 +302,6 @@ def _data(one: "ListedModel") -> dict[str, object]:
         "context_length": shape.context_length if shape is not None else None,
         "budget": one.budget,
         "kv_cache_bytes": one.cache,
+        "largest_budget": one.largest,
         "problem": found.problem,
     }

@@ -1,4 +1,4 @@
-"""Saved chats, models and settings as tables; no module that is slow to import is used."""
+"""Saved chats, models, the memory they take, and settings as tables; no slow imports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
+from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, Choice, ModelFit
 from sirchat.models.listing import FoundModel
 from sirchat.saved.search import Part
 from sirchat.saved.session_list import SavedSession
@@ -134,7 +135,7 @@ def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
     return shown
 
 
-_TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache")
+_TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 
 
 _GAP = "  "
@@ -142,11 +143,15 @@ _GAP = "  "
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it."""
+    """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it.
+
+    `largest` is the largest budget that fits in the free memory: 0 if none does, None if unknown.
+    """
 
     found: FoundModel
     budget: int | None
     cache: int | None
+    largest: int | None = None
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
@@ -159,10 +164,11 @@ def print_models(models: Iterable[ListedModel], console: Console) -> None:
         for number, row in enumerate([_TITLES, *rows]):
             _print(console, _aligned(row, wide), "bold" if number == 0 else "")
     else:
-        for name, kind, size, context, budget, cache in rows:
+        for name, kind, size, context, budget, cache, largest in rows:
             _print(console, name, "bold")
             _print(console, f"  {kind}, {size}, context {context}")
             _print(console, f"  KV cache {cache} at budget {budget}")
+            _print(console, f"  fits up to {largest}")
     for one in models:
         if one.found.problem:
             line = f"{one.found.name}: {one.found.problem}"
@@ -189,20 +195,79 @@ def _model_cells(one: ListedModel) -> list[str]:
         _count(shape.context_length if shape is not None else None),
         _count(one.budget),
         in_bytes(one.cache),
+        _largest(one.largest),
     )
     return [displayable_line(cell) for cell in cells]
+
+
+def print_fit(fit: ModelFit, console: Console) -> None:
+    """Print what a model takes in memory: a table with a row for each choice of settings."""
+    found, shape = fit.found, fit.found.shape
+    context = _count(shape.context_length if shape is not None else None)
+    about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
+    _print(console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold")
+    _print(console, f"free memory here: {in_bytes(fit.free)}, of which {_PROGRAM} are for sirchat")
+    budgets = list(fit.choices[0].caches)
+    _print(console, "")
+    rows = [
+        ("setting", "weights", "loading", "reading", "archive", "fits up to"),
+        *(
+            (
+                _setting(one),
+                in_bytes(one.weights),
+                in_bytes(one.loading),
+                in_bytes(one.working),
+                in_bytes(one.archive),
+                _largest(one.largest_budget),
+            )
+            for one in fit.choices
+        ),
+    ]
+    _print_table(console, rows)
+    _print(console, "")
+    titles = ("KV cache at budget", *(f"{one:,}" for one in budgets))
+    caches = ((_setting(one), *map(in_bytes, one.caches.values())) for one in fit.choices)
+    _print_table(console, [titles, *caches])
+    _print(console, "")
+    for line in _LEGEND:
+        _print(console, line, "dim")
+
+
+_PROGRAM = in_bytes(PROGRAM)
+_LEGEND = (
+    "loading: the most that the weights take while they are loaded",
+    "reading: what is unpacked for a short time while a text is read",
+    f"archive: keys and values that are evicted in an hour of talk, {TOKENS_PER_HOUR:,} tokens,",
+    "  at most --archive-limit",
+    "fits up to: the largest budget, in tokens, for which the free memory suffices",
+)
+
+
+def _setting(choice: Choice) -> str:
+    return choice.setting or f"as set ({choice.precision})"
+
+
+def _largest(budget: int | None) -> str:
+    return "too large" if budget == 0 else _count(budget)
+
+
+def _print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first row has the titles, the first column is aligned at the left."""
+    wide = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        _print(console, _aligned(row, wide, 1), "" if number else "bold")
 
 
 def _count(number: int | None) -> str:
     return "?" if number is None else f"{number:,}"
 
 
-def _aligned(row: Sequence[str], wide: Sequence[int]) -> str:
-    """A line of the table: names and kinds are aligned at the left, numbers at the right."""
+def _aligned(row: Sequence[str], wide: Sequence[int], left: int = 2) -> str:
+    """A line of a table: the first `left` cells are aligned at the left, numbers at the right."""
     cells = []
     for number, (cell, width) in enumerate(zip(row, wide, strict=True)):
         room = " " * (width - cell_len(cell))
-        cells.append(f"{cell}{room}" if number < 2 else f"{room}{cell}")
+        cells.append(f"{cell}{room}" if number < left else f"{room}{cell}")
     return _GAP.join(cells).rstrip()
 
 
