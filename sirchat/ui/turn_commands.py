@@ -66,7 +66,7 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
         before = read_before_last(session, progress)
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(before)
-    _report(said, before, screen, f"; {before.seen:,} tokens of earlier turns were read again")
+    _report(said, before, screen, f"; {before.seen:,} tokens of earlier messages were read again")
     if pins := pins_note(before):
         screen.note(pins)
     return before
