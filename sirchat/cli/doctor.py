@@ -99,7 +99,11 @@ def completion(
         ),
     ],
     install: Annotated[
-        bool, typer.Option("--install", help="Install it for your user, instead of printing it.")
+        bool,
+        typer.Option(
+            "--install",
+            help="Install the completion script for your user account instead of printing it.",
+        ),
     ] = False,
 ) -> None:
     """Print a script by which the shell completes commands, settings, models and saved chats."""

@@ -44,7 +44,7 @@ from sirchat.ui.turn_commands import Retry, parse_retry, undo
 _PREFIX = "do_"
 
 _AROUND = 12
-"""Number of tokens on either side of the words that `/recall "words"` restores, too."""
+"""Number of tokens before, and after, the words that `/recall "words"` restores with them."""
 
 _LONGEST = 40  # most characters shown of an unknown command
 
@@ -69,32 +69,32 @@ class Send:
 
 @dataclass(frozen=True)
 class Edit:
-    """Asks to replace the last message by `text`; without a text, the user changes it first."""
+    """Asks the chat to replace the user's last message by `text`; "" lets the user edit it."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Summarize:
-    """Asks for a summary of the conversation, made in this way; see `chat.summary`."""
+    """Asks the chat for a summary; `way`: "extract" (the best sentences) or "model" (new text)."""
 
     way: str
 
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """Asks the chat to go on with another session: of another chat, or of this chat, read anew."""
+    """Asks the chat to go on with `session`: another chat, or the same chat in a new session."""
 
     session: Session
     is_other_chat: bool
 
 
 Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
-"""What a command asks the chat to do after the command itself."""
+"""What the chat must do after a command has run."""
 
 
 class Commands:
-    """The commands of one chat."""
+    """The slash commands of one chat; each method `do_NAME` is the command `/NAME`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Commands:
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
-        """The arguments of a command, and its description."""
+        """The arguments of a command, such as `[NAME]`, and what the command does."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
         text = inspect.cleandoc(getattr(cls, _PREFIX + name).__doc__ or "")
@@ -159,12 +159,12 @@ class Commands:
     def do_help(self, rest: str) -> None:
         """[COMMAND]: list all commands, or explain one of them."""
         if not rest:
-            self._screen.show(draw_help(self._screen.width))
-            self._screen.note(KEYS)
+            keys = Text(KEYS, self._screen.theme.quiet)
+            self._screen.page(Group(draw_help(self._screen.width), keys))
             return
         name = self._known(rest)
         others = [alias for alias, target in _ALIASES.items() if target == name]
-        self._screen.show(draw_command(name, *self.help_of(name), others))
+        self._screen.page(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> Action | None:
         """[NAME]: go on with another model, which reads the whole chat; alone, list the models."""
@@ -216,9 +216,9 @@ class Commands:
             self._screen.page(Group(tables[0], Text(), tables[1]))
 
     def _are_words(self, rest: str) -> bool:
-        """Whether an argument of `/recall` means words, and not a value of the setting.
+        """Whether the argument of `/recall` is words of the chat, not a value of the setting.
 
-        What is like the name of a retriever, but in the chat, means words, too.
+        Something that only resembles the name of a retriever is words, if the chat contains it.
         """
         names = ["on", "off", *retriever_names()]
         if rest.startswith('"') or rest in names:

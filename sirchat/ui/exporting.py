@@ -109,7 +109,7 @@ def _page(session: Session) -> str:
 
 
 def _picture(session: Session) -> str:
-    """The panel as SVG, in dark colours; it uses the viewer's fonts, so nothing is loaded."""
+    """The panel as an SVG file, in dark colours; the file loads no fonts and nothing else."""
     console = Console(
         record=True,
         width=_PANEL_WIDTH,
@@ -239,7 +239,7 @@ _TOOLS = (
 
 
 class NoClipboardError(UsageError):
-    """No program is there that reaches the user's clipboard; `why` says so in a few words."""
+    """No program can reach the user's clipboard; `why` gives the reason in a few words."""
 
     def __init__(self, why: str, hint: str) -> None:
         super().__init__(f"nothing is copied: {why}", hint=hint)
@@ -279,8 +279,8 @@ def osc52(text: str) -> str:
 def _run(program: str, tool: _Tool, text: str) -> str:
     """Run a tool; returns a description of the error, or an empty text if it worked.
 
-    Some tools stay in the background to serve the text. They get no output pipe, since we would
-    wait until it closes, and run in a session of their own, which Ctrl-C does not reach.
+    Some tools stay in the background to serve the text. So they get no output pipe: we would wait
+    until they close it. They also run in a new process group, which Ctrl-C does not reach.
     """
     try:
         done = subprocess.run(

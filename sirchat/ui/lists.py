@@ -1,4 +1,4 @@
-"""Saved chats, models and settings as tables; nothing heavy is imported."""
+"""Saved chats, models and settings as tables; no module that is slow to import is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sirchat.ui.theme import Theme
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """A table of all settings; star: the value is not the default; dot: the setting is fixed."""
+    """A table of all settings; `*`: not the default value; `·`: can't be changed in a chat."""
     table = Table.grid(padding=(0, 2))
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -37,7 +37,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
 
 
 Fragment = tuple[str, str]
-"""A style, `dim`, `bold`, `match` or none, and a text in it."""
+"""A style (`dim`, `bold`, `match` or "" for none), and a text in this style."""
 
 _STYLES = {"match": "bold underline"}
 _ONE_LINE = 120  # from this width on, in columns, a chat takes one line instead of two
@@ -45,12 +45,12 @@ _LONGEST_MODEL, _LEAST_TEXT = 20, 12  # cells
 
 
 class SessionLines:
-    """Saved chats as lines of text, aligned with each other; at every width from 60 columns.
+    """The lines of a list of saved chats, in aligned columns; for windows of 60 columns or more.
 
     Args:
         sessions: the chats, in their order.
         present: the id of the present chat.
-        found: for chats that a search found, by id: the line with the words.
+        found: after a search, the line with the words that were found, by the id of its chat.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class SessionLines:
         self._model = min(max(models, default=0), _LONGEST_MODEL)
 
     def of(self, number: int, width: int) -> list[list[Fragment]]:
-        """The lines of one chat: id, time of the last change, turns, model; then name and text."""
+        """The lines of chat `number` (from 0): id, time of change, turns, model; name and text.
+
+        That is one line; or two, if `width`, in columns, is small.
+        """
         one = self.sessions[number]
         facts = f"  {one.updated:%Y-%m-%d %H:%M}  {_turns(one):>{self._turns}}  "
         head = [("", displayable_line(one.id)), ("dim", facts)]
@@ -79,7 +82,7 @@ class SessionLines:
         return [_cut([*head, ("dim", f"{model}{padding}"), *self._text(one)], width)]
 
     def _text(self, one: SavedSession) -> list[Fragment]:
-        """Name, and the line that was found or else one that tells what the chat is about."""
+        """The chat's name, and the line that a search found, or else a message of the user."""
         whose = "(this chat) " if one.id == self._present else "(open) " if one.in_use else ""
         said = one.last if cell_len(one.last) >= _LEAST_TEXT else one.first
         parts = self._found.get(one.id) or [Part(said, False)]
@@ -104,7 +107,7 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
-    """Print the lines of all chats; where there is no terminal, each is one line, and not cut."""
+    """Print the lines of all chats; where there is no terminal, one uncut line for each."""
     width = console.width if console.is_terminal else _NO_LIMIT
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
@@ -121,7 +124,7 @@ def _model(one: SavedSession) -> str:
 
 
 def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    """The line, filtered and cut to `width` cells, without empty fragments."""
+    """The line without control characters, cut to `width` cells; empty fragments are left out."""
     shown: list[Fragment] = []
     for style, text in line:
         text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)

@@ -1,4 +1,4 @@
-"""The large panel, which draws every held token: pure functions from a snapshot to rich objects."""
+"""Draws the large panel, with every held token, from a snapshot; returns rich objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw gauge, all held text, rankings, histogram and turns, in a box `width` cells wide."""
+    """Draw how full the cache is, all held text, rankings, a histogram and all turns, in a box.
+
+    The box is `width` cells wide.
+    """
     inner = width - 4
     sections = [
         gauge(snapshot, theme, inner),
@@ -74,7 +77,7 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """Number of evicted tokens before each row, and after the last one."""
+    """Number of evicted tokens before each held token; and last, after all of them."""
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
     pairs.append((snapshot.seen, snapshot.in_all_layers))
@@ -82,7 +85,10 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """Yield a turn's tokens, marks for gaps, and brackets round sinks, pins, recalled tokens."""
+    """Yield a turn's tokens, marks for gaps, and brackets round sinks, pins, recalled tokens.
+
+    `rows` has pairs: a token, and the number of evicted tokens before it.
+    """
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
         brackets = _brackets(row)

@@ -1,4 +1,4 @@
-"""The current chat as a saved session: autosave, `/save`, `/load`, and what `rm` removes."""
+"""The current chat as a saved session: autosave, `/save`, `/load`, `/branch` and `/switch`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
 
 _FIRST = "main"
-"""Another name for the first chat of a family, from which all branches were copied."""
+"""What `/switch` calls the chat from which all branches were copied, directly or not."""
 
 _OF_THE_SESSION = ("description", "seed")
-"""Settings in `FIXED` that belong to a session; the others in `FIXED` belong to the program."""
+"""Settings that can't change in a chat (`FIXED`), but that a loaded chat brings with it."""
 
 
 class SavedChat:
@@ -47,7 +47,8 @@ class SavedChat:
         session: the current session.
         screen: where messages go.
         store: the file that the session was resumed from, if any.
-        debug: raise errors of saving instead of showing them. trusted: policies, as `module:Class`.
+        debug: whether to raise errors of saving, instead of showing them.
+        trusted: the `module:Class` policies that saved chats may name.
         pick: lets the user pick one of several chats; see `Picker.pick`.
     """
 
@@ -118,8 +119,8 @@ class SavedChat:
     def load(self, ident: str) -> Session | None:
         """Switch to the saved chat `ident`; returns its session, or None if it is this chat.
 
-        `ident`: id, name or "last", which skips damaged chats with a note. Raises SessionError or
-        SettingError; the current chat is then unchanged.
+        `ident`: an id, a name, or "last": the newest chat that is not damaged. Raises SessionError
+        or SettingError; the current chat is then unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
@@ -171,7 +172,7 @@ class SavedChat:
                 self._screen.note(pins)
 
     def switch(self, ident: str) -> Session | None:
-        """Like `load`, but only for branches of this chat; the `ident` "main" is the first chat."""
+        """Like `load`, but only for branches of this chat; "main" is the original chat."""
         branches = self._branches()
         for one in branches:
             is_first = ident == _FIRST and one.id == self._saving.family
@@ -203,10 +204,11 @@ class SavedChat:
         self.update()
 
     def choose(self, words: str) -> str:
-        """What to load: `words`, if they are an id or a name, or else the chat that the user picks.
+        """The id or name of the chat that `/load` should load; "" if the user picks none.
 
-        That is one in which all `words` were said, or any if there are none. Without a terminal,
-        the chats are shown. Empty if no chat is picked. Raises SessionError if none is found.
+        An id or a name in `words` is returned. For other words, the user picks one of the chats in
+        which all of them were said; without words, one of all chats. Without a terminal, the chats
+        are printed, and none is picked. Raises SessionError if no chat is found.
         """
         folder = sessions_dir()
         if not words:
@@ -239,7 +241,10 @@ class SavedChat:
         found: Mapping[str, Sequence[Part]] = MappingProxyType({}),
         more: str = "",
     ) -> str:
-        """The id of the chat that the user picks; empty if none, or if there is no terminal."""
+        """Let the user pick a chat; returns its id. Returns "" if none is picked.
+
+        Without a terminal, the chats are printed, and none is picked.
+        """
         if not sessions:
             return ""
         chats = SessionLines(sessions, self._saving.id, found)
@@ -253,7 +258,10 @@ class SavedChat:
         return "" if number is None else sessions[number].id
 
     def unname(self, text: str, *, whole: bool) -> bool:
-        """Remove the chat's name if it contains `text` (if `whole`: is `text`); True if removed."""
+        """Remove the chat's name if `text` is in it; if `whole`, only if the name is `text`.
+
+        Returns whether the name was removed.
+        """
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
             self._screen.note(
@@ -269,7 +277,7 @@ class SavedChat:
         self._screen.error(f"the chat is not saved any more: {error}{hint}")
 
     def _begin(self) -> None:
-        """Write the whole chat, to a new file if the old one can't be written."""
+        """Write the whole chat, in a new file if the old one can't be written; switch saving on."""
         session, before = self._session, self._session.profile
         session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
         try:
@@ -300,7 +308,10 @@ class SavedChat:
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
     def _report_saved(self, former: str) -> None:
-        """Print where the chat is saved; if its name `former` was another one, print that, too."""
+        """Save keys and values, and print where the chat is saved.
+
+        `former` is the name that the chat had before, or ""; if the name has changed, it is named.
+        """
         saving, kept = self._saving, False
         if not saving.id:
             self._screen.note("the chat is still empty; it will be saved after the first reply")
@@ -332,7 +343,7 @@ class SavedChat:
         return session
 
     def _leave(self, otherwise: str) -> None:
-        """If the settings say so, save this chat with keys and values; its file stays open.
+        """If the setting `save` is on, save this chat with keys and values; its file stays open.
 
         If saving fails, raises SessionError with a message that begins with `otherwise`.
         """
@@ -355,11 +366,11 @@ def _name_part(saving: Autosave) -> str:
 _TURNS = 4
 _LENGTH = 200  # characters of a turn
 _ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
-"""Settings that change replies, but are not in the first line that a chat shows."""
+"""Settings of replies that `greet_again` names where they differ from their defaults."""
 
 
 def greet_again(session: Session, screen: Screen) -> None:
-    """Print the last turns, how much is held, and settings of replies that differ from defaults."""
+    """Print the last turns, how many tokens are held, and reply settings not at their defaults."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)

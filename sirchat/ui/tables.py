@@ -1,4 +1,4 @@
-"""Tables and bars of the large panel, and tables of tokens: pure functions, as in `panel`."""
+"""Draws the tables and bars of the large panel, and other tables of tokens."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _width(table: Table) -> int:
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """A table of recalled tokens; `scores`: their recall score for the last round, by position."""
+    """A table of recalled tokens, best first. `scores`: the recall score of each position."""
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -125,7 +125,7 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
 ) -> Table:
-    """A table of the turns that recalled tokens belong to: the words they share, what is held."""
+    """A table of the turns of recalled tokens: how many, which words they share, what they say."""
     table = _table(theme)
     _columns(table, "turn", "tokens")
     table.add_column("by the words", no_wrap=True, overflow="ellipsis", min_width=12)
@@ -140,10 +140,10 @@ def draw_recalled_turns(
 def draw_ranking(
     rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
 ) -> RenderableType:
-    """A table of tokens in the given order, with position, turn, surprisal and a text in `scores`.
+    """A table of tokens in the given order: position, turn, text, surprisal, and a score or rank.
 
-    `scores` gives the text by position; `name` is the title of that column. If `scores` is
-    empty, there is no such column.
+    `scores` has the text for the last column, by position; `name` is the title of that column.
+    If `scores` is empty, there is no such column.
     """
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
@@ -249,7 +249,7 @@ def _table(theme: Theme) -> Table:
 
 
 def _columns(table: Table, *names: str) -> None:
-    """Add columns of numbers."""
+    """Add columns of numbers with these titles."""
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`/undo`, `/edit` and `/retry`: the last message is taken back, or said in another way."""
+"""`/undo`, `/edit`, `/retry`: take the last message back, change it, or get another reply to it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from sirchat.ui.text import displayable_line, shorten
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
     """Undo the last user turn and everything after it, and print a note.
 
-    Returns None, or a new session: after a resume, or if tokens that the turn evicted are no longer
-    archived, a new session reads all earlier turns again, and is saved in the same file. Raises
-    UndoError, with nothing changed, if there is no user turn.
+    Returns None if the turn could be taken back. If not (after a resume, or if tokens that the turn
+    evicted are no longer archived), a new session reads all earlier turns again, is saved in the
+    same file, and is returned. Raises UndoError, with nothing changed, if there is no user turn.
     """
     point = session.undoable[-1] if session.undoable else None
     try:
@@ -84,7 +84,8 @@ class Retry:
     Attributes:
         settings: sampling settings for this reply alone.
         full: whether everything that fits the model's context is held for this reply.
-        recall: the retriever for this reply, or empty for the usual one; None: recall as it is.
+        recall: the retriever for this reply; "": the present one, or the best if recall is off;
+            None: the setting `recall` is not changed.
     """
 
     settings: dict[str, Any]
@@ -93,7 +94,7 @@ class Retry:
 
 
 def parse_retry(rest: str) -> Retry:
-    """What `/retry` was asked for: `[full|recall [RETRIEVER]]` and sampling settings.
+    """Parse the arguments of `/retry`: `[full|recall [RETRIEVER]]` and sampling settings.
 
     Raises UsageError for anything else.
     """
@@ -107,7 +108,7 @@ def parse_retry(rest: str) -> Retry:
 
 
 def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
-    """Answer the user's last own message once more, as `asked`."""
+    """Undo the last reply, and generate another reply to the user's message, as `asked` says."""
     undo_summaries(session)
     updates, note = dict[str, Any](), ""
     if asked.full:
@@ -127,7 +128,10 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """A note about a reply under other settings, which are in force; `as_usual` were before."""
+    """A note about a reply generated under other settings; call it before these are taken back.
+
+    `as_usual` is the profile with the usual settings.
+    """
     if session.profile.recall != as_usual.recall and session.recalled_turns:
         how = describe_recalled(session.recalled_turns)
     elif session.profile.recall != "off":
