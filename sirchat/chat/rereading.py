@@ -212,7 +212,7 @@ def check_rewind(session: Session, count: int) -> list[int]:
     """Indices of all user turns; raises UndoError if there are fewer than `count` user turns."""
     asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
     if count > len(asked):
-        raise UndoError(f"the chat has only {len(asked)} user turns to take back, not {count}")
+        raise UndoError(f"only {len(asked)} of your messages can be taken back, not {count}")
     return asked
 
 

@@ -275,8 +275,8 @@ class Session:
         """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
         if not self._undo_points:
             off = self.seen and self.profile.archive == "off"
-            hint = "more turns can be undone with /set archive ram" if off else ""
-            raise UndoError("there is no turn to undo", hint=hint)
+            hint = "more messages can be undone with /set archive ram" if off else ""
+            raise UndoError("there is no message to undo", hint=hint)
         return self._undo_points[-1].text
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
@@ -290,7 +290,7 @@ class Session:
             self._engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
             why = "tokens that it evicted are no longer archived"
-            raise UndoError(f"this turn can't be undone: {why}") from None
+            raise UndoError(f"this message can't be undone: {why}") from None
         self._undo_points.pop()
         self._recall.undo()
         self._now = point.conversation(self._now)

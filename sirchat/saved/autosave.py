@@ -257,7 +257,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     """
     head = store.head()
     if head is None:
-        raise SessionError(f"session {store.id} holds no turn yet")
+        raise SessionError(f"session {store.id} holds no message yet")
     if rebuild:
         read_again(session, store.turns(), saved_pins(head))
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))

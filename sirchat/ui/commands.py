@@ -201,8 +201,9 @@ class Commands:
         self._switching.setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|WORDS]: restore archived tokens for each turn; alone, show what was
-        restored; WORDS of the chat are restored now, with the words around them, and pinned."""
+        """[on|off|RETRIEVER|WORDS]: restore archived tokens for each of your messages; alone, show
+        what was restored; WORDS of the chat are restored now, with the words around them, and
+        pinned."""
         recalled = self._session.recalled
         if rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
@@ -281,7 +282,8 @@ class Commands:
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"{end.turns} turns; {end.seen - end.tokens_out:,} tokens read, "
+            f"{end.turns:,} message{'s' * (end.turns != 1)}; "
+            f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
@@ -291,11 +293,11 @@ class Commands:
         )
 
     def do_pin(self, rest: str) -> None:
-        """TEXT|last|turn N: never evict these words, your last message, or turn N."""
+        """TEXT|last|turn N: never evict these words, your last message, or message number N."""
         self._switching.pin(rest, pinned=True)
 
     def do_unpin(self, rest: str) -> None:
-        """TEXT|last|turn N: allow again that these words or this turn are evicted."""
+        """TEXT|last|turn N: allow again that these words or this message are evicted."""
         self._switching.pin(rest, pinned=False)
 
     def do_erase(self, rest: str) -> None:
@@ -304,12 +306,12 @@ class Commands:
         self._erasing.run(rest)
 
     def do_evicted(self, rest: str) -> None:
-        """-: list the evicted words of each turn, the most surprising words first."""
+        """-: list the evicted words of each message, the most surprising words first."""
         show_evicted(self._session, self._screen)
 
     def do_summarize(self, rest: str) -> Action:
         """[extract|model]: sum up the whole chat, evicted or not, by its most telling sentences or
-        in the model's words; if you keep it, it is read as a turn and pinned, in place of the
+        in the model's words; if you keep it, it is read as a message and pinned, in place of the
         former summary."""
         way = rest or next(iter(WAYS))
         _one_of("/summarize", way, tuple(WAYS))
@@ -346,8 +348,8 @@ class Commands:
         return Send(text)
 
     def do_copy(self, rest: str) -> None:
-        """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the reply N
-        turns ago; --osc52 lets the terminal do it, which also works over ssh."""
+        """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the Nth reply
+        before it; --osc52 lets the terminal do it, which also works over ssh."""
         copy_reply(self._session, self._screen, rest)
 
     def do_export(self, rest: str) -> None:
@@ -355,20 +357,20 @@ class Commands:
         export_chat(self._session, self._screen, rest)
 
     def do_save(self, rest: str) -> None:
-        """[NAME]: save the chat now and after each turn; /load NAME finds the chat again."""
+        """[NAME]: save the chat now and after each reply; /load NAME finds the chat again."""
         self._saved_chat.save(without_quotes(rest) if rest else None)
 
     def do_branch(self, rest: str) -> None:
-        """NAME [TURNS]: go on in a copy of this chat, without your last TURNS messages."""
-        name, _, turns = rest.rpartition(" ")
-        if not name or not turns.isdecimal():
-            name, turns = rest, "0"
+        """NAME [N]: go on in a copy of this chat, without your last N messages and the replies."""
+        name, _, count = rest.rpartition(" ")
+        if not name or not count.isdecimal():
+            name, count = rest, "0"
         if not name:
             raise UsageError(
                 "/branch needs a name",
                 hint="/branch NAME, or /branch NAME 2 to leave out your last 2 messages",
             )
-        self._saved_chat.branch(without_quotes(name), int(turns))
+        self._saved_chat.branch(without_quotes(name), int(count))
 
     def do_branches(self, rest: str) -> None:
         """-: list this chat and its branches (copies made by /branch)."""

@@ -33,13 +33,13 @@ Selection = tuple[str, str]
 _PANEL = (
     ("full", "show all held tokens now"),
     ("live", "show some held tokens while the model writes"),
-    ("turn", "show some held tokens after each turn"),
+    ("turn", "show some held tokens after each reply"),
     ("on", "the same as live"),
     ("off", "never show the panel"),
 )
 _TOKENS = (
     ("all", "all held tokens"),
-    ("turn", "the held tokens of one turn: turn N"),
+    ("turn", "the held tokens of one message: turn N"),
     ("top", "the held tokens of highest score: top N"),
     ("next", "the tokens that will be evicted next"),
 )

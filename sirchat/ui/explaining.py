@@ -42,7 +42,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
         screen.note('/recall "words" restores words, and the words around them')
     if others := len(turns) - len(named):
         went = "lost only repeats and punctuation"
-        screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
+        screen.note(f"{others:,} {'more ' * bool(named)}message{'s' * (others > 1)} {went}")
     if not turns:
         screen.note("nothing is evicted")
 
@@ -137,7 +137,7 @@ def _about_related(
     turn shares a word.
     """
     if related is None:
-        return ["No earlier turn shares a telling word with your last message."]
+        return ["No earlier message shares a telling word with your last message."]
     turn, words = related
     said = shorten(displayable_line(session.turns[turn].text), _LENGTH)
     shared = " and ".join(f"“{displayable_line(one)}”" for one in words[:2])
@@ -260,7 +260,7 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         words = " and ".join(
             f"“{displayable_line(one)}”" for one in by_words.get(best.row.turn, ())
         )
-        return f" for this turn only: it was recalled{' by the words ' * bool(words)}{words}."
+        return f" for this round only: it was recalled{' by the words ' * bool(words)}{words}."
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     if best.leaves:
@@ -315,7 +315,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         '/recall "WORDS"': "restore evicted words",
         "/pin, /unpin": "never evict words; allow it",
         "/summarize": "pin a summary of the chat",
-        "/erase": "erase words or turns for good",
+        "/erase": "erase words for good",
         "/reset": "start an empty conversation",
     },
     "Look": {

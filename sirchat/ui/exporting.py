@@ -24,7 +24,7 @@ from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable, displayable_line
-from sirchat.ui.theme import theme_named
+from sirchat.ui.theme import ROLE_NAMES, theme_named
 
 FORMATS = {
     "md": "the chat as Markdown",
@@ -34,7 +34,6 @@ FORMATS = {
 }
 _FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _PANEL_WIDTH = 100  # columns
-_NAMES = {"system": "System", "user": "You"}
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -84,8 +83,7 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
 
 def _markdown(session: Session) -> str:
     return "\n\n".join(
-        f"## {_speaker(turn, session)}\n\n{displayable(turn.text).strip()}"
-        for turn in _said(session)
+        f"## {_speaker(turn)}\n\n{displayable(turn.text).strip()}" for turn in _said(session)
     )
 
 
@@ -105,7 +103,7 @@ def _page(session: Session) -> str:
         text = displayable(turn.text).strip()
         is_reply = turn.role == "assistant"
         body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
-        turns.append(f"<h2>{html.escape(_speaker(turn, session))}</h2>\n{body}")
+        turns.append(f"<h2>{html.escape(_speaker(turn))}</h2>\n{body}")
     title = f"A chat with {displayable_line(session.model.name)}"
     return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
 
@@ -132,8 +130,8 @@ def _said(session: Session) -> list[Turn]:
     return [turn for turn in session.turns if turn.text.strip()]
 
 
-def _speaker(turn: Turn, session: Session) -> str:
-    return _NAMES.get(turn.role) or displayable_line(session.model.name)
+def _speaker(turn: Turn) -> str:
+    return ROLE_NAMES[turn.role].capitalize()
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
@@ -202,14 +200,14 @@ def _text_of(session: Session, target: str) -> str:
         return block
     if target and not target.isdecimal():
         raise UsageError(
-            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of turns ago, "
-            f"{_FLAG}"
+            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "
+            f"before the last, {_FLAG}"
         )
     ago = int(target or 0)
     if ago >= len(replies):
         raise UsageError(
-            f"nothing is copied: there is no reply {ago:,} turns ago; allowed: 0 (the last) "
-            f"to {len(replies) - 1:,}"
+            f"nothing is copied: there is no reply {ago:,} before the last; allowed: 0 (the "
+            f"last) to {len(replies) - 1:,}"
         )
     return replies[-1 - ago]
 

@@ -117,7 +117,7 @@ _NO_LIMIT = 10_000
 
 
 def _turns(one: SavedSession) -> str:
-    return f"{one.turns:,} turn{'s' * (one.turns != 1)}"
+    return f"{one.turns:,} message{'s' * (one.turns != 1)}"
 
 
 def _model(one: SavedSession) -> str:

@@ -201,7 +201,7 @@ def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
         f"turn {one.turn}" + (f" ({', '.join(map(shown, one.words))})" if one.words else "")
         for one in snapshot.recalled_turns
     ]
-    line = cut(f"recalled for this turn: {', '.join(named)}", width)
+    line = cut(f"recalled for this round: {', '.join(named)}", width)
     return [line_of([StyledRun(line, theme.quiet)])]
 
 

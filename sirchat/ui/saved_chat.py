@@ -31,6 +31,7 @@ from sirchat.ui.lists import SessionLines, draw_sessions
 from sirchat.ui.picker import Draw
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.theme import ROLE_NAMES
 
 _FIRST = "main"
 """What `/switch` calls the chat from which all branches were copied, directly or not."""
@@ -139,7 +140,7 @@ class SavedChat:
         self._session, self._saving, self._is_on = session, saving, session.profile.save
         self._screen.note(f"this chat is session {saving.id}{_name_part(saving)}")
         if not self._is_on:
-            self._screen.note("new turns are not saved, as before; /save starts saving")
+            self._screen.note("new messages are not saved, as before; /save starts saving")
         return session
 
     def branch(self, name: str, back: int) -> None:
@@ -313,7 +314,7 @@ class SavedChat:
         """
         saving, kept = self._saving, False
         if not saving.id:
-            self._screen.note("the chat is still empty; it will be saved after its first turn")
+            self._screen.note("the chat is still empty; it will be saved after the first reply")
             return
         try:
             kept = saving.save_kv()
@@ -332,7 +333,7 @@ class SavedChat:
     def _resumed(self, store: SessionStore) -> Session:
         """The session saved in `store`, with its own settings and the model that is loaded now."""
         if store.head() is None:
-            raise SessionError(f"session {store.id} holds no turn yet")
+            raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
@@ -373,9 +374,9 @@ def greet_again(session: Session, screen: Screen) -> None:
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)
-            screen.note(f"{turn.role.upper()}: {text}")
+            screen.note(f"{ROLE_NAMES.get(turn.role, turn.role)}: {text}")
     screen.note(
-        f"the chat goes on after {len(session.turns)} turns: {session.seen:,} tokens read, "
+        f"the chat goes on after {len(session.turns):,} messages: {session.seen:,} tokens read, "
         f"{session.resident:,} held"
     )
     if pins := pins_note(session):

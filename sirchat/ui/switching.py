@@ -105,26 +105,34 @@ class Switching:
         Prints how many tokens this has evicted and restored. `around`: how many tokens before, and
         after, these tokens are pinned or unpinned, too.
         """
-        evicted, restored, count = 0, list[int](), 0
+        evicted, restored, named = 0, list[int](), 0
+        ledger = self._session.limits.ledger
+        before = len(ledger.pinned_positions)
         for event in self._session.pin(target, pinned, around):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
                 restored += event.positions
-            elif isinstance(event, Pinned) and pinned:
-                count = event.tokens
             elif isinstance(event, Pinned):
-                self._screen.note(f"{event.tokens:,} tokens no longer pinned")
+                named = event.tokens
             else:
                 self._report(event)
+        count = abs(len(ledger.pinned_positions) - before)  # others were pinned, or not, already
         if not pinned:
+            unpinned = f"{count:,} token{'s' * (count != 1)} no longer pinned"
+            self._screen.note(unpinned if count else "nothing of this was pinned")
             self._report_moved(evicted, len(restored))
             return
         came = sum("pinned" in row.flags for row in self._session.tokens(restored))
-        done = f"pinned {count:,} tokens, all of which were held"
-        if came:
+        all_held = "tokens, all of which were held" if count > 1 else "token, which was held"
+        done = f"pinned {count:,} {all_held}"
+        if not count:
+            done = "all of this is pinned already"
+        elif came:
             done = f"brought back {came:,} tokens and pinned them"
             done += f", with {count - came:,} that were held" * (came < count)
+        if 0 < count < named:
+            done += f"; pinned already: {named - count:,}"
         if others := len(restored) - came:
             done += f"; {others:,} others were restored"
         if evicted:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sirchat.chat.conversation import UndoPoint
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.last_reply import retriever_for_retry, retry_under, settings_for_full
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
@@ -36,7 +37,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
     evicted are no longer archived), a new session reads all earlier turns again, is saved in the
     same file, and is returned. Raises UndoError, with nothing changed, if there is no user turn.
     """
-    before = session.undoable[-1].budget if session.undoable else session.budget
+    point = session.undoable[-1] if session.undoable else None
     try:
         events = session.undo()
     except UndoError:
@@ -45,10 +46,18 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
         return _read_anew(session, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            stays = f" as before that message; the budget of {session.budget:,} stays"
-            how = stays if session.budget != before else ""
-            _report(event.text, session, screen, after=how)
+            after = "" if point is None else _held_then(session, point)
+            _report(event.text, session, screen, after=after)
     return None
+
+
+def _held_then(session: Session, point: UndoPoint) -> str:
+    """After an undo to `point`: whether as much is held as then, if the budget was another."""
+    if session.budget == point.budget:
+        return ""
+    held = len(point.checkpoint.cache.held)
+    how = " as" if held == session.resident else f", not {held:,} as"
+    return f"{how} before that message; the budget of {session.budget:,} stays"
 
 
 def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
@@ -57,7 +66,7 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
         before = read_before_last(session, progress)
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(before)
-    _report(said, before, screen, f"; {before.seen:,} tokens of earlier turns were read again")
+    _report(said, before, screen, f"; {before.seen:,} tokens of earlier messages were read again")
     if pins := pins_note(before):
         screen.note(pins)
     return before

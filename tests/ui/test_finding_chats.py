@@ -80,7 +80,9 @@ def test_sessions_search_prints_the_best_first_with_its_line(folder: Path) -> No
     path = named(folder, "trip", "Hello", "We go to Rome\nby a night train.")
     done = run("sessions", "search", "night", "train")
     assert done.returncode == 0
-    assert re.fullmatch(rf"{path.stem}  .* 2 turns  tiny  trip: by a night train\.\n", done.stdout)
+    assert re.fullmatch(
+        rf"{path.stem}  .* 2 messages  tiny  trip: by a night train\.\n", done.stdout
+    )
 
 
 def test_a_search_without_a_hit_says_what_to_do(folder: Path) -> None:

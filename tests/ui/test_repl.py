@@ -265,7 +265,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("Hello.")
     chat.ask("/decay 0.9")
     assert re.fullmatch(
-        r"2 turns; \d+ tokens read, \d+ written, [\d,]+ tok/s; \d+ of 1,024 held, 0 evicted; "
+        r"2 messages; \d+ tokens read, \d+ written, [\d,]+ tok/s; \d+ of 1,024 held, 0 evicted; "
         r"policy salience, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )

@@ -244,7 +244,7 @@ def test_own_lines_are_sent_and_the_step_is_offered_again(home: Path) -> None:
         terminal.wait("/save does not work in the tutorial")
         wait_step(terminal, 1)
         terminal.submit("/stats\r")
-        terminal.wait("2 turns; ")
+        terminal.wait("2 messages; ")
         wait_step(terminal, 1)
         terminal.submit("/polcy\r")
         terminal.wait("there is no command /polcy")
