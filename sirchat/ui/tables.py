@@ -149,7 +149,7 @@ def draw_ranking(
     table.width = min(width, _RANKING_WIDTH)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", ratio=1)
-    _columns(table, "nats", *[name] * bool(scores))
+    _columns(table, "surprise", *[name] * bool(scores))
     for row in rows:
         text = Text(quoted(row.text), theme.token(row))
         known = [scores.get(row.position, "-")] if scores else []
@@ -162,7 +162,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
     table = _table(theme)
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
-    _columns(table, "tokens", "held", "share", "mean nats")
+    _columns(table, "tokens", "held", "share", "mean surprise")
     for turn in turns:
         share = f"{turn.held / turn.tokens:.0%}" if turn.tokens else "-"
         table.add_row(
@@ -200,7 +200,7 @@ def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
     """Lines with a bar per bin of surprisal; thick part: held tokens; thin part: evicted tokens."""
-    lines = [line_of([StyledRun(_bin("nats", "held", "evicted"), theme.quiet)])]
+    lines = [line_of([StyledRun(_bin("", "held", "evicted"), theme.quiet)])]
     marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
     room = width - cell_len(lines[0].plain) - 2  # two cells for rounding up
@@ -236,7 +236,7 @@ def score_text(score: float | None) -> str:
 def _threshold_mark(threshold: float | None, low: float, high: float) -> str:
     if threshold is None or not low <= threshold < high:
         return ""
-    return f" ◂ {threshold:.2f} to be held"
+    return f" ◂ held from {threshold:.2f} on"
 
 
 def _length(cells: float) -> int:

@@ -254,7 +254,7 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
         (True, False),
         (False, False),
     ]
-    assert [line for line in bars if "◂ 1.25 to be held" in line] == [bars[2]]
+    assert [line for line in bars if "◂ held from 1.25 on" in line] == [bars[2]]
     assert max(cell_len(line) for line in bars) <= 60
     assert bars[0].count("─") > 3 * bars[7].count("━")
 
@@ -349,7 +349,7 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"threshold": 0.114}, "a token needs 0.11 nats to be held; evicted next: Rex, green"),
+        ({"threshold": 0.114}, "evicted next, as their score is below 0.11: Rex, green"),
         ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
         ({"leaving_words": ()}, "evicted next: only punctuation and the marks between messages"),
         ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),
