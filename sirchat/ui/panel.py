@@ -132,6 +132,9 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     name, scores = _scores(snapshot)
     half = _half(width)
     tables = [draw_ranking(rows, scores, name, theme, half) for rows in (strongest, weakest)]
+    if not weakest:
+        free = snapshot.budget - snapshot.resident
+        tables[1] = Text(f"nothing: there is room for {free:,} tokens", theme.quiet)
     return _pair(
         Group(heading(_ranked_by(snapshot), theme, half), tables[0]),
         Group(heading("evicted next", theme, half), tables[1]),

@@ -409,6 +409,23 @@ def test_a_compact_panel_stays_small() -> None:
 # --- tables
 
 
+def test_where_nothing_is_evicted_next_the_panel_says_why() -> None:
+    view = replace(view_of((9, "x")), next_to_go=(), resident=10, budget=50)
+    shown = lines(draw_panel(view, NONE, 80), 80)
+    at = next(y for y, line in enumerate(shown) if "evicted next" in line)
+    assert "nothing: there is room for 40 tokens" in shown[at + 1]
+
+
+def test_a_table_of_tokens_has_no_column_of_flags_without_flags_and_cuts_no_title() -> None:
+    rows = [replace(row, flags=()) for row in view_of((9, "x" * 9)).rows]
+    titles = lines(draw_tokens(rows, NONE), 60)[0].split()
+    assert titles == ["position", "turn", "role", "token", "id", "surprisal", "score"]
+    flagged = [replace(row, flags=("sink",)) for row in rows]
+    assert "surprisal" in lines(draw_tokens(flagged, NONE), 60)[0].split()
+    long = [replace(row, id=128_255, role="template", flags=("anchor",)) for row in rows]
+    assert "128255" in lines(draw_tokens(long, NONE), 60)[1]
+
+
 def test_scores_without_a_unit_are_said_as_ranks() -> None:
     spread = [replace(row, score=10.0 ** (row.position % 13)) for row in TALK.rows]
     spread[7] = replace(spread[7], score=3e13)
