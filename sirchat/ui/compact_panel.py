@@ -150,11 +150,16 @@ def share_glyph(turn: HeldShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A row: the score that a token needs to be held, and the words that are evicted next."""
+    """A row with the words that are evicted next, and why: their score is too low."""
     parts, leave, count = [], "evicted next", len(snapshot.next_to_go)
     if snapshot.threshold is not None and snapshot.unit:
-        needs = "a token needs" if width >= _WIDE else "needs"
-        parts.append(f"{needs} {snapshot.threshold:.2f} {snapshot.unit} to be held")
+        least = f"{snapshot.threshold:.2f}"
+        if not count:
+            parts.append(f"scores below {least} are evicted first")
+        elif width >= _WIDE:
+            leave = f"evicted next, as their score is below {least}"
+        else:
+            leave = f"evicted next (score below {least})"
     elif snapshot.threshold is not None:
         leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
     elif not snapshot.evicted:

@@ -138,6 +138,9 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     name, scores = _scores(snapshot)
     half = _half(width)
     tables = [draw_ranking(rows, scores, name, theme, half) for rows in (strongest, weakest)]
+    if not weakest:
+        free = snapshot.budget - snapshot.resident
+        tables[1] = Text(f"nothing: there is room for {free:,} tokens", theme.quiet)
     return _pair(
         Group(heading(_ranked_by(snapshot), theme, half), tables[0]),
         Group(heading("evicted next", theme, half), tables[1]),
@@ -163,7 +166,7 @@ def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
 def _ranked_by(snapshot: Snapshot) -> str:
     """The heading of the first ranking, which is by score; without scores, by surprisal."""
     has_scores = any(row.score is not None for row in snapshot.rows)
-    return "strongest" if has_scores or not snapshot.rows else "most surprising"
+    return "evicted last" if has_scores or not snapshot.rows else "most surprising"
 
 
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
@@ -174,7 +177,7 @@ def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
         return turns
     threshold = snapshot.threshold if snapshot.unit == "nats" else None
     bars = draw_histogram(snapshot.histogram, threshold, theme, half)
-    return _pair(Group(heading("surprisal", theme, half), *bars), turns, width)
+    return _pair(Group(heading("surprise", theme, half), *bars), turns, width)
 
 
 def _half(width: int) -> int:
@@ -208,11 +211,11 @@ def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     """Lines that explain the colours and marks."""
     space = StyledRun("  ", theme.quiet)
-    runs = [StyledRun("nats ", theme.quiet)]
+    runs = [StyledRun("surprise in nats: ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
         name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
         runs += [StyledRun(name, shades[0], whole=True), space]
-    runs.append(StyledRun("left after decay ", theme.quiet))
+    runs.append(StyledRun("left after decay: ", theme.quiet))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style, whole=True), space]
     runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" evicted  ", theme.quiet)]
