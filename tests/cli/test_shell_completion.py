@@ -52,9 +52,7 @@ def test_the_script_is_printed_or_installed(
 def test_an_unknown_shell_is_refused_in_one_line() -> None:
     done = run("completion", "tcsh")
     assert done.returncode == 2
-    assert done.stderr == (
-        "sirchat: there is no completion for 'tcsh'; there is for bash, zsh, fish\n"
-    )
+    assert done.stderr == ("sirchat: there is no completion for 'tcsh'; allowed: bash, zsh, fish\n")
 
 
 def test_options_may_have_the_names_that_other_programs_give_them(tmp_path: Path) -> None:

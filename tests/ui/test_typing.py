@@ -18,7 +18,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from sirchat.ui.prompt import Line, Prompt
-from terminal import Shared, Terminal, pager_into
+from terminal import Shared, Terminal
 
 ENTER, UP, CTRL_C, CTRL_R = "\r", "\x1b[A", "\x03", "\x12"
 NEW_LINES = {"Alt-Enter": "\x1b\r", "Ctrl-J": "\n", "a backslash": "\\\r"}
@@ -29,7 +29,7 @@ def shared(home: Path, endless: str) -> Iterator[Shared]:
     editor = home / "editor.sh"
     editor.write_text('#!/bin/sh\necho "and edited" >> "$1"\n', encoding="utf-8")
     editor.chmod(0o755)
-    environ = {"PAGER": pager_into(home / "paged"), "EDITOR": str(editor), "VISUAL": ""}
+    environ = {"EDITOR": str(editor), "VISUAL": ""}
     chats = Shared(lambda: Terminal("--model", endless, home=home, environ=environ))
     yield chats
     chats.close()
