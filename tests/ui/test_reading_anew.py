@@ -14,8 +14,11 @@ import pytest
 
 from chatting import random_model
 from saved_chats import SAYINGS, Chat
+from sirchat.chat.conversation import Turn
+from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
-from sirchat.models.model import load_model
+from sirchat.config.profile import Profile
+from sirchat.models.model import load_model, wrap_model
 from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
@@ -267,6 +270,17 @@ def test_each_turn_keeps_its_number(
         rows = session.tokens(range(session.seen))
         spelled = "".join(row.text for row in rows if row.turn == number and row.role == turn.role)
         assert plain(spelled) == plain(turn.text)
+
+
+@pytest.mark.parametrize("shape", ["gemma", "mistral"])
+def test_a_template_without_later_system_prompts_changes_no_number(shape: str) -> None:
+    said = [("system", ""), ("user", NAME), ("assistant", "Hi."), ("system", "Be kind.")]
+    turns = [Turn(role, text) for role, text in [*said, *said[1:]]]
+    model = wrap_model(shape, random_model(len(tokenizer(shape))), tokenizer(shape))
+    session = Session(model, Profile(budget=512, system="Be kind."))
+    read_again(session, turns, [PinnedText(4, len("Mynameis"), len("MynameisAnna"))])
+    assert [(one.role, one.text) for one in session.turns] == [(o.role, o.text) for o in turns]
+    assert pinned(session) == {4: "Anna"}
 
 
 @ways
