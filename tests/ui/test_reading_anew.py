@@ -161,7 +161,7 @@ def test_of_more_pins_than_have_room_the_newest_are_kept(
     assert session.resident <= 120
 
 
-@ways
+@pytest.mark.parametrize("way", [by_model, by_branch])
 def test_what_was_erased_is_not_pinned_again(way: Way, other: str, folder: Path) -> None:
     chat = Chat(budget=128)
     chat.say("The dog Rex. The cat Tom. The dog Rex, too.", *SAYINGS[:2])
@@ -283,7 +283,7 @@ def test_a_template_without_later_system_prompts_changes_no_number(shape: str) -
     assert pinned(session) == {4: "Anna"}
 
 
-@ways
+@pytest.mark.parametrize("way", [by_model, by_branch])
 def test_only_the_last_system_prompt_is_held_after_all(way: Way, other: str, folder: Path) -> None:
     chat = Chat(budget=512, sinks=0)
     with_several(chat)
