@@ -55,7 +55,7 @@ def test_values_are_completed_with_their_meaning(chat: Terminal) -> None:
         r" turn ",
         r" full ",
     )
-    _menu(chat, "/tokens ", r" turn +the held tokens of one turn", r" top ", r" next ")
+    _menu(chat, "/tokens ", r" turn +the held tokens of one message", r" top ", r" next ")
     _menu(chat, "/set max", r" max_new_tokens +Maximum number of tokens in one")
     _menu(chat, "/set panel ", r" off", r" turn", r" live")
     _menu(chat, "/set protect ", r" on", r" off")

@@ -53,7 +53,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     assert "2 of 4" not in shown
     assert "1 more message lost only repeats and punctuation" in shown
     turns.pop(0)
-    assert chat.do("/evicted").startswith("1 turn lost only")
+    assert chat.do("/evicted").startswith("1 message lost only")
     turns.clear()
     assert chat.do("/evicted") == "nothing is evicted\n"
 

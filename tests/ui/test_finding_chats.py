@@ -47,7 +47,7 @@ def test_a_list_shows_everything_about_a_chat_at_every_width(folder: Path, width
     assert {len(lines) for lines in shown} == {1 if width >= 120 else 2}
     for one, lines in zip(chats.sessions, shown, strict=True):
         text = "\n".join(lines)
-        facts = (one.id, f"{one.updated:%Y-%m-%d %H:%M}", f"{one.turns} turns", one.model[:9])
+        facts = (one.id, f"{one.updated:%Y-%m-%d %H:%M}", f"{one.turns} messages", one.model[:9])
         assert all(fact in text for fact in facts)
         assert {2: "Only this", 4: "my trip: Where does Peter"}[one.turns] in text
 

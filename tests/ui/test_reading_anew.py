@@ -14,8 +14,11 @@ import pytest
 
 from chatting import random_model
 from saved_chats import SAYINGS, Chat
+from sirchat.chat.conversation import Turn
+from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
-from sirchat.models.model import load_model
+from sirchat.config.profile import Profile
+from sirchat.models.model import load_model, wrap_model
 from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
@@ -158,7 +161,7 @@ def test_of_more_pins_than_have_room_the_newest_are_kept(
     assert session.resident <= 120
 
 
-@ways
+@pytest.mark.parametrize("way", [by_model, by_branch])
 def test_what_was_erased_is_not_pinned_again(way: Way, other: str, folder: Path) -> None:
     chat = Chat(budget=128)
     chat.say("The dog Rex. The cat Tom. The dog Rex, too.", *SAYINGS[:2])
@@ -269,7 +272,18 @@ def test_each_turn_keeps_its_number(
         assert plain(spelled) == plain(turn.text)
 
 
-@ways
+@pytest.mark.parametrize("shape", ["gemma", "mistral"])
+def test_a_template_without_later_system_prompts_changes_no_number(shape: str) -> None:
+    said = [("system", ""), ("user", NAME), ("assistant", "Hi."), ("system", "Be kind.")]
+    turns = [Turn(role, text) for role, text in [*said, *said[1:]]]
+    model = wrap_model(shape, random_model(len(tokenizer(shape))), tokenizer(shape))
+    session = Session(model, Profile(budget=512, system="Be kind."))
+    read_again(session, turns, [PinnedText(4, len("Mynameis"), len("MynameisAnna"))])
+    assert [(one.role, one.text) for one in session.turns] == [(o.role, o.text) for o in turns]
+    assert pinned(session) == {4: "Anna"}
+
+
+@pytest.mark.parametrize("way", [by_model, by_branch])
 def test_only_the_last_system_prompt_is_held_after_all(way: Way, other: str, folder: Path) -> None:
     chat = Chat(budget=512, sinks=0)
     with_several(chat)

@@ -140,11 +140,11 @@ def test_pasted_text_cannot_control_the_terminal(chat: Terminal) -> None:
 def test_an_empty_paste_and_an_edited_one_do_not_count_as_pasted(chat: Terminal) -> None:
     chat.wait_prompt()
     chat.paste("")
-    assert "turns" in chat.ask("/stats")
+    assert "messages" in chat.ask("/stats")
     chat.wait_prompt()
     chat.paste("/")
     chat.send("\x7f")
-    assert "turns" in chat.ask("/stats")
+    assert "messages" in chat.ask("/stats")
 
 
 def test_quotes_around_nothing_say_nothing_and_text_may_follow_a_block(chat: Terminal) -> None:
@@ -171,8 +171,8 @@ def test_a_chat_goes_on_if_the_history_can_no_longer_be_written(tmp_path: Path) 
         chat.wait_prompt()
         shutil.rmtree(tmp_path / "state")
         (tmp_path / "state").write_text("in the way", encoding="utf-8")
-        assert "turns" in chat.ask("/stats")
-        assert "turns" in chat.ask("/stats")
+        assert "messages" in chat.ask("/stats")
+        assert "messages" in chat.ask("/stats")
         assert "Exception" not in chat.everything
         assert chat.leave() == 0
 
