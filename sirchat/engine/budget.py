@@ -71,14 +71,9 @@ class Budget:
 
     @property
     def reserve(self) -> int:
-        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall.
-
-        A reserve of automatic size is 0 as long as the budget has room for all tokens ever read.
-        """
+        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall."""
         recall = self.settings.recall
         if recall is None or self.unbounded:
-            return 0
-        if recall.n is None and self.ledger.seen <= self.total:
             return 0
         pins = self.pins(self.ledger.held_positions)
         room = self.total - self.sinks - pins
