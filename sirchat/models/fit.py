@@ -17,9 +17,10 @@ from typing import Any
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import is_supported
-from sirchat.models.gguf.header import BLOCKS, parse_gguf
+from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, parse_gguf
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
+    MOST_UNPACKED,
     ModelShape,
     archive_bytes,
     cache_bytes,
@@ -39,8 +40,6 @@ BUDGETS = (1024, 4096, 16384)
 
 _MOST_HEADER = 100_000_000  # bytes, as in the safetensors library
 _MOST = 1 << 40
-_MOST_UNPACKED = 2**29  # as in `packed.SharedWeights`
-_FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")  # as in `gguf.loading`
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
@@ -209,7 +208,7 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
     if held == "packed":
         if len(tensor.shape) != 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
-        wants_four = tensor.type in _FOUR_BIT and not (tensor.is_embedding or tensor.is_head)
+        wants_four = tensor.type in FOUR_BIT and not (tensor.is_embedding or tensor.is_head)
     elif held in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
@@ -243,7 +242,7 @@ def _while_reading(stored: StoredWeights, held: str) -> int:
     """Bytes of packed matrices that are unpacked to bfloat16 while a text is read."""
     packed = [2 * one.count for one in stored.tensors if _bits(one, stored, held)]
     whole = sum(packed)
-    return whole if whole <= _MOST_UNPACKED else max(packed, default=0)
+    return whole if whole <= MOST_UNPACKED else max(packed, default=0)
 
 
 def stored_weights(path: Path) -> StoredWeights:

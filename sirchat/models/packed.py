@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sirchat.models.shape import MOST_UNPACKED
 from sirchat.models.threads import trim_memory
 
 GROUP = 32
@@ -25,7 +26,6 @@ GROUP = 32
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking
 _FEW = 8  # the same for weights that are unpacked already
-_MOST_UNPACKED = 2**29  # bytes of weights that may be unpacked for several passes
 _LIKELIEST = 16  # largest logits of a row, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
@@ -289,7 +289,7 @@ class SharedWeights:
             if isinstance(one, PackedLinear) and not isinstance(one, Int8Head)
         ]
         size = 2 * sum(one.in_features * one.out_features for one in layers)
-        self._found: dict[PackedLinear, Tensor] | None = {} if size <= _MOST_UNPACKED else None
+        self._found: dict[PackedLinear, Tensor] | None = {} if size <= MOST_UNPACKED else None
 
     def __enter__(self) -> None:
         self._before = _SHARED.set(self._found)

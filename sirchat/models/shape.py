@@ -24,6 +24,9 @@ from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
 _MOST = 1 << 32  # larger numbers count as invalid
+
+MOST_UNPACKED = 2**29
+"""Most bytes of packed weights that are unpacked for several passes; see `packed.SharedWeights`."""
 _MOST_LAYERS = 10_000
 _MOST_BYTES = 1 << 24  # of a config.json; usual ones have a few kilobytes
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")

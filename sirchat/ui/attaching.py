@@ -140,8 +140,10 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
     is held, if the budget has room for all of it, and for turns that the user did not write.
     """
     limits = session.limits
+    if turn.role != "user" or turn.tokens_in <= limits.evictable():
+        return ""
     held = limits.ledger.held_of_turn(turn.index)
-    if turn.role != "user" or held == turn.tokens_in or turn.tokens_in <= limits.evictable():
+    if held == turn.tokens_in:
         return ""
     enough = limits.enough_for(turn.tokens_in)
     if enough is None:

@@ -272,7 +272,7 @@ class Commands:
         """[all|turn N|top [N]|next]: list held tokens with surprisal, score and flags."""
         rows = self._rows_asked_for(*(rest.split() or ["all"]))
         if rows:
-            self._screen.page(draw_tokens(rows, self._screen.theme))
+            self._screen.page(draw_tokens(rows, self._screen.theme, self._screen.width))
         else:
             self._screen.note(f"no held token matches /tokens {displayable_line(rest)}".rstrip())
 

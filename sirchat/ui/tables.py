@@ -25,16 +25,34 @@ _RANKING_WIDTH = 60
 """Largest width of a ranking in cells; it is small, so that a token is near its numbers."""
 
 
-def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """A table of tokens: id, surprisal, score; attention and flags if any token has them."""
+def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
+    """A table of tokens: id, surprisal, score; attention and flags if any token has them.
+
+    If the flags don't fit into `width` cells, they go into a second table below.
+    """
+    flagged = [row for row in rows if row.flags]
+    table = _token_table(rows, theme, has_flags=bool(flagged))
+    if not flagged or width is None or _width(table) <= width:
+        return table
+    below = _table(theme)
+    _columns(below, "position")
+    below.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
+    below.add_column("flags", no_wrap=True, overflow="ellipsis")
+    for row in flagged:
+        token = Text(quoted(row.text), theme.token(row))
+        below.add_row(str(row.position), token, " ".join(row.flags))
+    return Group(_token_table(rows, theme, has_flags=False), below)
+
+
+def _token_table(rows: Sequence[TokenRow], theme: Theme, *, has_flags: bool) -> Table:
+    """A table of tokens, with a column of flags if `has_flags`."""
     tracked = any(row.attention is not None for row in rows)
-    flagged = any(row.flags for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("role", no_wrap=True)
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
     _columns(table, "id", "surprisal", "score", *["attention"] * tracked)
-    if flagged:
+    if has_flags:
         table.add_column("flags", no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(
@@ -46,7 +64,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             nats(row.surprisal),
             score_text(row.score),
             *[significant(row.attention or 0.0)] * tracked,
-            *[" ".join(row.flags)] * flagged,
+            *[" ".join(row.flags)] * has_flags,
         )
     for column in table.columns:  # where the window is narrow, words are cut, and no number
         if column.justify == "right":

@@ -19,8 +19,8 @@ from chatting import tiny
 from gguf_file import write_first_layers, write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import is_supported
-from sirchat.models.gguf.header import BLOCKS, GgufTensor, parse_gguf
-from sirchat.models.gguf.loading import FOUR_BIT, floats, four_bit
+from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor, parse_gguf
+from sirchat.models.gguf.loading import floats, four_bit
 from sirchat.models.model import load_model
 from sirchat.models.names import locate
 

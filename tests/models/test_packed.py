@@ -131,7 +131,7 @@ def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
     kind: Any, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.models.packed._MOST_UNPACKED", most)
+    monkeypatch.setattr("sirchat.models.packed.MOST_UNPACKED", most)
     weight, x = torch.randn(64, 96), torch.randn(3, 40, 96)
     layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
     wanted, calls = [layer(one) for one in x], _counted_unpacking(kind, monkeypatch)

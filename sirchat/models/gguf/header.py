@@ -53,6 +53,9 @@ BLOCKS = {
 }
 """For each known tensor type: its number, the values in a block, and the bytes of a block."""
 
+FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
+"""The types whose matrices stay in four bits."""
+
 _TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
 
 

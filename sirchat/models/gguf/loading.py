@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import config_values, parameter_name
-from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
+from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.packed import (
     GROUP,
     Int4Linear,
@@ -34,9 +34,6 @@ from sirchat.models.packed import (
 )
 from sirchat.models.progress import Progress
 from sirchat.models.threads import trim_memory
-
-FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
-"""The formats that `four_bit` can read."""
 
 
 class FourBit(NamedTuple):
