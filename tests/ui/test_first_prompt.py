@@ -96,7 +96,7 @@ def test_a_line_typed_before_the_prompt_is_sent_by_its_enter(
     ready()
     chat = begin()
     chat.send("/stats" + ENTER)  # at once: the terminal makes a newline of the Enter
-    chat.wait("turns?; ")
+    chat.wait("messages?; ")
     chat.wait_prompt()
     assert chat.leave() == 0
 
@@ -112,7 +112,7 @@ def test_a_saved_chat_loads_behind_a_bar_and_takes_the_line_typed_meanwhile(
     chat.send("/stats" + ENTER)
     ready()
     chat.wait("you: My name is Anna.")
-    chat.wait("turns?; ")
+    chat.wait("messages?; ")
     chat.wait_prompt()
     assert chat.leave() == 0
 
