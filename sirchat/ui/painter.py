@@ -220,7 +220,8 @@ class Region:
         up = f"\x1b[{_count(len(rows) - 1)}A" if len(rows) > 1 else ""
         # The terminal wraps no row, even if the window has just become narrower.
         drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
-        self._write((_ERASE if self.is_shown else _HIDE_CURSOR) + above + drawn)
+        begin = _ERASE if self.is_shown else _HIDE_CURSOR
+        self._write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
         self.is_shown = True
 
     def remove(self) -> bool:
@@ -237,6 +238,8 @@ class Region:
 
 _ERASE = "\r\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_FRAME, _FRAME_END = "\x1b[?2026h", "\x1b[?2026l"
+"""What is between these is shown, and the window's size applied, at once (most new terminals)."""
 
 FRAME_SECONDS = 1 / 8
 TEXT_SECONDS = 1 / 30

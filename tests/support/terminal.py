@@ -172,7 +172,9 @@ class Terminal:
         self.send(PASTE_ON + text + PASTE_OFF)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Change the window."""
+        """Change the window, but not within a frame: terminals apply such output at once."""
+        while _SYNCHRONIZED in self.screen.mode and self.read():
+            pass
         resize(self.screen, rows, columns)
         self.child.setwinsize(rows, columns)
 
@@ -228,6 +230,9 @@ def everything_on(screen: pyte.HistoryScreen) -> str:
     """What scrolled off, and the screen."""
     scrolled = [_row(screen, cells) for cells in screen.history.top]
     return "\n".join([*scrolled, *lines_of(screen)]).rstrip("\n")
+
+
+_SYNCHRONIZED = 2026 << 5  # pyte's number of this private mode
 
 
 def resize(screen: pyte.HistoryScreen, rows: int, columns: int) -> None:
