@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult, TurnRef
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.memory.ranking import ArchiveSearch, wants_index
 from sirchat.memory.recall import retriever

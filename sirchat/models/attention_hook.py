@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.retrieval import LayerQueries, unrotated
 
 _NAME = "sirchat_hooked_"

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.retrieval import LayerQueries
 from sirchat.models.attention_hook import (
     AttentionObserver,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.rope import Rotation, match_rotation
 
 _PER_TOKEN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
