@@ -1,4 +1,4 @@
-"""The layers of the KV cache: rows of keys and values, a recurrent or convolution state, or both."""
+"""The layers of the KV cache: with rows of keys and values, with a state, or with both."""
 
 from __future__ import annotations
 
