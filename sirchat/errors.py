@@ -2,15 +2,16 @@
 
     SirchatError            exit code 1
     ├── UsageError          exit code 2: the request itself is not valid
-    │   ├── SettingError    a setting's name or value, from a flag, a profile or a command
-    │   └── TranscriptError a transcript that can't be read: file, line, what is wrong
+    │   ├── SettingError    a setting has a name or a value that is not allowed
+    │   └── TranscriptError a transcript can't be read; the message names file, line and problem
     ├── SessionError        a saved session can't be found, opened, read or written
-    │   └── DamagedSessionError  its file doesn't hold what was written
-    ├── UndoError           a turn that can't be undone
+    │   └── DamagedSessionError  the session's file is damaged
+    ├── UndoError           a turn can't be undone
     ├── ModelError          the model can't be loaded, or its cache can't be held under a budget
-    └── ContextFullError    policy `full` reached the model's context length
+    └── ContextFullError    no more tokens fit in the model's context, and none may be evicted
 
-The message is one line with the bad value and the allowed ones; `hint` says what to do next.
+An error's message is one line. It names the bad value and the allowed values; the attribute `hint`
+says what the user can do next.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that a
 
 
 _LONGEST = 1000
-"""The longest message, in characters; libraries may quote very long values from a file."""
+"""Maximum length of an error message, in characters: a library's message may quote a long value."""
 
 
 def _on_one_line(text: str) -> str:
-    """The text on one line: control characters are escaped, the end after `_LONGEST` is cut."""
+    """The text as one line of at most `_LONGEST` characters, with control characters escaped."""
     line = _CONTROLS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
@@ -41,7 +42,10 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class SirchatError(Exception):
-    """Base class: `str(error)` is one line for the user; it ends with `hint`, the next step."""
+    """Base class of all errors that sirchat raises on purpose.
+
+    `str(error)` is one line for the user. It ends with `hint`, which says what to do next.
+    """
 
     exit_code = 1
 
@@ -55,7 +59,7 @@ class SirchatError(Exception):
 
 
 class UsageError(SirchatError):
-    """The request itself is not valid: exit code 2."""
+    """The command, or a value given to it, is not valid; sirchat exits with code 2."""
 
     exit_code = 2
 
@@ -73,7 +77,7 @@ class SessionError(SirchatError):
 
 
 class DamagedSessionError(SessionError):
-    """A saved session's file, at `path`, doesn't hold what was written."""
+    """The file `path` of a saved session is damaged: its contents are not what sirchat wrote."""
 
     def __init__(self, path: Path) -> None:
         hint = f"restore it from a backup, or remove it: sirchat sessions rm {path.stem}"
@@ -82,7 +86,10 @@ class DamagedSessionError(SessionError):
 
 
 class UndoError(SirchatError):
-    """There is no turn to undo, or tokens held before the turn are no longer archived."""
+    """A turn can't be undone.
+
+    Either there is no turn, or tokens that were in the cache before it are no longer archived.
+    """
 
 
 class ModelError(SirchatError):
@@ -90,7 +97,7 @@ class ModelError(SirchatError):
 
 
 class ContextFullError(SirchatError):
-    """The model's context is full and the policy never evicts."""
+    """No more tokens fit in the model's context, and the settings allow no eviction."""
 
 
 def terminal_has_gone(error: BaseException) -> bool:
@@ -101,9 +108,9 @@ def terminal_has_gone(error: BaseException) -> bool:
 def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
     """A hint `did you mean X?` for a misspelt `name`, or an empty string.
 
-    `prefix`, such as a slash, is put before X in the hint, and is not compared. `alike`, from 0 to
-    1, is the least similarity. X is one of `allowed`: it has all typed letters in the typed order,
-    or the typed text begins with it, or the two differ by a few typing errors.
+    X is the one of `allowed` that is most like `name`: X contains all letters of `name` in the same
+    order, or `name` begins with X, or the two differ by a few typing errors. `alike`, from 0 to 1,
+    is the least similarity of X. In the hint, `prefix` (such as a slash) is put before X.
     """
     close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
     meant = [one for one in close if _may_be_meant(name.casefold(), one.casefold())]
@@ -120,7 +127,10 @@ def _may_be_meant(typed: str, name: str) -> bool:
 
 
 def _slips(one: str, other: str) -> int:
-    """The smallest number of typing errors (a letter added, missing, wrong, or two swapped)."""
+    """The smallest number of typing errors that turn the text `one` into `other`.
+
+    An error is one letter added, missing or wrong, or two neighbouring letters swapped.
+    """
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
         row = [i]
@@ -134,7 +144,7 @@ def _slips(one: str, other: str) -> int:
 
 
 def format_value(value: object) -> str:
-    """A value for an error message: written like in YAML, on one line, at most 60 characters."""
+    """A value as text for an error message: one line of YAML, at most 60 characters."""
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()

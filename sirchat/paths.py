@@ -1,6 +1,7 @@
-"""Paths of sirchat's files, and private folders and files, which only their owner can read.
+"""Where sirchat's files are; and how to make folders and files that only their owner can read.
 
-`SIRCHAT_HOME`, when set, is the parent of all three folders: `config`, `data` and `state`.
+If the environment variable `SIRCHAT_HOME` is set, the folders `config`, `data` and `state` are in
+the folder that it names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sirchat.errors import UsageError, format_value
 
 
 def config_dir() -> Path:
-    """The folder of the user's settings: profiles."""
+    """The folder of the user's settings; it contains the folder of profiles."""
     return _under_home("config") or _platform().user_config_path
 
 
@@ -27,7 +28,7 @@ def data_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """The folder of files that can be deleted without harm: the input history, compiled steps."""
+    """The folder of files that can be deleted without harm: typed lines, compiled programs."""
     return _under_home("state") or _platform().user_state_path
 
 
@@ -47,14 +48,15 @@ def sessions_dir() -> Path:
 
 
 def models_dir() -> Path:
-    """The folder of the user's own models; a model in it can be named without its path."""
+    """The folder of the user's own models; a setting can name a model in it without its path."""
     return data_dir() / "models"
 
 
 def scorer_files(model: str) -> tuple[Path, Path]:
-    """The files in which a model's scorer can be: the user's own, and the one in the package.
+    """Two paths at which the scorer of `model` can be: the user's folder, then sirchat's package.
 
-    A folder or file is named by its absolute path, so that each has a scorer of its own.
+    A scorer is a small file of weights for the policy `learned`. If `model` is a folder or a file,
+    the name of the scorer's file is made from the absolute path of the model.
     """
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
@@ -63,28 +65,28 @@ def scorer_files(model: str) -> tuple[Path, Path]:
 
 
 def archives_dir() -> Path:
-    """The folder of running chats' archives (`archive: disk`)."""
+    """The folder in which running chats store evicted tokens (setting `archive: disk`)."""
     return data_dir() / "archives"
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled decode steps; a missing one is compiled again."""
+    """The folder of compiled programs that generate tokens; a deleted one is compiled again."""
     return state_dir() / "compiled"
 
 
 def shipped_profiles_dir() -> Path:
-    """The folder of shipped profiles: in the package, or beside it in a source checkout."""
+    """The folder of the profiles that come with sirchat: in the package, or in the source tree."""
     packaged = _package() / "profiles"
     return packaged if packaged.is_dir() else _package().parent / "profiles"
 
 
 def tiny_dir() -> Path:
-    """The folder of the bundled model: weights, tokenizer, model card."""
+    """The folder of the model `tiny`, which comes with sirchat: weights, tokenizer, model card."""
     return _package() / "tiny"
 
 
 def abbreviated(path: Path) -> str:
-    """A path with `~` for the home folder, so that it can be shown to others."""
+    """The path as text, with `~` for the home folder, so that it does not show the user's name."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):  # it is not in the home folder, or there is none
@@ -111,9 +113,10 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def write_private(path: Path, text: str, *, replaces: bool) -> None:
-    """Write a file that only its owner can read, whole or not at all.
+    """Write `text` to a file that only its owner can read; a failure leaves no partial file.
 
-    Unless it `replaces` the file that is there, raises FileExistsError for one. Raises OSError.
+    If a file `path` exists, it is replaced if `replaces` is true; else FileExistsError is raised.
+    Raises OSError if writing fails.
     """
     new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
     file = open_private(new, "x")

@@ -23,7 +23,7 @@ SAMPLING_PARAMETERS = (
 """Settings of sampling; if the user sets any of them, none is taken from the model's files."""
 
 
-SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
 """Sampling for a model whose files name none: likely tokens, but no endless repetition."""
 
 

@@ -1,15 +1,14 @@
-"""Reading a conversation anew: in another session, further back, or as a summary."""
+"""Reading a conversation anew: in another session, or further back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.last_reply import SUMMARY
-from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.settings import temporarily
-from sirchat.errors import UndoError, UsageError
+from sirchat.chat.session import Session
+from sirchat.chat.summary import pin_last_summary
+from sirchat.errors import UndoError
 from sirchat.models.progress import Progress
 
 
@@ -67,8 +66,11 @@ def own_message(session: Session) -> str:
 def undo_summaries(session: Session) -> None:
     """Undo the summaries after the user's last message; raises UndoError as `own_message` does."""
     own_message(session)
+    before = len(session.turns)
     while session.last_said.startswith(SUMMARY):
         session.undo(keep_pins=True)
+    if len(session.turns) < before:
+        pin_last_summary(session)
 
 
 def rewind(session: Session, count: int) -> bool:
@@ -100,50 +102,3 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
     again = Session(session.model, session.profile)
     read_again(again, before, progress)
     return again
-
-
-_QUESTION = (
-    "Summarize our conversation so far in a few short sentences, with all names, numbers and "
-    "decisions. Write nothing else."
-)
-_ANSWER = "Noted."
-_SHARE = 8
-"""A summary has at most budget / `_SHARE` tokens, because pins may take half of the budget."""
-
-
-def summarize(session: Session, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-    """Ask the model for a summary, undo the question, and read the summary as a pinned turn.
-
-    `undo` removes the summary like any turn. Raises UsageError if nothing was said yet, and
-    SettingError if the pin leaves too little room; after an error the conversation is unchanged.
-    """
-    if not session.turns:
-        raise UsageError("there is nothing to summarize: the chat has no messages yet")
-    index, said = len(session.turns), ""
-    most = max(16, min(session.profile.max_new_tokens, session.budget // _SHARE))
-    with temporarily(session, "/summarize", {"max_new_tokens": most}):
-        try:
-            for event in session.ask(_QUESTION, interrupted):
-                if not isinstance(event, TurnDone):
-                    yield event
-                elif event.role == "assistant":
-                    said = event.text.strip()
-        finally:
-            if len(session.turns) > index:
-                session.undo()
-    if interrupted() or not said:
-        yield Notice("no summary was made; the conversation is unchanged")
-        return
-    yield from _quietly(session.read_user(SUMMARY + said))
-    yield from _quietly(session.read_reply(_ANSWER))
-    try:
-        session.pin(f"turn {index}")
-    except BaseException:
-        session.undo()
-        raise
-    yield Notice(f"the summary is turn {index}, which is now pinned; /undo removes it")
-
-
-def _quietly(events: Iterator[Event]) -> Iterator[Event]:
-    """The events without TurnDone, because the user and the model did not say these turns."""
-    return (event for event in events if not isinstance(event, TurnDone))

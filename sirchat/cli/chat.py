@@ -174,8 +174,11 @@ def ask_once(
     from sirchat.ui.replay import print_reply
     from sirchat.ui.saved_chat import SavedChat
     from sirchat.ui.screen import Screen
+    from sirchat.ui.startup import say_toy
 
     screen = Screen(theme=profile.theme)
+    if resume is None and "model" not in profile.model_fields_set:
+        say_toy(screen)
     with loading_bar(screen, profile.model) as report:
         session = open_saved(profile, trust, report, store, later)
     if store is None:

@@ -3,6 +3,7 @@
 import json as json_format
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +13,13 @@ from sirchat import paths
 from sirchat.cli.flags import Debug, complete_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, set_default
-from sirchat.errors import UsageError
+from sirchat.errors import UsageError, format_value, nearest
 from sirchat.models.hub import require
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
+    from sirchat.engine.families import FamilyCheck
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
@@ -156,6 +158,67 @@ def models_pull(
         f"{pulled.name}: {in_bytes(pulled.size)}; to chat with this model: sirchat -m {pulled.name}"
     )
     typer.echo(displayable_line(said), err=True)
+
+
+@models_app.command("families")
+def models_families(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Families to check; all that transformers knows if none is given."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a table in Markdown, by result.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Check which families of models run: about a minute for all, without any download.
+
+    For each one a small model with random weights is built. It reads 200 tokens under a budget of
+    64, and what its cache holds is compared with what the model itself computes. A family is what
+    `model_type` names in a model's config.json. The exit code is 1 if one computes wrongly.
+    """
+    from dataclasses import asdict
+
+    import transformers
+
+    from sirchat.engine.families import check_families
+    from sirchat.models.small import causal_families
+
+    known = causal_families()
+    for name in names or ():
+        if name not in known:
+            raise UsageError(
+                f"there is no family {format_value(name)} in transformers "
+                f"{transformers.__version__}",
+                hint=nearest(name, known) or "sirchat models families checks all",
+            )
+    found = []
+    for one in check_families(names or None):
+        found.append(one)
+        if not json and not markdown:
+            typer.echo(f"{one.family:<26}{displayable_line(one.in_words)}")
+    if json:
+        typer.echo(json_format.dumps([asdict(one) for one in found], indent=2))
+    elif markdown:
+        typer.echo(_by_result(found))
+    counts = Counter(one.status for one in found)
+    said = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    said = said.replace("runs", "run")
+    typer.echo(f"transformers {transformers.__version__}: {said}", err=True)
+    if counts["wrong"]:
+        raise typer.Exit(1)
+
+
+def _by_result(found: "list[FamilyCheck]") -> str:
+    """A Markdown table with a row for each result: first the families that run."""
+    families: dict[str, list[str]] = {}
+    for one in found:
+        families.setdefault(one.in_words, []).append(f"`{one.family}`")
+    ranks = ("run", "ref", "not", "wro")
+    order = sorted(families, key=lambda words: (ranks.index(words[:3]), -len(families[words])))
+    rows = [f"| {displayable_line(words)} | {', '.join(families[words])} |" for words in order]
+    return "\n".join(["| result | families |", "|---|---|", *rows])
 
 
 def _data(one: "ListedModel") -> dict[str, object]:

@@ -116,6 +116,7 @@ EXAMPLES: dict[str, str] = {
     "models list": "sirchat models list --in ./models --budget 512",
     "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
+    "models families": "sirchat models families llama qwen3",
     "sessions": "sirchat sessions",
     "sessions list": "sirchat sessions list",
     "sessions search": "sirchat sessions search green door",

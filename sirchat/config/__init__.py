@@ -1,1 +1,1 @@
-"""Settings: the profile, its YAML files, and the precedence of flags, environment and files."""
+"""The settings of sirchat: their types and limits, and the files and flags that set them."""

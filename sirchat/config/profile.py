@@ -26,17 +26,17 @@ FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
 """Settings that cannot change within a conversation; all others can."""
 
 LEAST_TEMPERATURE = 0.01
-"""Lowest temperature above 0; with it, nearly always the most likely token is sampled."""
+"""Lowest allowed temperature besides 0; at it, the most likely token is nearly always sampled."""
 
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
-"""Today's name of each renamed setting, by its former name."""
+"""For each renamed setting: its former name, and the name that it has today."""
 
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate settings from a file of an earlier version to today's names and values."""
+    """Settings from a file of an earlier version, with the names and values that are used today."""
     renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
@@ -50,10 +50,10 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Profile(BaseModel):
-    """All settings of a conversation, validated; immutable.
+    """All settings of a conversation, each with its type, limits, default and description.
 
-    `resolve` and `changed` make profiles and raise SettingError for a bad value. The constructor
-    raises pydantic's ValidationError.
+    A profile can't be changed. The functions `resolve` and `changed` make profiles and raise
+    SettingError for a value that is not allowed; the constructor raises pydantic's ValidationError.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -279,7 +279,7 @@ class Profile(BaseModel):
     @field_validator("description", "model", "policy", "system")
     @classmethod
     def _text(cls, text: str | None) -> str | None:
-        """Refuse lone surrogates: they come from bytes that are not UTF-8."""
+        """Refuse a text with lone surrogates, which stand for bytes that are not UTF-8."""
         try:
             (text or "").encode()
         except UnicodeEncodeError:
@@ -297,7 +297,7 @@ class Profile(BaseModel):
     @field_validator("recall", mode="before")
     @classmethod
     def _on_or_off(cls, value: object) -> object:
-        """Replace `on` and true by the best retriever, and false by `off`."""
+        """Replace `on` and true by the name of the default retriever, and false by `off`."""
         return {"on": recall.BEST, "true": recall.BEST, "false": "off"}.get(
             str(value).lower(), value
         )
@@ -354,12 +354,18 @@ class Profile(BaseModel):
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """An error: the settings `keys` together break `rule` (a text); `merged` rewords it."""
+    """The error for settings `keys` that don't fit together, because they break `rule`, a text.
+
+    `merged` turns it into a SettingError.
+    """
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size such as `512MiB`, `1.5 GB` or `4096`; None for other text or 0 bytes."""
+    """Parse a size such as `512MiB`, `1.5 GB` or `4096`; returns the number of bytes.
+
+    None if the text is not a size, or if it is 0, or 4 EiB or more.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if not found:
         return None

@@ -1,8 +1,8 @@
-"""Profile files, and the precedence of flags, environment variables and profiles.
+"""Reads and writes profiles, and finds each setting's value among flags, environment and profiles.
 
-A setting's value comes from the first of these that sets it: flag, environment `SIRCHAT_<KEY>`,
-the profile, the user's `default.yaml`, the built-in default. A profile is a YAML file with only the
-keys that it sets.
+A setting's value comes from the first of these that sets it: the flag, the environment variable
+`SIRCHAT_<NAME>`, the profile that is in use, the user's profile `default.yaml`, the built-in
+default. A profile is a YAML file with only those settings that it changes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
 Origin = Callable[[str], str]
-"""Returns the name of the source that set a key, for errors: a flag, a variable, a file."""
+"""A function that returns where a setting's value is from, for errors: a flag, variable or file."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Setting values from one source; later layers override earlier ones."""
+    """The values of the settings that one source sets, such as a profile or the flags.
+
+    `origin` names the source in error messages.
+    """
 
     values: Mapping[str, object]
     origin: Origin
 
 
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
-    """A copy of `profile` with the settings `updates`; errors name `source`, such as `/budget`.
+    """A copy of `profile` with other values for the settings `updates`.
 
-    Setting another policy clears `policy_options`. Raises SettingError for the first problem.
+    If another policy is set, `policy_options` becomes empty. Raises SettingError for the first
+    value that is not allowed; its message begins with `source`, such as `/budget`.
     """
     new = Layer(updates, lambda key: source)
     check_values(new)
@@ -54,10 +58,10 @@ def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
 
 
 def merged(layers: Iterable[Layer]) -> Profile:
-    """The profile with the values of all layers, later ones overriding earlier ones.
+    """The profile with the values of all layers; a later layer's value replaces an earlier one's.
 
-    A layer that sets another policy clears the `policy_options` of the layers before it. Raises
-    SettingError if two settings conflict.
+    If a layer sets another policy than the layers before it, their `policy_options` are ignored.
+    Raises SettingError if two settings don't fit together.
     """
     values: dict[str, object] = {}
     set_by: dict[str, tuple[int, Origin]] = {}
@@ -73,9 +77,9 @@ def merged(layers: Iterable[Layer]) -> Profile:
 
 
 def check_values(layer: Layer) -> None:
-    """Raise SettingError for the first unknown key or the first value that is not allowed.
+    """Raise SettingError for the first unknown setting or the first value that is not allowed.
 
-    Conflicts between two settings are found later, by `merged`.
+    Whether two settings fit together is checked later, by `merged`.
     """
     for key in layer.values:
         require_setting(key, layer.origin(key))
@@ -96,7 +100,11 @@ def _is_other_policy(values: Mapping[str, object], updates: Mapping[str, object]
 def _conflict_error(
     detail: ErrorDetails, values: Mapping[str, object], set_by: Mapping[str, tuple[int, Origin]]
 ) -> SettingError:
-    """The error for two settings that conflict; its text names the setting that was set last."""
+    """The error for settings that don't fit together.
+
+    Its message names the one that was set last, and where. `set_by` has, for each setting, the
+    number of the layer that set it and the layer's origin.
+    """
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
     origin = set_by[key][1]
@@ -127,7 +135,7 @@ _HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown 
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """A profile in one of the two profile folders.
+    """Where a profile is, and its description.
 
     `shipped` is true if the profile comes with sirchat, false if the user made it.
     """
@@ -141,10 +149,10 @@ class ProfileInfo:
 def resolve(
     profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> Profile:
-    """The profile that results from flags, environment variables and profile files.
+    """All settings, from flags, environment variables, profile files and defaults.
 
-    A source that sets another policy clears the `policy_options` of weaker sources. Raises
-    SettingError for the first problem.
+    If a source sets another policy, the `policy_options` of sources with lower precedence are
+    ignored. Raises SettingError for the first value that is not allowed.
 
     Args:
         profile: a profile's name or file; if None, it is taken from `SIRCHAT_PROFILE`.
@@ -170,11 +178,11 @@ def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
 
 
 def profile_path(name_or_file: str) -> Path:
-    """The file of a profile.
+    """The file of a profile that is given by its name or its path.
 
-    With a `.yaml` ending or a slash the argument is the path itself, which need not exist. A name
-    is looked up in the user's folder, then among the shipped profiles. Raises SettingError for an
-    unknown name.
+    An argument with a slash, or ending in `.yaml`, is a path; the file need not exist. A name is
+    looked up in the user's folder, then among the profiles that come with sirchat. Raises
+    SettingError for an unknown name.
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))
@@ -186,7 +194,7 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """Load and check the values that a profile sets; `profile_path` finds its file.
+    """Load and check the values that a profile sets, given its name or path.
 
     `trusted` are the `module:Class` policies that the profile may name. Raises SettingError if
     there is no such profile, it isn't well-formed, or a key or value is not allowed.
@@ -195,7 +203,11 @@ def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, 
 
 
 def list_profiles() -> list[ProfileInfo]:
-    """All profiles, sorted by name; the user's own one replaces a shipped one of the same name."""
+    """All profiles, sorted by name.
+
+    If a profile of the user and one that comes with sirchat have the same name, only the user's is
+    listed.
+    """
     shipped = paths.shipped_profiles_dir()
     return [
         ProfileInfo(name, path, _description(path), path.parent == shipped)
@@ -204,12 +216,12 @@ def list_profiles() -> list[ProfileInfo]:
 
 
 def show(profile: Profile) -> str:
-    """All settings as YAML that `load_profile` can read, with descriptions as comments."""
+    """All settings of `profile` as YAML, with their descriptions as comments."""
     return _yaml(profile)
 
 
 def _yaml(profile: Profile, mark: str = "") -> str:
-    """All settings as YAML; lines that set a value begin with the text `mark`."""
+    """All settings of `profile` as YAML, with the text `mark` put before each line with a value."""
     values = profile.model_dump()
     return "\n".join(
         f"# {field.description}\n{mark}{yaml_line(key, values[key])}"
@@ -218,10 +230,10 @@ def _yaml(profile: Profile, mark: str = "") -> str:
 
 
 def init_profile(name: str) -> Path:
-    """Create a profile in the user's folder, with every setting commented out; returns its path.
+    """Create a profile in the user's folder; returns its path.
 
-    Only the user can read the file. Raises SettingError if the name is invalid or taken, or the
-    file can't be written.
+    It has every setting with its default, but as a comment. Only the user can read the file. Raises
+    SettingError if the name is invalid or taken, or the file can't be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise SettingError(
@@ -261,7 +273,7 @@ def set_default(key: str, value: object) -> Path:
         except SettingError:
             is_changed = False
         if not is_changed:
-            raise SettingError(f"{path} can't be changed by program", hint=f"write into it: {line}")
+            raise SettingError(f"{path} can't be changed here", hint=f"write into it: {line}")
         paths.private_dir(path.parent)
         paths.write_private(path, text, replaces=True)
     except OSError as error:
@@ -280,7 +292,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise SettingError for an environment variable that seems to be a misspelt setting."""
+    """Raise SettingError if a variable's name is similar to that of a setting, but not equal."""
     known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
     for variable in sorted(environ):
         name = variable.removeprefix("SIRCHAT_")
@@ -302,7 +314,10 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
-    """Parse and check settings that the user gave as flags or environment variables."""
+    """Parse and check the settings `given` as flags or environment variables.
+
+    If the policy is a `module:Class`, its module is imported.
+    """
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()

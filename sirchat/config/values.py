@@ -1,6 +1,7 @@
-"""Setting values as text: parsing (YAML 1.2), formatting, types and limits in words.
+"""Converts values of settings from text and to text, and says in words which values are allowed.
 
-PyYAML implements YAML 1.1, which reads `panel: off` as false and `1e-3` as text.
+Text is YAML 1.2. PyYAML implements YAML 1.1, which reads `panel: off` as false and `1e-3` as text,
+so its rules are changed here.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _DEEPEST = 50  # nested brackets; the parser's time grows with the square of the
 
 
 class Loader(yaml.SafeLoader):
-    """Reads scalars as YAML 1.2 does; refuses duplicate keys, deep nesting, tags and aliases.
+    """A YAML loader that reads single values (numbers, booleans, null, text) as YAML 1.2 does.
 
-    A tag could give a value any type; a few aliases can expand to gigabytes.
+    It refuses repeated keys, deep nesting, tags (which could give a value any type) and aliases (a
+    few of which can expand to gigabytes).
     """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
@@ -71,7 +73,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes YAML; quotes text that YAML 1.1 or 1.2 would read as another type."""
+    """A YAML writer that quotes text which YAML 1.1 or 1.2 would read as a number or boolean."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -94,7 +96,7 @@ def parse_yaml(text: str, path: Path) -> object:
 
 
 def parse_scalar(text: str) -> object:
-    """The YAML value of `text`; `text` itself if it is empty or not valid YAML."""
+    """Parse `text` as YAML; returns its value, or `text` itself if it is empty or not valid."""
     try:
         value: object = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -103,7 +105,7 @@ def parse_scalar(text: str) -> object:
 
 
 def yaml_line(key: str, value: object) -> str:
-    """`key: value` as YAML, ending in a newline."""
+    """The line `key: value` as YAML, with a newline at its end."""
     document = {key: value}
     text: str = yaml.dump(document, Dumper=Dumper, allow_unicode=True, width=2**31)
     return text
@@ -114,9 +116,9 @@ _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False
 
 
 def require_setting(key: object, source: str) -> None:
-    """Raise SettingError, with the nearest name as a hint, unless `key` is a setting.
+    """Raise SettingError unless `key` is the name of a setting.
 
-    The message begins with `source`, unless `source` is empty.
+    The message begins with `source`, unless that is empty, and ends with the most similar name.
     """
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
@@ -129,9 +131,10 @@ def require_setting(key: object, source: str) -> None:
 def parse_value(key: str, text: str) -> object:
     """Parse the value of setting `key` from its `text` on a command line or in the environment.
 
-    `none` or `null` gives None where the setting allows it; on, off, yes and no are booleans;
-    `policy_options` is `{a: 1}` or `a=1,b=2`. Text of the wrong type is returned unchanged, and is
-    refused by validation later. Raises SettingError for an unknown key.
+    `none` or `null` becomes None if the setting allows it; for a boolean setting, on, off, yes and
+    no are booleans; `policy_options` is written `{a: 1}` or `a=1,b=2`. Text that does not fit the
+    setting is returned unchanged, and `check_values` refuses it later. Raises SettingError for an
+    unknown setting.
     """
     require_setting(key, "")
     kinds, word = setting_types(key), text.strip()
@@ -149,7 +152,7 @@ def parse_value(key: str, text: str) -> object:
 
 
 def parse_option(text: str) -> object:
-    """The value of a policy option from its `text`: None, a boolean, a number or text."""
+    """Parse the `text` of a policy option's value: None, a boolean, a number or text."""
     word = text.strip()
     if word.lower() == "none":
         return None
@@ -168,15 +171,15 @@ def as_typed(value: object) -> str:
 
 
 def short(value: float | str) -> str:
-    """A number without trailing zeros; text is returned unchanged."""
+    """A number as text without trailing zeros, such as 0.5; a text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 def is_option(name: str, text: str, policy: str) -> bool:
-    """Whether `name=text` sets an option of `policy` rather than a setting.
+    """Whether `name=text` means an option of `policy`; otherwise it means a setting.
 
-    If both exist, the value decides: `attention=on` sets the setting, since `on` is one of
-    its values; `attention=false` sets the option.
+    If an option and a setting have this name, it means the setting if `text` is one of the
+    setting's listed values: `attention=on` means the setting, `attention=false` the option.
     """
     if name not in Profile.model_fields:
         return True
@@ -194,7 +197,10 @@ def policy_choices() -> list[str]:
 
 
 def choices(key: str) -> list[str]:
-    """The allowed values of a setting (`on` and `off` for a boolean); [] if it has no such list."""
+    """The list of a setting's allowed values (`on` and `off` for a boolean).
+
+    Empty if they can't be listed, as for a number.
+    """
     if key == "policy":
         return policy_choices()
     if key == "recall":
@@ -250,12 +256,12 @@ def _parse_options(text: str) -> object:
 
 
 def setting_types(key: str) -> tuple[Any, ...]:
-    """The types of a setting's values, NoneType last, such as (int, NoneType)."""
+    """The types that a setting's value can have, such as (int, NoneType); NoneType is last."""
     return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
 
 
 def _limit_metadata(key: str) -> list[Any]:
-    """The limits (Gt, Le, ...) on a setting's values."""
+    """The limits of a setting's value, as objects such as Gt(gt=0) and Le(le=1)."""
     limited = [get_args(kind)[1] for kind in _union_members(key) if _is_limited(kind)]
     nested = (limit for field in limited for limit in field.metadata)
     return [*Profile.model_fields[key].metadata, *nested]

@@ -1,1 +1,1 @@
-"""Reads and generates ids over a cache that stays within its budget. Ids only, never text."""
+"""Reads and generates token ids, with a KV cache that stays within a budget; knows no text."""

@@ -1,4 +1,4 @@
-"""Tracks the attention that held rows receive while ids are read."""
+"""Records the attention weights that the tokens in the cache receive while ids are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sirchat.models.attention_hook import AttentionCall
 
 
 class AttendingModel(Protocol):
-    """What the attention tracker needs to know of a model."""
+    """The properties of a model that the attention tracker needs."""
 
     @property
     def heads(self) -> int:
@@ -29,10 +29,10 @@ class AttendingModel(Protocol):
 
 
 class PassWeights:
-    """Attention weights of one forward pass, averaged over heads and counted layers.
+    """Observes the attention weights of one forward pass: their mean over heads and some layers.
 
     Args:
-        layers: numbers of the layers that count.
+        layers: numbers of the layers whose weights are averaged.
     """
 
     def __init__(self, layers: Collection[int]) -> None:
@@ -45,7 +45,10 @@ class PassWeights:
             self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
 
     def mean(self) -> NDArray[np.float32] | None:
-        """Weights [m, n] from each query to each row; None if no counted layer was observed."""
+        """The mean weights [m, n] from m queries to n cache rows.
+
+        None if the model showed the weights of none of the layers.
+        """
         if self._sum is None:
             return None
         found: NDArray[np.float32] = (self._sum / len(self._layers)).cpu().numpy()
@@ -53,10 +56,10 @@ class PassWeights:
 
 
 class HighestWeights:
-    """The highest weight that some rows receive in a forward pass, averaged over heads and layers.
+    """Observes the highest attention weight that each of k rows receives in one forward pass.
 
     Args:
-        layers: numbers of the layers that count.
+        layers: numbers of the layers that are observed; the result is a mean over them and heads.
         slots: cache slots [k] of the rows.
     """
 
@@ -71,20 +74,20 @@ class HighestWeights:
             self._sum = highest if self._sum is None else self._sum + highest
 
     def mean(self) -> NDArray[np.float64] | None:
-        """The highest weights [k]; None if no counted layer was observed."""
+        """The highest weights [k]; None if the model showed the weights of none of the layers."""
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 
 
 class AttentionTracker:
-    """Context manager: count attention while ids are read, in one forward pass or several.
+    """Context manager: record attention while ids are read, in one forward pass or several.
 
-    The attention statistics are updated once, when the block ends, so that the result does not
-    depend on how the ids were split into passes.
+    The ledger's attention statistics are updated once, when the `with` block ends, so that the
+    result does not depend on how the ids were split into passes.
 
     Args:
-        config: which attention is counted; None for none.
-        model: the model that reads.
-        cache, ledger: what the ids are read into.
+        config: which attention is recorded; None for none.
+        model: the model that reads the ids.
+        cache, ledger: where the rows of the ids are added.
     """
 
     def __init__(
@@ -109,13 +112,13 @@ class AttentionTracker:
 
     @property
     def _shared_rows(self) -> int:
-        """Number of rows in the cache, without the inserted rows of single layers."""
+        """Number of rows in the cache that all layers share: all but inserted rows."""
         return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:
-        """How many of `count` rows one pass can read with `size` bytes for each layer's weights.
+        """How many of `count` ids one forward pass may read; at least 1.
 
-        At least one.
+        The attention weights of one layer in this pass may take at most `size` bytes.
         """
         if self._config is None:
             return count
@@ -123,14 +126,14 @@ class AttentionTracker:
         return max(1, min(count, size // (4 * self._model.heads * rows)))
 
     def observer(self) -> PassWeights | None:
-        """An observer for the next forward pass; None if no attention is counted."""
+        """A new observer for the next forward pass; None if no attention is recorded."""
         if self._config is None:
             return None
         layers = self._config.counted_layers(len(self._cache.layers), self._model.sliding_layers)
         return PassWeights(layers)
 
     def add(self, observed: PassWeights | None) -> None:
-        """Add an observed forward pass whose rows have been committed to the cache."""
+        """Add the weights of a forward pass, after its rows were committed to the cache."""
         weights = observed.mean() if observed is not None else None  # [m, n]
         if self._config is not None and weights is not None:
             shared = self._cache.slots_of(torch.arange(self._shared_rows)).numpy()

@@ -1,8 +1,9 @@
-"""The arithmetic of a budget: how many rows sinks, pins, the policy and recall may hold.
+"""The arithmetic of a budget: how many cache rows are for sinks, pins, the policy and recall.
 
-budget = sinks + pins + E + reserve. The policy decides about E rows, recalled rows fill the
-reserve, sinks and pins are never evicted. The budget is a hard bound, unless rows are evicted only
-between turns: then a turn and its reply may exceed it, up to the model's context length.
+budget = sinks + pins + E + reserve. Sinks and pins are never evicted; the policy decides which
+tokens take the E rows; the reserve is for recalled tokens. The cache never has more rows than the
+budget, unless rows are evicted only between turns: then a turn and its reply may exceed it, up to
+the model's context length.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from sirchat.memory.ledger import Flag, HeldRows, Ledger
 Positions = NDArray[np.int64]
 
 _LEAST = 8
-"""Fewest rows that sinks and pins must leave to the policy."""
+"""Minimum number of rows that sinks and pins must leave to the policy."""
 
 _USUAL_RESERVE, _OWN_ROWS = 400, 64
 
 _AT_ONCE = 1024
-"""Maximum number of ids read in one pass of several chunks; Ctrl-C is handled between passes."""
+"""Maximum number of ids in a forward pass that reads several chunks.
+
+Ctrl-C is handled only between passes.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """The limits that `settings` put on the held rows of one conversation.
+    """How many rows one conversation may hold in the cache, under its `settings`.
 
-    `context_length` is the budget of a policy that never evicts, and the hard bound of settings
-    that evict only between turns.
+    `context_length` is the model's, in tokens. It is the budget of a policy that never evicts, and
+    the maximum within a turn if rows are evicted only between turns.
     """
 
     settings: CacheSettings
@@ -49,7 +53,7 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """Maximum number of rows held: `budget`, or the context length if nothing is evicted."""
+        """Maximum number of rows held: the budget; `context_length` if the policy never evicts."""
         return self.context_length if self.unbounded else self.settings.budget
 
     @property
@@ -59,12 +63,15 @@ class Budget:
 
     @property
     def hard_bound(self) -> int:
-        """Maximum number of rows held at any time, even within a turn: budget or context length."""
+        """Maximum number of rows held at any time, even within a turn.
+
+        It is the budget, or the context length if rows are evicted only between turns.
+        """
         return max(self.total, self.context_length) if self.only_between_turns else self.total
 
     @property
     def reserve(self) -> int:
-        """Rows of the budget that are kept free for recall."""
+        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall."""
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
@@ -74,45 +81,51 @@ class Budget:
 
     @property
     def policy_budget(self) -> int:
-        """Maximum number of rows held outside the reserve."""
+        """Maximum number of rows held, recalled rows not counted: the budget minus the reserve."""
         return self.total - self.reserve
 
     @property
     def policy_bound(self) -> int:
-        """Maximum number of rows held outside the reserve at any time, also within a turn."""
+        """Maximum number of rows held at any time, even within a turn, without recalled rows."""
         return self.hard_bound - self.reserve
 
     @property
     def policy_rows(self) -> int:
-        """Number of held rows outside the reserve."""
+        """Number of rows held now, without the rows that recall has restored."""
         return self.ledger.held_count - len(self.ledger.recalled)
 
     @property
     def policy_positions(self) -> Positions:
-        """Stream positions [n], ascending, of the held rows outside the reserve."""
+        """Stream positions [n], ascending, of the held rows that are not recalled ones."""
         held, recalled = self.ledger.held_positions, self.ledger.recalled
         return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
 
     @property
     def sinks(self) -> int:
-        """Number of first tokens that always stay; 0 if the policy ignores sinks."""
+        """How many of the stream's first tokens always stay; 0 if the policy ignores sinks."""
         return self.settings.sinks if self.settings.policy.honours_sinks else 0
 
     @property
     def eviction_block(self) -> int:
-        """Rows to evict at once while generating; few enough that protected rows can stay."""
+        """Number of rows to evict at once when the cache is full while tokens are generated.
+
+        It is small enough that all protected rows can stay.
+        """
         return min(max(8, self.policy_budget // 16), self.most_protected())
 
     @property
     def chunk_size(self) -> int:
-        """Ids for which room is made at once: `evictable` / 4, at most `most_protected`."""
+        """Number of ids for which room is made at once, before they are read.
+
+        It is a quarter of `evictable`, but at most `most_protected`.
+        """
         return max(1, min(self.evictable() // 4, self.most_protected()))
 
     def max_prefill(self, pinned: bool) -> int:
-        """Maximum number of ids read in one pass: as many chunks as fit, but at least one.
+        """Maximum number of ids read in one forward pass: as many chunks as fit, at least one.
 
-        This number does not change what is evicted. Pinned ids are read one chunk at a time,
-        because they change the size of the next chunk.
+        The number has no influence on which tokens are evicted. If `pinned`, the ids become pins
+        and are read one chunk at a time, because pins change the size of the next chunk.
         """
         size = self.chunk_size
         if pinned or self.compacts_at_anchors:
@@ -121,24 +134,27 @@ class Budget:
         return size * max(1, free // size)
 
     def most_protected(self, at: Positions | None = None) -> int:
-        """Maximum number of protected rows in the current round: half of the room for new tokens.
+        """Maximum number of rows of the current round that are protected from eviction.
 
-        That room is `evictable`, or less by the policy's `newest_room`. `at` as in `evictable`.
+        It is half of the room for new tokens, which is the policy's `newest_room` of `evictable`
+        rows. The argument `at` is the same as in `evictable`.
         """
         return self.settings.policy.newest_room(self.evictable(at)) // 2
 
     def evictable(self, at: Positions | None = None) -> int:
-        """E: rows of the policy's budget that are neither sinks nor pins.
+        """E: the number of rows that the policy decides about: budget minus sinks, pins, reserve.
 
-        Pins are counted among the held rows, or among the rows at positions `at` if given.
+        The pins are those among the held rows or, if `at` is given, among the rows at these stream
+        positions.
         """
         pins = self.pins(self.ledger.held_positions if at is None else at)
         return max(_LEAST, self.policy_budget - self.sinks - pins)
 
     def enough_for(self, tokens: int) -> int | None:
-        """The least budget, a power of two, with which `evictable` is at least `tokens`.
+        """The smallest budget with which the policy decides about at least `tokens` rows.
 
-        At most the context length; None if that is not enough.
+        It is a power of two, or the context length if that is smaller; None if even the context
+        length is not enough.
         """
         size = _LEAST
         while size < self.context_length:
@@ -150,7 +166,10 @@ class Budget:
         return None
 
     def pins(self, at: Positions) -> int:
-        """Number of pinned rows at positions `at`, without sinks; 0 if the policy ignores pins."""
+        """How many of the rows at stream positions `at` are pinned, not counting sinks.
+
+        0 if the policy ignores pins.
+        """
         return int((self.pinned(at) & (at >= self.sinks)).sum())
 
     def pinned(self, at: Positions) -> NDArray[np.bool_]:
@@ -165,15 +184,19 @@ class Budget:
         return self.settings.policy.compacts_at_anchors
 
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
-        """End of the chunk that begins at `start`: just after its first anchor, at most `end`."""
+        """The index (exclusive) at which a chunk of ids that begins at index `start` must end.
+
+        It is `end`; but if the policy evicts rows after each anchor, and an anchor comes before
+        `end`, the chunk ends right after this anchor. `flags` are those of all ids to read.
+        """
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
         return end
 
     def visible_to_anchor(self) -> Tensor:
-        """Numbers [k] of held rows that the next anchor may see: its own sequence and the sinks.
+        """Numbers [k] of the held rows to which the next anchor may attend.
 
-        Equation (4) of Anchor-based LLMs, extended by the sinks, which precede all sequences.
+        These are the rows of its own sequence (equation (4) of Anchor-based LLMs) and the sinks.
         """
         held = self.ledger.held_positions
         anchors = np.flatnonzero(self.ledger.column("flags")[held] & Flag.ANCHOR)
@@ -181,7 +204,10 @@ class Budget:
         return torch.from_numpy(np.flatnonzero((held >= begins) | (held < self.sinks)))
 
     def check_pins(self, reachable: Positions, more: int) -> None:
-        """Raise SettingError if pins at `reachable` and `more` new pins leave too few rows."""
+        """Raise SettingError if there would be too many pins for the budget.
+
+        Counted are the pins among the rows at positions `reachable`, and `more` new pins.
+        """
         if self.unbounded or not self.settings.policy.honours_pins:
             return
         pins = self.pins(reachable)
@@ -194,10 +220,11 @@ class Budget:
             )
 
     def view(self, at: Positions, round: int | None) -> HeldRows:
-        """Rows at positions `at` [n] as the policy sees them, with the protected ones marked.
+        """The rows at stream positions `at` [n] as the policy sees them, protected rows marked.
 
-        Sinks and pins are protected, and, if the settings say so, the newest rows of the current
-        round `round`, at most `most_protected`. If `round` is None, no round is protected.
+        Protected are sinks, pins and, if the setting `protect` is on, the newest rows of the
+        current round, number `round`: at most `most_protected`. If `round` is None, only sinks and
+        pins are.
         """
         protected = (at < self.sinks) | self.pinned(at)
         if self.settings.protect and round is not None:
@@ -206,9 +233,10 @@ class Budget:
         return self.ledger.view(at, sinks=self.sinks, protected=protected)
 
     def choose(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """The policy's choice among `rows`, checked: row numbers [num_keep], int64, ascending.
+        """Let the policy choose which of the `rows` stay; returns their numbers [num_keep].
 
-        Raises SettingError for a policy that breaks its contract.
+        The numbers are int64 and ascending. Raises SettingError if the policy returns other
+        numbers, or not those of all protected rows.
         """
         chosen = self.settings.policy.keep(rows, num_keep)
         if not _is_choice(chosen, rows, num_keep):
@@ -220,25 +248,27 @@ class Budget:
 
 
 def usual_reserve(room: int) -> int:
-    """Number of rows that are reserved for recall if none is set; `room` as in `most_recalled`.
+    """Number of rows that are reserved for recall if `recall_n` is `auto`.
 
-    On SmolLM2 and facts in 4,000 tokens of real talk, more rows found more facts at any budget, up
-    to the three quarters that `most_recalled` allows; above 400, no more. But text was harder to
+    `room` is the number of rows of the budget that are neither sinks nor pins. With SmolLM2 and
+    facts in 4,000 tokens of real talk, a larger reserve found more facts at any budget, up to 400
+    rows or the three quarters of `room` that `most_recalled` allows. But text was harder to
     predict, by 0.06 nats a token, where only 25 rows were left to the policy.
     """
     return max(room // 4, min(3 * room // 4, room - _OWN_ROWS, _USUAL_RESERVE))
 
 
 def most_recalled(n: int, room: int) -> int:
-    """Size of the reserve for n recalled rows; `room` is the budget without sinks and pins.
+    """How many rows are reserved for recall if `n` are wanted: at most three quarters of `room`.
 
-    At most three quarters of `room`, because the conversation itself needs room to be read.
+    `room` is the number of rows of the budget that are neither sinks nor pins. The conversation
+    itself needs the last quarter to be read.
     """
     return max(0, min(n, 3 * room // 4, room - _LEAST))
 
 
 def _is_choice(rows: Tensor, held: HeldRows, num_keep: int) -> bool:
-    """Whether `rows` are `num_keep` ascending row numbers of `held`, with all protected rows."""
+    """Whether `rows` are `num_keep` ascending row numbers of `held`, with all protected ones."""
     if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
         return False
     if num_keep and not (int(rows[0]) >= 0 and int(rows[-1]) < len(held)):

@@ -1,6 +1,6 @@
-"""The rows that the cache holds: eviction, live switching, pins, undo, and recalled rows.
+"""Which tokens (rows) the cache holds: changed by eviction, other settings, pins, undo and recall.
 
-Every method that changes what is held returns what happened, as a list of records.
+Almost every method that changes what is held returns records of the evicted and restored rows.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NONE = np.zeros(0, np.int64)
 
 
 class CacheContents:
-    """Which rows of one conversation the cache holds, as the settings' policy decides.
+    """Decides, by the policy, which tokens of one conversation the cache holds; each is one row.
 
     Attributes:
-        budget: the arithmetic of the settings in force.
+        budget: the settings in force, and how many rows they allow.
         round: number of the current round, whose newest rows are protected.
     """
 
@@ -50,12 +50,12 @@ class CacheContents:
 
     @property
     def count(self) -> int:
-        """Number of rows in the cache."""
+        """Number of rows in the cache, recalled ones included."""
         return self._cache.length
 
     @property
     def recalled(self) -> int:
-        """Number of recalled rows in the cache."""
+        """Number of rows in the cache that recall has restored for this round."""
         return self.count - self.budget.policy_rows
 
     @property
@@ -70,13 +70,18 @@ class CacheContents:
         return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
 
     def view(self, round: int | None) -> HeldRows:
-        """The held rows outside the reserve, as the policy sees them; see `Budget.view`."""
+        """The held rows, except recalled ones, as the policy sees them.
+
+        Sinks and pins are marked as protected; unless `round` is None, so are the newest rows of
+        that round, if the setting `protect` is on.
+        """
         return self.view_of(self.budget.policy_positions, round)
 
     def view_of(self, at: Positions, round: int | None = None) -> HeldRows:
-        """Rows at positions `at` [n], with the statistics that the policy uses; see `Budget.view`.
+        """The rows at stream positions `at` [n], ascending, as the policy sees them.
 
-        `at` is ascending; the rows need not be held.
+        They include the key/value statistics that the policy uses. They need not be held. Protected
+        rows are marked as in `view`.
         """
         rows, wanted = self.budget.view(at, round), self.budget.settings.policy.key_value_stats
         if not (wanted and len(at)):
@@ -86,13 +91,16 @@ class CacheContents:
         return replace(rows, **columns)
 
     def note_pass(self) -> None:
-        """Note that a forward pass follows; `switch` can later restore the rows that it saw."""
+        """Note that a forward pass follows.
+
+        If `switch` later brings back the settings of this pass, it holds the same rows again.
+        """
         self._at_last_pass = None
 
     def make_room(self, count: int) -> list[EvictedRows]:
-        """Evict what the policy does not keep, so that `count` more rows fit in the hard bound.
+        """Evict rows, if necessary, so that `count` more fit in the cache; the policy chooses them.
 
-        Right after an anchor, also evict the rows that the policy's `reduce` does not keep.
+        Right after an anchor, first evict the rows that the policy's `reduce` does not keep.
         """
         budget, evicted = self.budget, list[EvictedRows]()
         flags = self._ledger.column("flags")
@@ -107,12 +115,11 @@ class CacheContents:
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Make room for the user turn `at` of `count` ids, and a reply of up to `max_new_tokens`.
+        """Evict rows before the user turn `at`, which has `count` ids, as the setting `evict` says.
 
-        Nothing is done if `evict` is "when-full".
-
-        If `evict` is "between-turns", only the rows above the budget are evicted, and the cache
-        grows to have room for the turn and the reply.
+        "when-full": none. "before-turn": so many that the turn and a reply of `max_new_tokens` fit
+        in the budget. "between-turns": only those above the budget; then the cache is enlarged for
+        the turn and the reply.
         """
         self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
@@ -129,11 +136,12 @@ class CacheContents:
         return evicted
 
     def next_evicted(self, *, in_round: bool) -> Positions:
-        """Positions [k], ascending, that would be evicted if room for a block were needed now.
+        """Stream positions [k], ascending, of the rows that will be evicted next.
 
-        `in_round` protects the current round's newest rows; without it, returns the rows that the
-        next round would evict. Empty while there is room for two blocks, or if nothing may be
-        evicted. If rows are evicted only between turns: the rows that the next turn would evict.
+        These are as many rows as are evicted at once. If `in_round` is true, the current
+        round's newest rows are protected; if false, they are not, as in the next round. Empty while
+        two blocks are free, or if nothing may be evicted. If rows are evicted only between turns,
+        these are the rows that the next turn will evict.
         """
         held, budget = self.view(self.round if in_round else None), self.budget
         block = budget.eviction_block
@@ -149,11 +157,12 @@ class CacheContents:
         return budget.policy_positions[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
-        """Change the settings; then hold the rows that they choose from all held or archived ones.
+        """Change the settings; then hold the rows that the new policy chooses.
 
-        If the settings are again those of the last forward pass, exactly the rows that it saw are
-        held. `pins` is the number of rows about to be pinned. Raises SettingError, changing
-        nothing, if sinks and pins leave too little room.
+        The policy chooses from all held or archived rows. But if `settings` are again those of the
+        last forward pass, exactly the rows of that pass are held. `pins` is the number of rows that
+        the caller will pin next. Raises SettingError, changing nothing, if sinks and pins leave too
+        little room.
         """
         before, self.budget = self.budget, replace(self.budget, settings=settings)
         try:
@@ -175,7 +184,7 @@ class CacheContents:
         return moves
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
-        """Pin or unpin held or archived rows, then choose anew which of all rows to hold.
+        """Pin (or unpin) rows, then let the policy choose again from all held or archived rows.
 
         Raises SettingError, changing nothing, if the pins would leave too little room.
         """
@@ -193,9 +202,9 @@ class CacheContents:
         return self._hold(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict these rows, except sinks; they are not restored.
+        """Evict these rows, except sinks, and do not restore them later.
 
-        With `excluded` False, they can be restored again, and nothing is evicted.
+        If `excluded` is False, nothing is evicted, and the rows can be restored again.
         """
         positions = positions[positions >= self.budget.sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
@@ -209,7 +218,7 @@ class CacheContents:
         return self._hold(Selection(held, recalled, self._layers))
 
     def check_pins(self, more: int) -> None:
-        """Raise SettingError if the pins and `more` pinned rows would leave too little room."""
+        """Raise SettingError if the present pins and `more` new ones leave too little room."""
         if not self.budget.unbounded:
             self.budget.check_pins(self._store.reachable(), more)
 
@@ -222,11 +231,12 @@ class CacheContents:
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
     ) -> CacheUpdate:
-        """Go back to a checkpoint; choose rows anew if those held then no longer fit the settings.
+        """Go back to the checkpoint `to`, with the recalled rows of `selection`, and round `round`.
 
-        Rows are pinned as they were then; with `keep_pins`, rows pinned now also stay pinned, and
-        are held. Raises LookupError, changing nothing, if a row that was held then is neither held
-        nor archived.
+        The rows of the checkpoint are held; if they do not fit the present settings, the policy
+        chooses from all rows. The pins are those of the checkpoint; with `keep_pins`, present pins
+        stay, too, and are held. Raises LookupError, changing nothing, if a row of the checkpoint is
+        neither held nor archived.
         """
         self._cache.grow_to(len(to.held))
         self._store.undo(to)
@@ -245,7 +255,10 @@ class CacheContents:
         return []
 
     def fill_reserve(self, found: SearchResult) -> CacheUpdate:
-        """Fill the reserve with the best rows found; rows recalled earlier are evicted."""
+        """Restore the rows with the best scores in `found`, as many as are reserved for recall.
+
+        Rows that were recalled earlier are evicted.
+        """
         recall, own = self.budget.settings.recall, self.budget.policy_positions
         if recall is None:
             return []
@@ -257,20 +270,20 @@ class CacheContents:
         return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
 
     def clear_reserve(self) -> CacheUpdate:
-        """Evict all recalled rows, so that the reserve is empty."""
+        """Evict all recalled rows."""
         if not self.recalled:
             return []
         return self._hold(Selection(self.budget.policy_positions, _NONE))
 
     def erase(self, positions: Positions) -> None:
-        """Erase rows from cache and archive, with all that the ledger knows of them."""
+        """Delete these rows from cache and archive, and what the ledger knows of their tokens."""
         self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
         self._at_last_pass = None
 
     def _after_switch(self, before: CacheSettings) -> Selection:
-        """Which rows to hold after a switch from the settings `before`."""
+        """Which rows to hold now that the settings have changed from `before`."""
         budget, last = self.budget, self._at_last_pass
         now = budget.settings
         if last is not None and last[0] == now and self._store.has(last[1].held):
@@ -282,7 +295,7 @@ class CacheContents:
         return self._choice()
 
     def _choice(self) -> Selection:
-        """The rows that the policy keeps from all held or archived ones; the reserve is empty."""
+        """The rows that the policy chooses from all held or archived ones; none are recalled."""
         reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
             rows = budget.settings.policy.reduce(self.view_of(reachable, None))
@@ -296,7 +309,7 @@ class CacheContents:
         return Selection(reachable[chosen.numpy()], _NONE)
 
     def _hold(self, selection: Selection) -> CacheUpdate:
-        """Hold exactly these rows."""
+        """Hold exactly the rows of `selection`; returns what was evicted and restored."""
         gone, came = _NONE, _NONE
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)
@@ -311,7 +324,10 @@ class CacheContents:
         return moves
 
     def _insert(self, layers: tuple[Positions, ...]) -> None:
-        """Write each layer's own recalled rows into the reserved slots, which follow the sinks."""
+        """Insert each layer's own recalled rows into the cache, right after the sinks.
+
+        `layers[i]` are the stream positions of layer i's rows. Rows inserted earlier are removed.
+        """
         if layers is self._layers:
             return
         self._layers = layers
@@ -322,11 +338,11 @@ class CacheContents:
             self._cache.remove_inserted()
 
     def _keep(self, num_keep: int) -> EvictedRows:
-        """Evict all rows outside the reserve except `num_keep`; recalled rows stay."""
+        """Evict all rows except recalled rows and `num_keep` rows that the policy chooses."""
         return self._keep_rows(self.budget.choose(self.view(self.round), num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
-        """Evict all rows outside the reserve except `rows` [k]; recalled rows stay."""
+        """Evict all rows except recalled rows and those with the numbers `rows` [k] in `view`."""
         ledger = self._ledger
         if len(ledger.recalled):
             stays = np.union1d(self.budget.policy_positions[rows.numpy()], ledger.recalled)

@@ -1,11 +1,12 @@
 """The engine: reads ids, generates ids, and holds the cache within its budget. Ids only, no text.
 
-Let E be the rows of the budget that the policy decides about: all but sinks, pins and the reserve
-for recall. Ids are read in chunks of at most E/4, or less if the policy gives less room to the
-newest tokens, and room for a chunk is made before it is read. While generating, room is made in
-blocks, when the cache is full. So `resident <= budget` after every forward pass, unless rows are
-evicted only between turns (`evict`). The carried logits are those after the last token read; they
-predict the next token.
+Let E be the number of cache rows (one per token) that the policy decides about: the budget without
+sinks, pins and the rows reserved for recall. Ids are read in chunks of at most E/4, or less if the
+policy gives less room to the newest tokens; before a chunk is read, tokens are evicted to make room
+for it. While tokens are generated, a block of rows is evicted whenever the cache is full. So the
+cache never has more rows than the budget after a forward pass, unless the setting `evict` is
+`between-turns`. The carried logits are those after the last token read; they predict the next
+token.
 """
 
 from __future__ import annotations
@@ -42,22 +43,21 @@ from sirchat.memory.segments import Rows
 
 
 class Engine:
-    """One conversation's cache, ledger and carried logits.
+    """Reads and generates the ids of one conversation; has its KV cache and its ledger.
 
     Attributes:
-        ledger: one row per token ever read.
+        ledger: the table of tokens: one row per token ever read.
         cache: the KV cache.
-        store: moves rows between cache and archive.
-        contents: which rows the cache holds: evicts, switches settings, pins, excludes, erases.
-        reader: forward passes; scores continuations.
+        store: moves keys and values between cache and archive.
+        contents: decides which tokens the cache holds: evicts, changes settings, pins, erases.
+        reader: runs forward passes; scores continuations.
 
     Args:
-        model: reads ids over a cache.
+        model: the model that reads the ids.
         settings: policy, budget and so on; `contents.switch` changes them.
-        seed: seeds the arrival keys and random policies.
-        ends_sequence: whether an id ends a sequence, for the policy `anchor`.
-        continues_word: whether an id belongs to the word of the id before it, given as
-            (previous id, id).
+        seed: seed of the random numbers of tokens and policies.
+        ends_sequence: returns whether an id ends a sequence, for the policy `anchor`.
+        continues_word: called as (previous id, id), returns whether both belong to one word.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Engine:
 
     @property
     def budget(self) -> int:
-        """Maximum number of rows held: `budget`, or the context length if nothing is evicted."""
+        """Maximum number of tokens held; for a policy that never evicts, the context length."""
         return self.contents.budget.total
 
     @property
     def resident(self) -> int:
-        """Number of rows in the cache."""
+        """Number of tokens held in the cache now."""
         return self.cache.length
 
     @property
@@ -104,9 +104,11 @@ class Engine:
     def feed(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
     ) -> Iterator[ReadProgress | EvictedRows]:
-        """Read ids, several at a time; the engine is in a consistent state at every yield.
+        """Read the ids of turn `at`; yields a record after each eviction and each part read.
 
-        Raises ContextFullError, with nothing read, if they do not fit and nothing may be evicted.
+        If `pinned`, the tokens are protected from eviction. The engine is in a consistent state at
+        every yield, so the caller may stop there. Raises ContextFullError, before any id is read,
+        if the ids do not fit and nothing may be evicted.
         """
         self.contents.round = at.round
         self.require(len(ids))
@@ -135,12 +137,14 @@ class Engine:
         interrupted: Callable[[], bool] = lambda: False,
         lookup: PromptLookup | None = None,
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Generate until a stop id, `max_new_tokens` or an interrupt; the last record names it.
+        """Generate tokens; yields one record for each, and one for each eviction.
 
-        With a `lookup`, all tokens of one guess are computed in one forward pass.
+        Ends at a stop id, after `max_new_tokens`, or when `interrupted` returns true; the last
+        record, `Stopped`, says which. If a `lookup` is given, all tokens that it guesses at once
+        are computed in one forward pass.
 
-        Raises ContextFullError if nothing may be evicted and fewer than `closing` rows, which the
-        end of the turn needs, would stay free.
+        Raises ContextFullError if nothing may be evicted and fewer than `closing` rows would stay
+        free for the ids that end the turn.
         """
         self.contents.round = at.round
         self.reader.drop_ahead()
@@ -169,12 +173,18 @@ class Engine:
 
     @property
     def _may_look_ahead(self) -> bool:
-        """Whether guesses may be computed: not if attention is counted or anchors evict rows."""
+        """Whether guessed tokens may be computed in advance.
+
+        They may not if attention is recorded, or if the policy evicts rows after each anchor.
+        """
         budget = self.contents.budget
         return self.settings.attention_stats is None and not budget.compacts_at_anchors
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
-        """Compute `token_id` and up to `most` guesses, unless the last guess has it next."""
+        """Compute the logits after `token_id` and after up to `most` guessed tokens, in one pass.
+
+        Does nothing if `token_id` is the next token of the last guess, or if nothing is guessed.
+        """
         if self.reader.is_ahead(token_id):
             return
         used = self.reader.drop_ahead()
@@ -192,9 +202,10 @@ class Engine:
         return self.contents.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
     def close_round(self) -> None:
-        """Apply the decay after a round: a fixed one to all rows, `auto` only to older rounds.
+        """End a round: multiply the scores of earlier tokens by the setting `decay`.
 
-        Before that, the round's held rows are read once more if the policy asks for it.
+        A fixed decay applies to all tokens, the decay `auto` only to those of older rounds. Before
+        that, if the policy needs it, the round's held tokens are read a second time.
         """
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
@@ -209,18 +220,19 @@ class Engine:
             ledger.close_round(factor, spared=self.contents.round)
 
     def checkpoint(self) -> EngineCheckpoint:
-        """The present state, at the beginning of a turn, for `undo`."""
+        """Return the present state, for `undo`; call this at the beginning of a turn."""
         selection = self.contents.selection
         return EngineCheckpoint(
             self.store.checkpoint(), self.logits, self.contents.round, selection
         )
 
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
-        """Go back to a checkpoint: undo all that was read or pinned since; the settings stay.
+        """Go back to the checkpoint `to`: undo all that was read or pinned since.
 
-        With `keep_pins`, rows pinned now stay pinned and held. Returns the rows evicted or restored
-        because settings or pins have changed. Raises LookupError, changing nothing, if a row
-        that was held then is neither held nor archived.
+        The present settings stay. With `keep_pins`, present pins stay, too, and are held. If the
+        settings or pins differ from those of the checkpoint, other rows may be held; returns which
+        were evicted or restored for this. Raises LookupError, changing nothing, if a row that the
+        checkpoint held is neither held nor archived now.
         """
         moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
@@ -229,7 +241,7 @@ class Engine:
         return moves
 
     def save(self) -> EngineState:
-        """All that a saved conversation needs to continue, except keys and values."""
+        """Return all that a saved conversation needs to continue, except keys and values."""
         ledger, logits = self.ledger, self.logits
         return EngineState(
             rows=ledger.rows(),
@@ -252,9 +264,10 @@ class Engine:
 
         Args:
             saved: state that `save` returned.
-            rows: keys and values; where they are None or incomplete, the held ids are read anew.
+            rows: saved keys and values. If they are None, or lack a held token, they are computed
+                anew by reading all held ids.
             device: device of the cache.
-            attention: attention that was counted for `rows`.
+            attention: the attention that the tokens of `rows` had received.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
         self.ledger.unknown_surprisal, self.contents.round = saved.unknown_surprisal, saved.round
@@ -268,12 +281,16 @@ class Engine:
             self.reader.read_again(self._held_ids(), saved.held, stats)
 
     def require(self, count: int) -> None:
-        """Raise ContextFullError if `count` more rows do not fit and nothing may be evicted."""
+        """Raise ContextFullError if `count` more tokens can't be read.
+
+        That is so if they do not fit and nothing may be evicted, or if positions are those of the
+        stream and would exceed the model's context length.
+        """
         self.contents.require(count)
         if self.cache.in_stream and self.ledger.seen + count > self._model.context_length:
             raise ContextFullError(
-                f"the model's context is full: {self.ledger.seen} tokens read, and positions are "
-                "those of the stream",
+                f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
+                "stream, evicted tokens count, too",
                 hint="/set positions cache lets the chat go on",
             )
 
@@ -282,7 +299,7 @@ class Engine:
         return ids
 
     def _said_ids(self, count: int) -> list[int]:
-        """The newest `count` held ids, without the chat template's; all if `count` is 0."""
+        """The newest `count` held ids, without those of the chat template; all if `count` is 0."""
         held = self.ledger.held_positions
         said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
         ids: list[int] = self.ledger.column("token_id")[said].tolist()

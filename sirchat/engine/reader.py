@@ -1,4 +1,7 @@
-"""Reads ids into a cache and a ledger: forward passes, surprisal, and the carried logits."""
+"""Reads token ids: runs forward passes, and adds the tokens to the KV cache and the ledger.
+
+The logits after the last token read are stored; they give the next token's surprisal.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +30,26 @@ from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
-"""Maximum bytes of logits, or of a counted layer's attention weights, in one pass (float32)."""
+"""Maximum size in bytes, in one forward pass, of the logits, and of one layer's attention weights.
+
+Numbers are counted as float32.
+"""
 
 
 class CausalModel(AttendingModel, Protocol):
-    """What the engine needs from a model."""
+    """The properties and methods that the engine needs from a model."""
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model was made for."""
+        """The model's maximum context length, in tokens."""
 
     @property
     def vocab_size(self) -> int:
-        """Width V of the logits."""
+        """Number V of logits for one token: the size of the vocabulary."""
 
     @property
     def window(self) -> int | None:
-        """Width of the sliding-window layers, in held rows; None without such layers."""
+        """How many rows of the cache its sliding-window layers see; None without such layers."""
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
@@ -58,7 +64,10 @@ class CausalModel(AttendingModel, Protocol):
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> Tensor:
-        """Read ids [m] after the cache's rows; returns logits [m, V]: see `LoadedModel.forward`."""
+        """Run ids [m] through the model, after the rows of `cache`; returns the logits [m, V].
+
+        For the arguments see `LoadedModel.forward`.
+        """
 
     def read(
         self,
@@ -70,10 +79,16 @@ class CausalModel(AttendingModel, Protocol):
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> PassResult:
-        """Like `forward`, but returns only the surprisal of the ids and the last logits."""
+        """Run ids [m] through the model, after the rows of `cache`, like `forward`.
+
+        Returns less: the surprisals of the ids, and the logits after the last id.
+        """
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """A context manager to use around each of several long passes; they share some work."""
+        """A context manager to use around each of several long passes, which then run faster.
+
+        Work that is the same for all of them is done once.
+        """
 
 
 @dataclass(frozen=True)
@@ -89,17 +104,18 @@ class PrefillChunk:
         return len(self.ids)
 
     def part(self, start: int, end: int) -> PrefillChunk:
-        """The ids numbered `start` to `end` - 1, as a chunk."""
+        """The ids numbered `start` to `end` - 1, with their roles and flags, as a new chunk."""
         at = slice(start, end)
         return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
 @dataclass(eq=False)
 class _Ahead:
-    """Guessed next ids: their rows are written after the cache's rows, but do not count yet.
+    """Guessed next ids [m], with the logits that the model computed in case the guess is right.
 
-    `logits` [m, V] are the logits after each id, `scores` [m] the learned scores of the ids,
-    `start` is the row of the first id, and `used` is the number of ids that have been read since.
+    Their rows are in the cache's buffers after the held rows, but are not held. `logits` [m, V]
+    are the logits after each id, `scores` [m] the learned scores of the ids, `start` is the slot of
+    the first id, and `used` is how many of the ids have turned out right and have been read.
     """
 
     ids: Sequence[int]
@@ -110,11 +126,11 @@ class _Ahead:
 
 
 class Reader:
-    """Reads ids for one conversation.
+    """Reads the ids of one conversation into its cache and its ledger.
 
     Attributes:
-        logits: raw logits [V] for the next token, computed when the last token was read; later
-            evictions do not change them. None before the first token.
+        logits: raw logits [V] for the next token, computed when the last token was read. Evictions
+            do not change them. None before the first token.
     """
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
@@ -124,9 +140,10 @@ class Reader:
         self._ahead: _Ahead | None = None
 
     def look_ahead(self, ids: Sequence[int]) -> None:
-        """Compute the logits after each of ids [m], in case they are read next; does not read them.
+        """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
-        The cache must have room for the ids. Reading any other id discards what was computed.
+        They do not count as read. The cache must have room for them. When another id is read, the
+        computed logits are discarded.
         """
         scores: list[float] = []
         positions = self._next(len(ids))
@@ -144,7 +161,10 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Discard the ids of `look_ahead`; returns how many of them were read; None without ids."""
+        """Discard what `look_ahead` has computed.
+
+        Returns how many of its ids have been read since; None if nothing had been computed.
+        """
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead.used
 
@@ -154,13 +174,15 @@ class Reader:
         visible_to_anchor: Callable[[], Tensor] | None = None,
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read a chunk in passes that fit the memory; the cache must have room for its rows.
+        """Read a chunk, in as many forward passes as the memory requires.
+
+        The cache must have room for the chunk's rows.
 
         Args:
-            chunk: what is read.
-            visible_to_anchor: gives the held rows [k] that the last id sees if it is an anchor;
-                None if an anchor sees all rows like any other token.
-            stats: which attention is counted; None for none.
+            chunk: the ids to read.
+            visible_to_anchor: returns the numbers [k] of the held rows to which the chunk's last id
+                attends, if it is an anchor; None if anchors attend to all rows like other tokens.
+            stats: which attention is recorded; None for none.
         """
         start = 0
         with self._tracker(stats) as tracker:
@@ -186,7 +208,10 @@ class Reader:
         positions: NDArray[np.int64],
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read ids [n] into the cache again; the ledger already has them, at stream `positions`."""
+        """Compute the keys and values of `ids` [n] again, into an empty cache.
+
+        The ledger already has these tokens, at stream `positions` [n].
+        """
         self._cache.grow_to(len(ids))
         start = 0
         with self._tracker(stats) as tracker:
@@ -202,11 +227,12 @@ class Reader:
                 start += len(part)
 
     def repeat(self, rows: Tensor, layers: int, most: int) -> None:
-        """Read held row numbers `rows` [k] again after all others; record the attention they get.
+        """Read the tokens of the held rows `rows` [k] a second time, after all held rows.
 
-        Nothing else changes. At most `most` ids are read at a time; `layers` is the number of
-        layers that count, 0 for all. If keys have stream positions, reading stops before a position
-        exceeds the model's context.
+        Only the attention that these rows receive from this reading is recorded (see
+        `RepeatAttention`), from `layers` layers, 0 for all; the new rows are not held. At most
+        `most` ids are read in one pass. If keys have stream positions, reading stops before a
+        position exceeds the model's context length.
         """
         held = self._ledger.held_positions
         ids = self._ledger.column("token_id")[held]
@@ -230,17 +256,18 @@ class Reader:
     def attention_from(
         self, rows: Tensor, visible: NDArray[np.bool_]
     ) -> NDArray[np.float64] | None:
-        """Mean attention [n] that each held row gets when some rows are read once more.
+        """The mean attention [n] that each held row gets from the tokens of some rows.
 
-        They are read at their own positions, so that each sees itself and what was before it. No
-        state changes, but the cache may get larger. The mean is over heads, layers and queries.
+        For this, the tokens of `rows` are read again at their own positions, so that each attends
+        to itself and the rows before it. The mean is over heads, layers and queries. Nothing else
+        changes, but the cache's buffers may grow.
 
         Args:
-            rows: held row numbers [k], ascending, not empty.
-            visible: [n], which of the held rows may be seen.
+            rows: numbers [k] of the held rows to read again, ascending; at least one.
+            visible: mask [n] of the held rows that may receive attention.
 
         Returns None if the model exposes no attention weights, or if its sliding-window layers do
-        not see all of the cache.
+        not see the whole cache.
         """
         cache, held = self._cache, self._ledger.held_positions
         ids, shared = self._ledger.column("token_id")[held], torch.arange(len(held))
@@ -275,10 +302,11 @@ class Reader:
     def score_continuations(
         self, alternatives: Sequence[Sequence[int]]
     ) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each alternative's ids as the next tokens; no state changes.
+        """The log-probabilities of each alternative's ids, if they were the next tokens.
 
-        All alternatives are read in one forward pass in which none sees another, or in one pass
-        each if the model has sliding-window layers. No row stays, but the cache may get larger.
+        All alternatives are read in one forward pass, in which none attends to another; if the
+        model has sliding-window layers, in one pass each. Nothing changes, but the cache's buffers
+        may grow.
         """
         first = self.logits
         if first is None or not all(alternatives):
@@ -301,7 +329,10 @@ class Reader:
         return tuple(scores)
 
     def _forward_apart(self, alternatives: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [m, V] of all alternatives' ids, in order; none sees the ids of another."""
+        """The logits [m, V] after all m ids of the alternatives, in order.
+
+        No alternative attends to the ids of another.
+        """
         held, sizes = self._cache.length, [len(one) for one in alternatives]
         ids = [token_id for one in alternatives for token_id in one]
         if len([size for size in sizes if size]) == 1:
@@ -320,9 +351,10 @@ class Reader:
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> PassResult:
-        """Read ids [m]; if row numbers `visible` are given, the last id sees no other held rows.
+        """Run ids [m] through the model, or use the logits that `look_ahead` has computed.
 
-        If a list `scores` is given, the learned score of each id is added to it.
+        If `visible` is given, the last id attends only to the held rows with these numbers, and to
+        itself. If a list `scores` is given, the learned score of each id is added to it.
         """
         if len(ids) == 1 and observer is None and visible is None and self.is_ahead(ids[0]):
             assert self._ahead is not None
@@ -354,15 +386,18 @@ class Reader:
         return AttentionTracker(stats, self._model, self._cache, self._ledger)
 
     def _pass_size(self, count: int, tracker: AttentionTracker) -> int:
-        """How many of `count` ids one forward pass has memory for."""
+        """How many of `count` ids to read in one forward pass, so that the memory suffices."""
         return tracker.rows_within(min(count, self._rows_per_pass), PASS_BYTES)
 
     def _in_stream(self, positions: Sequence[int]) -> Sequence[int] | None:
-        """These stream positions, or None if keys are rotated to cache slots instead."""
+        """The `positions`, if keys are rotated to stream positions; None if to cache slots."""
         return positions if self._cache.in_stream else None
 
     def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
-        """Commit a chunk that was read; the carried logits give the first id's surprisal."""
+        """Add the ids of `chunk`, which the model has read, to the held rows and to the ledger.
+
+        `found` has their surprisals, except the first id's, which is computed from the old logits.
+        """
         ids = list(chunk.ids)
         with torch.inference_mode():
             nats = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]
@@ -382,7 +417,7 @@ class Reader:
 
 
 def _continuation(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
-    """The score of ids [m], given the logits [m, V] that predict them."""
+    """The log-probabilities of ids [m], from the logits [m, V] that predict them."""
     with torch.inference_mode():
         wanted = torch.tensor(ids, device=logits.device)
         greedy = bool((logits.argmax(-1) == wanted).all())

@@ -1,4 +1,4 @@
-"""What goes into the engine and comes out of it: settings, records, checkpoints, saved state."""
+"""Types of what the engine takes and returns: settings, records, checkpoints, saved state."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The settings of the cache, its policy, its archive and recall.
+    """The settings of the KV cache, its eviction policy, its archive and recall.
 
     Attributes:
-        policy: chooses the rows that stay.
+        policy: chooses the tokens (rows) that stay in the cache.
         budget: maximum number of rows held.
         sinks: number of first tokens of the stream that always stay.
-        decay: factor on surprisal and attention when a round closes; None for the automatic decay.
-        archive: maximum number of bytes that the archive may take; 0 for no archive.
-        folder: folder for full segments of the archive; None for RAM.
-        protect: whether the newest E/2 rows of the current round are protected from eviction; the
-            policy decides about E rows (see `engine.budget`).
+        decay: factor that multiplies surprisal and attention at the end of each round; None for the
+            automatic decay.
+        archive: maximum size of the archive in bytes; 0 for no archive.
+        folder: folder of the archive's files; None to keep the archive in RAM.
+        protect: whether the newest E/2 rows of the current round are protected from eviction; E is
+            the number of rows that the policy decides about (see `engine.budget`).
         evict: when rows are evicted. "when-full": whenever room is needed. "before-turn": when a
             user turn arrives, for the turn and its whole reply; otherwise only to stay within the
             budget. "between-turns": when a user turn arrives, down to the budget, which the turn
             and its reply may then exceed (SirLLM's Algorithm 1); otherwise only to stay within the
             model's context length.
-        in_stream: whether a key's position is its place in the stream, which can then be no longer
-            than the model's context; otherwise it is the key's slot in the cache.
+        in_stream: True: a token's position is its stream position, so the stream can't be longer
+            than the model's context. False: the position is the token's slot in the cache.
         recall: how archived rows are restored for a turn; None for no recall.
-        count_attention: whether attention is counted even if the policy does not use it.
+        count_attention: whether attention is recorded even if the policy does not use it.
     """
 
     policy: Policy
@@ -56,14 +57,14 @@ class CacheSettings:
 
     @property
     def attention_stats(self) -> AttentionStatsConfig | None:
-        """Which attention is counted; None for none."""
+        """Which attention weights are recorded; None for none."""
         default = AttentionStatsConfig() if self.count_attention else None
         return self.policy.attention_stats or default
 
 
 @dataclass(frozen=True)
 class TurnRef:
-    """Numbers of the turn and the round that ids belong to."""
+    """The numbers of the turn and of the round that some ids belong to."""
 
     turn: int
     round: int
@@ -71,7 +72,7 @@ class TurnRef:
 
 @dataclass(frozen=True)
 class ReadProgress:
-    """`done` of `total` ids have been read."""
+    """How far the reading of a turn is: `done` of `total` ids have been read."""
 
     done: int
     total: int
@@ -79,7 +80,10 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class EvictedRows:
-    """Rows at these stream positions were evicted; `resident` rows stay; `seen` tokens are read."""
+    """The tokens at these stream positions were evicted.
+
+    Now `resident` tokens are held; `seen` tokens have been read in all.
+    """
 
     positions: Positions
     resident: int
@@ -88,7 +92,10 @@ class EvictedRows:
 
 @dataclass(frozen=True)
 class RestoredRows:
-    """Archived rows at these stream positions are held again; other fields as in `EvictedRows`."""
+    """The tokens at these stream positions were restored from the archive.
+
+    Now `resident` tokens are held; `seen` tokens have been read in all.
+    """
 
     positions: Positions
     resident: int
@@ -97,7 +104,10 @@ class RestoredRows:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One generated token, already in the cache; surprisal in nats, before temperature."""
+    """One generated token, which is already in the cache, at stream position `position`.
+
+    `surprisal` is in nats, from the logits before temperature and penalties.
+    """
 
     id: int
     position: int
@@ -106,7 +116,10 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Why generation ended: a stop id (which is not in the cache), the length, or an interrupt."""
+    """Why generation ended: at a stop id, at the maximum length, or by an interrupt.
+
+    The stop id is not in the cache.
+    """
 
     reason: Literal["stop", "length", "interrupt"]
     stop_id: int | None = None
@@ -114,12 +127,12 @@ class Stopped:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely some ids are as the next tokens.
+    """How likely it is that some ids are the next tokens.
 
     Attributes:
-        ids: at least one.
+        ids: the ids; at least one.
         log_probabilities: natural logarithms, one for each id.
-        greedy: whether each id is the most likely one at its place.
+        greedy: whether every id is the most likely one at its place.
     """
 
     ids: tuple[int, ...]
@@ -129,9 +142,10 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Archived candidates at `positions` [n], ascending, and their scores [n].
+    """The archived tokens that a search has scored, at stream `positions` [n], with `scores` [n].
 
-    `layers` has each layer's scores [layers, n] if the recall scope is `layer`; else None.
+    `positions` are ascending. `layers` are the scores of each layer [layers, n], if the setting
+    `recall_scope` is `layer`; else None.
     """
 
     positions: Positions
@@ -141,13 +155,13 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows the cache holds.
+    """Which tokens (rows) the cache holds.
 
     Attributes:
-        held: stream positions [n], ascending.
-        recalled: the positions among `held` that are in the reserve for recall.
-        layers: for each layer, the positions of its own recalled rows; empty unless the recall
-            scope is `layer`.
+        held: stream positions [n], ascending, of the rows that all layers hold.
+        recalled: those of `held` that were restored by recall for this round.
+        layers: for each layer, the positions of the recalled rows that only this layer holds; empty
+            unless the setting `recall_scope` is `layer`.
     """
 
     held: Positions
@@ -157,7 +171,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class EngineCheckpoint:
-    """The engine's state at the beginning of a turn, for undo, with the carried logits [V]."""
+    """The engine's state at the beginning of a turn; `Engine.undo` goes back to it.
+
+    `logits` [V] are those for the next token.
+    """
 
     cache: CacheCheckpoint
     logits: Tensor | None
@@ -170,12 +187,12 @@ class EngineState:
     """All that a saved conversation needs to continue, except keys and values.
 
     Attributes:
-        rows: the ledger's rows [seen], as `memory.ledger.ROW`.
+        rows: the ledger's rows [seen], structured as `memory.ledger.ROW`.
         held: stream positions [n] of the held rows, ascending.
-        log_decay, unknown_surprisal: as in the ledger.
+        log_decay, unknown_surprisal: the ledger's attributes with these names.
         logits: raw logits for the next token, float32 [V].
         round: number of user turns so far.
-        recalled: positions among `held` that were recalled for the last round.
+        recalled: those of `held` that were recalled for the last round.
     """
 
     rows: NDArray[np.void]

@@ -1,4 +1,4 @@
-"""Chooses the next token from logits, and guesses several from what was said before."""
+"""Chooses the next token from logits, and guesses several next tokens from earlier text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy. Same seed and chat give the same tokens."""
+    """Sampling parameters; temperature 0 always takes the most likely token.
+
+    The same seed gives the same tokens in the same chat.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -38,7 +41,10 @@ class Sampling:
 
 
 class Sampler:
-    """Picks one token from logits; each number `attempt` of a repeated try draws other tokens."""
+    """Picks the next token from logits.
+
+    `attempt` counts the repeated replies to the same message: each gets other random numbers.
+    """
 
     def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
         self._sampling = sampling
@@ -49,10 +55,10 @@ class Sampler:
         """The next token id.
 
         Args:
-            logits: [V], raw.
-            said_ids: for the repetition penalty; called with a number, it returns so many of the
-                newest ids that the model sees, without the chat template's; with 0, all.
-            position: stream position of the next token; the random draw depends on it.
+            logits: raw logits [V].
+            said_ids: for the repetition penalty. Called with a number, it returns so many of the
+                newest ids in the cache, without those of the chat template; called with 0, all.
+            position: stream position of the next token; the random number depends on it.
 
         Raises ModelError if the logits are NaN, as after a division by zero.
         """
@@ -75,7 +81,7 @@ class Sampler:
 
 
 class FixedIds(Sampler):
-    """Picks given ids, one after another, whatever the logits are."""
+    """A sampler that picks the given ids, one after another, whatever the logits are."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._left = list(reversed(ids))
@@ -122,7 +128,10 @@ _LONGEST_REST = 256  # tokens
 
 
 class PromptLookup:
-    """Guesses the next tokens of one reply; after wrong guesses it pauses, each time longer."""
+    """Guesses the next tokens of one reply: those that followed the same tokens in earlier text.
+
+    After a wrong guess it makes none for some tokens; each wrong guess in a row doubles this pause.
+    """
 
     def __init__(self) -> None:
         self._least = _LONG
@@ -130,7 +139,10 @@ class PromptLookup:
         self._next_rest = 8
 
     def guess(self, ids: NDArray[Any], token_id: int, most: int) -> list[int]:
-        """Guess at most `most` tokens that follow `ids` [seen] and `token_id`; may be empty."""
+        """Guess the tokens that follow `ids` [seen] and `token_id`: at most `most`, perhaps none.
+
+        `ids` are all ids of the stream.
+        """
         if self._rest:
             self._rest -= 1
             return []
@@ -145,7 +157,7 @@ class PromptLookup:
         return guessed if len(guessed) >= _PAYS else []
 
     def learn(self, right: int) -> None:
-        """Note how many tokens of a guess were right."""
+        """Note that the first `right` tokens of the last guess were right; later guesses adapt."""
         self._least = _MATCH if right >= _PAYS else _LONG
         if right >= _PAYS:
             self._next_rest = 8
@@ -155,9 +167,10 @@ class PromptLookup:
 
 
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """Find where the newest tokens occurred before; returns the index after them, and their number.
+    """Find the longest run of tokens at the end of `ids` that also occurs earlier in `ids`.
 
-    The longest match is chosen, the newest of equal ones; (0, 0) if fewer than three tokens match.
+    Returns the index right after its newest earlier occurrence, and its length (at most eight);
+    (0, 0) if fewer than three tokens match.
     """
     ends = np.flatnonzero(ids[:-1] == ids[-1])
     ends = ends[ends >= _MATCH - 1]

@@ -1,9 +1,9 @@
-"""Searches the archive for the rows that a turn needs.
+"""Searches the archive of evicted tokens for those that a turn needs.
 
-The turn is read once to search, and this reading is undone: cache, ledger, archive and random
-numbers are as before. Then the found rows are put into the reserve, and the turn is read again, now
-with these rows in the cache. With `query: recent`, and for retrievers that don't need the turn,
-nothing is read to search.
+To search, the turn is read once, and this reading is undone: cache, ledger, archive and random
+numbers are as before. Then the found tokens are restored to the cache rows that are reserved for
+recall, and the turn is read again. If the setting `recall_query` is `recent`, or the retriever
+compares words alone, nothing is read to search.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def search(
     at: TurnRef,
     words: NDArray[np.float64] | None = None,
 ) -> SearchResult | None:
-    """Score the archived rows for a turn; the engine's state is the same afterwards.
+    """Score the archived tokens for a turn; the engine's state is the same afterwards.
 
     Args:
-        engine: its archive is searched.
+        engine: the engine whose archive is searched.
         model: the engine's model.
         ids, roles: the turn's ids and roles [m]; if the turn is long, only its last ids are read,
-            as many as the policy may hold.
+            as many as fit in the budget without the rows reserved for recall.
         at: numbers of the turn and its round.
         words: a score for each turn so far, by the words that it shares with the new turn; needed
             by some retrievers.
 
     Returns:
-        Scores of the candidates; None if there is nothing to search.
+        The scored tokens; None if no archived token can be restored.
 
     Raises:
         LookupError: the model's queries can't be compared with its KV cache.
@@ -85,11 +85,13 @@ def search(
 
 
 def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | None:
-    """The archived rows of the turns of highest `scores` [turns], as many as fit the reserve.
+    """The archived tokens of the turns with the highest `scores` [turns].
 
-    Rows that are recalled now count as archived: they may stay. Newer turns win ties. Looks only at
-    the rows of these turns, so that its time does not grow with the archive. Tokens of the chat
-    template carry no content, and are left out.
+    Each token gets the score of its turn.
+    At least as many are returned as are reserved for recall, if there are so many. Of turns with
+    equal scores, newer ones come first. Tokens that are recalled now count as archived, since they
+    may stay. Tokens of the chat template, which have no content, are left out. Only tokens of these
+    turns are looked at, so that the time does not grow with the archive.
     """
     ledger, reserve = engine.ledger, engine.contents.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
@@ -121,9 +123,9 @@ _TURNS_AT_ONCE = 32
 
 
 def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
-    """Yield the indices of the scores [n], the highest score first, newer ones first among equals.
+    """Yield the indices of the scores [n], by descending score; of equal scores, the last first.
 
-    Sorts only as many as are used.
+    Only as many scores are sorted as the caller uses.
     """
     rest, count = np.arange(len(scores))[::-1], 64
     while len(rest):
@@ -137,7 +139,10 @@ def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
 def _score(
     engine: Engine, recall: RecallSettings, query: Query, rotations: Sequence[LayerRotation]
 ) -> SearchResult | None:
-    """Scores of the archived rows from before the turn, or of those that an index proposes."""
+    """The scores of the archived tokens from before the turn; None if there are no such tokens.
+
+    If a search index is used, only of those that it proposes, and of a sample.
+    """
     ledger, archive = engine.ledger, engine.store.archive
     archived = _archived(engine, query.start)
     if not len(archived):
@@ -149,7 +154,7 @@ def _score(
 
 
 def _archived(engine: Engine, before: int) -> Positions:
-    """Positions of the archived rows among the first `before` tokens of the stream."""
+    """Stream positions, below `before`, of the archived tokens that can be restored."""
     reachable = engine.store.reachable()
     is_archived = engine.ledger.column("state")[reachable] == State.ARCHIVED
     archived: Positions = reachable[is_archived & (reachable < before)]
@@ -157,7 +162,10 @@ def _archived(engine: Engine, before: int) -> Positions:
 
 
 def _recent(engine: Engine) -> Positions:
-    """Slots of the rows in the policy's recent window, or of all but sinks without a window."""
+    """Numbers of the held rows, except sinks, among the policy's `recent` newest tokens.
+
+    If the policy has no setting `recent`, or it is 0, those of all held rows except sinks.
+    """
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
     return np.flatnonzero((held >= seen - window) & (held >= engine.settings.sinks))
@@ -170,7 +178,10 @@ def _query(
     words: NDArray[np.float64] | None,
     layer_queries: Sequence[LayerQueries] = (),
 ) -> Query:
-    """The query of a turn from stream position `start` on, with the held rows in these slots."""
+    """What to compare archived tokens with, for a turn that begins at stream position `start`.
+
+    `slots` are the numbers of the held rows whose keys and values are compared.
+    """
     positions = engine.ledger.held_positions[slots]
     return Query(
         engine.cache.first_written(torch.from_numpy(slots), positions),
@@ -182,7 +193,10 @@ def _query(
 
 
 def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
-    """The result without rows that are held again after the undo: all layers already have them."""
+    """The search result without the tokens that are held, since all layers already have these.
+
+    They were evicted during the search, and were restored when it was undone.
+    """
     if found is None or found.layers is None:
         return None
     there = engine.ledger.column("state")[found.positions] == State.ARCHIVED

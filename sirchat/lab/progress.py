@@ -62,7 +62,7 @@ def with_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
-    """Yield each unit of `done` as it finishes, and report progress.
+    """Yield the finished units (independent runs) of a study, and report progress.
 
     Args:
         done: yields the units as they finish.
@@ -95,7 +95,7 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """Print a line at the start, after a unit if enough time has passed, and at the end."""
+    """Print a line at the start, at the end, and between them at most every `EVERY` seconds."""
     pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
     for finished, one in enumerate(done, known + 1):

@@ -1,5 +1,5 @@
-"""The model's memory: the ledger of tokens, the KV cache, its archive, and the eviction policies.
+"""What the model remembers: KV cache, archive of evicted tokens, token ledger, eviction policies.
 
-This package works on tensors. It imports no text, model or screen code; only `cache.py` imports
-transformers.
+This package works on tensors. It imports no code for text, models or the screen; only `cache.py`
+imports transformers.
 """

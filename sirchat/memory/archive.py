@@ -1,8 +1,9 @@
-"""The archive of evicted rows: their keys and values as first written, in RAM or on disk.
+"""The archive: keys and values of evicted tokens, as first written, in RAM or on disk.
 
-Rows are appended to segments of fixed size and looked up by stream position. A row that is restored
-also stays in the archive, and is not stored a second time when it is evicted again. When the
-archive exceeds its limit, it drops whole segments, the one with the lowest mean score first.
+A row is the keys and values of one token in all layers. Rows are appended to segments, blocks of a
+fixed number of rows, and are looked up by stream position. A row that is restored to the cache also
+stays in the archive, so it is not stored a second time when it is evicted again. When the archive
+exceeds its limit, it deletes whole segments, the one with the lowest mean score first.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, Segm
 
 
 class Archive:
-    """Archived rows by stream position.
+    """Keys and values of evicted tokens, one row per token, looked up by stream position.
 
     Args:
-        limit: maximum number of bytes to keep, applied by `shrink`; None for no limit.
-        folder: where full segments are written, or None to keep them in RAM.
+        limit: maximum size in bytes, applied by `shrink`; None for no limit.
+        folder: where full segments (blocks of rows) are written; None keeps them in RAM.
 
     Attributes:
-        index: search index over the archived rows, or None if none was built. Rows removed from
+        index: search index over the archived rows; None if none was built. Rows removed from
             the archive are removed from the index, too.
     """
 
@@ -58,7 +59,7 @@ class Archive:
 
     @property
     def nbytes(self) -> int:
-        """Size of all keys and values, in bytes."""
+        """Size of all archived keys and values, in bytes."""
         return sum(segment.nbytes for segment in self._segments if segment is not None)
 
     def __len__(self) -> int:
@@ -66,11 +67,11 @@ class Archive:
 
     @property
     def positions(self) -> Positions:
-        """Stream positions of all rows, ascending."""
+        """Stream positions of all archived rows, ascending."""
         return np.flatnonzero(self._slots >= 0)
 
     def has(self, positions: Positions) -> NDArray[np.bool_]:
-        """Mask [n] of the stream positions [n] that are stored."""
+        """Mask [n]: True for each of the stream `positions` [n] whose row is archived."""
         in_range = positions < len(self._slots)
         stored = np.zeros(len(positions), bool)
         stored[in_range] = self._slots[positions[in_range]] >= 0
@@ -78,7 +79,7 @@ class Archive:
 
     @torch.inference_mode()
     def add(self, rows: Rows) -> None:
-        """Store rows from any device; rows that are stored already are skipped."""
+        """Store rows, which may be on any device; rows that are archived already are skipped."""
         new = np.flatnonzero(~self.has(rows.positions))
         if len(new) < len(rows):
             rows = rows.take(new)
@@ -99,10 +100,10 @@ class Archive:
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
-        """The rows at stream positions [n], in the same order; of all layers or only of `layer`.
+        """The rows at stream `positions` [n], in the same order: all layers, or only `layer`.
 
-        If `values` is False, the value tensors have width 0; this takes half the time.
-        Raises LookupError when one of the rows is not stored.
+        If `values` is False, only keys are read, in half the time; the value tensors have width 0.
+        Raises LookupError if one of the rows is not archived.
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested rows")
@@ -131,9 +132,10 @@ class Archive:
         return Rows(positions.copy(), written_at, tensors)
 
     def blocks(self, wanted: Positions) -> Iterator[Rows]:
-        """The stored rows among the stream positions `wanted`, one segment at a time.
+        """Yield the archived rows at the stream positions `wanted`, one segment's at a time.
 
-        If all rows of a segment are wanted, they are given as views.
+        Positions that are not archived are skipped. If all rows of a segment are wanted, they are
+        views of its tensors; otherwise copies.
         """
         is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
         is_wanted[wanted[wanted < len(self._slots)]] = True
@@ -152,8 +154,8 @@ class Archive:
     def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
         """Delete the segments with the lowest mean score until the archive is within its limit.
 
-        `score` gives the scores [n] of the rows at stream positions [n]. Returns the positions [k]
-        of the dropped rows.
+        `score` returns the scores [n] of the rows at given stream positions [n]. Returns the stream
+        positions [k] of the deleted rows.
         """
         gone: list[Positions] = []
         while self.limit is not None and self.nbytes > self.limit:
@@ -167,9 +169,10 @@ class Archive:
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
 
     def remove(self, positions: Positions) -> None:
-        """Overwrite the keys and values of these rows; delete the index, which was built from them.
+        """Remove these rows, and overwrite their keys and values with zeros.
 
-        Positions that are not stored are skipped.
+        The search index, which was built from these rows, is deleted. Positions that are not
+        archived are skipped.
         """
         self.index = None
         self._erase(positions[self.has(positions)])
@@ -192,7 +195,7 @@ class Archive:
         self._slots[positions] = -1
 
     def truncate(self, seen: int) -> None:
-        """Overwrite and remove every row from stream position `seen` on."""
+        """Remove every row from stream position `seen` on; overwrite its keys and values."""
         stored = self.positions
         stored = stored[stored >= seen]
         self._erase(stored)
@@ -209,14 +212,17 @@ class Archive:
         return float(score(stored).mean()) if len(stored) else -np.inf
 
     def _positions_in(self, number: int) -> Positions:
-        """Stream positions of a segment's rows."""
+        """Stream positions of the rows in segment `number`; empty if it was deleted."""
         segment = self._segments[number]
         if segment is None:
             return np.zeros(0, np.int64)
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """The segment to append to, and its number; a new one, shaped like `like`, if need be."""
+        """The segment to append rows to, and its number.
+
+        If the last segment is full, this is a new one for tensors shaped like `like`.
+        """
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:
             last = Segment(like)
@@ -224,7 +230,10 @@ class Archive:
         return last, len(self._segments) - 1
 
     def _grow(self, rows: int) -> None:
-        """Make room for positions below `rows`; the array at least doubles if it is too short."""
+        """Extend the array of slots, one per stream position, to at least `rows` entries.
+
+        If it is too short, its length at least doubles.
+        """
         if rows > len(self._slots):
             grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)
             grown[: len(self._slots)] = self._slots

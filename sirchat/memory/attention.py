@@ -1,8 +1,9 @@
-"""Statistics of the attention that rows receive, also while a round is read again.
+"""Statistics of the attention weights that each token receives from later tokens.
 
-When a round is read again, each row gets the highest weight that any query of this second reading
-gave it, as a mean over heads and layers (KVzip, arXiv:2505.23416, section 3, whose own score is per
-head). This number is known once the round has ended, and never changes.
+For the policy `kvzip`, the model reads each round a second time when the round has ended. Then the
+round's tokens get one more number: the highest attention weight that any query of this second
+reading gave them, as a mean over heads and layers. (KVzip, arXiv:2505.23416, section 3, has such a
+number for each head.) It never changes later.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ Floats = NDArray[np.float64]
 
 
 class RepeatAttention:
-    """The highest weight that each row got in the second reading; 0 for rows read only once."""
+    """For each token, the highest attention weight that it got when its round was read again.
+
+    The weight is 0 for tokens whose round was read only once.
+    """
 
     def __init__(self) -> None:
         self._highest = np.zeros(0)
 
     def set(self, positions: Positions, highest: Floats) -> None:
-        """Set the highest weights of the rows at `positions` [n], ascending."""
+        """Set the weights `highest` [n] of the tokens at stream `positions` [n], ascending."""
         rows = int(positions[-1]) + 1 if len(positions) else 0
         if rows > len(self._highest):
             more = max(rows, 2 * len(self._highest)) - len(self._highest)
@@ -36,17 +40,17 @@ class RepeatAttention:
         self._highest[positions] = highest
 
     def of(self, positions: Positions) -> Floats:
-        """The highest weights [n] of the rows at `positions` [n]."""
+        """The weights [n] of the tokens at stream `positions` [n]; 0 where none was set."""
         known, out = positions < len(self._highest), np.zeros(len(positions))
         out[known] = self._highest[positions[known]]
         return out
 
     def truncate(self, seen: int) -> None:
-        """Set the weights of rows from position `seen` on to 0, as for rows read only once."""
+        """Set the weights of all tokens from stream position `seen` on to 0."""
         self._highest[seen:] = 0
 
     def erase(self, positions: Positions) -> None:
-        """Set the weights of these rows to 0."""
+        """Set the weights of the tokens at these stream positions to 0."""
         self._highest[positions[positions < len(self._highest)]] = 0
 
 
@@ -55,19 +59,23 @@ _RESTORATIONS = 256  # most entries remembered, at most one per checkpoint: enou
 
 @dataclass(frozen=True)
 class AttentionStatsConfig:
-    """Which attention is counted.
+    """Which attention weights are recorded.
 
     Attributes:
-        layers: number of counted layers, evenly spaced among those without a sliding window; 0 for
-            all layers.
-        window: number of newest queries whose weights are kept one by one; 0 for none.
+        layers: number of layers whose weights are recorded: evenly spaced among those without a
+            sliding window; 0 for all layers of the model.
+        window: number of the newest queries whose weights are stored one by one, besides the sum
+            over all queries; 0 for none.
     """
 
     layers: int = 4
     window: int = 0
 
     def counted_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
-        """Numbers of the layers to count; `sliding` are the numbers of sliding-window layers."""
+        """Numbers of the layers whose attention is recorded, for a model of `num_layers` layers.
+
+        `sliding` are the numbers of the layers with sliding-window attention.
+        """
         wide = [number for number in range(num_layers) if number not in sliding]
         among = wide if self.layers and wide else list(range(num_layers))
         count = min(self.layers or num_layers, len(among))
@@ -76,18 +84,18 @@ class AttentionStatsConfig:
 
 @dataclass(frozen=True)
 class QueryWindow:
-    """Attention weights [m, n] from m queries to the rows at `positions` [n]."""
+    """Attention weights [m, n] from m queries to the tokens at stream `positions` [n]."""
 
     positions: Positions
     weights: NDArray[np.float32]
 
 
 class PassAttention(NamedTuple):
-    """Attention that n rows received in one forward pass.
+    """Attention weights that n cache rows received in one forward pass.
 
     Attributes:
-        sums: [n], the sum of the weights from all queries of the pass.
-        queries: number of queries; the last rows of the n are those of the queries.
+        sums: [n], each row's sum of the weights from all queries of the pass.
+        queries: number of queries q; the last q of the n rows belong to the queries' own tokens.
         newest: [<= window, n], the weights from each of the newest queries.
     """
 
@@ -97,22 +105,26 @@ class PassAttention(NamedTuple):
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
-        """Sum the weights [m, n] over m queries; also keep those of the newest `window` queries."""
+        """Make the record of a pass from its `weights` [m, n], from m queries to n rows.
+
+        They are summed over all queries, and stored one by one for the newest `window` queries.
+        """
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
 
 
 @dataclass(frozen=True)
 class AttentionCheckpoint:
-    """Attention that some rows have received, to save it or to restore it.
+    """Attention that n tokens have received: saved with a chat, or kept for undo.
 
     Attributes:
-        positions: [n], ascending.
-        total: [n], attention received, last decayed when the ledger's was `log_decay` [n].
+        positions: [n], stream positions, ascending.
+        total: [n], sum of the attention weights received, after the decays up to `log_decay`.
+        log_decay: [n], the ledger's `log_decay` when each total was last changed.
         window: weights from the newest queries.
-        repeated: [n], see `RepeatAttention`.
-        restorations: how many restorations of rows had been noted before the checkpoint; None if
-            no attention had been counted.
+        repeated: [n], highest weights in the second reading: see `RepeatAttention`; None if unset.
+        restorations: how often tokens had been restored to the cache before the checkpoint, as
+            noted by `AttentionStats`; None if no attention had been recorded.
     """
 
     positions: Positions
@@ -124,10 +136,10 @@ class AttentionCheckpoint:
 
 
 class AttentionStats:
-    """Attention received by every row of the stream.
+    """The attention weights that every token of the stream has received so far.
 
     Attributes:
-        repeat: attention that rows received while their round was read a second time.
+        repeat: the weights that tokens received while their round was read a second time.
     """
 
     def __init__(self) -> None:
@@ -142,7 +154,7 @@ class AttentionStats:
 
     @property
     def is_counted(self) -> bool:
-        """Whether any attention was counted so far."""
+        """Whether any attention weights were recorded so far."""
         return len(self._total) > 0
 
     def add(
@@ -152,10 +164,11 @@ class AttentionStats:
         log_decay: float,
         window: int = 0,
     ) -> None:
-        """Add the attention of the rows at `positions` [n] in the forward passes of one reading.
+        """Add the attention that the tokens at stream `positions` [n] got in forward `passes`.
 
-        The weights of the newest `window` queries are also kept one by one. `log_decay` is the
-        ledger's. Rows read while no attention was counted start at the median of the other rows.
+        `log_decay` is the ledger's. The weights of the newest `window` queries are also stored one
+        by one. A token that was read while no attention was recorded starts with the median of
+        the other tokens' totals.
         """
         if not passes:
             return
@@ -175,14 +188,17 @@ class AttentionStats:
         self._window = _newest((*self._window, *newest), window)
 
     def totals(self, positions: Positions, log_decay: float) -> Floats:
-        """Attention that rows [n] received, after all decays so far; 0 if none was counted."""
+        """For each stream position [n], the summed attention weights, after all decays so far.
+
+        0 for a token that was read while no attention was recorded.
+        """
         known, out = positions < len(self._total), np.zeros(len(positions))
         at = positions[known]
         out[known] = self._total[at] * np.exp(log_decay - self._log_decay[at])
         return out
 
     def recent(self, positions: Positions) -> Floats:
-        """Attention that rows [n], ascending, received from the newest queries alone."""
+        """For each stream position [n], ascending, the summed weights from the newest queries."""
         out = np.zeros(len(positions))
         for one in self._window:
             _, here, there = np.intersect1d(
@@ -192,7 +208,7 @@ class AttentionStats:
         return out
 
     def note_restored(self, positions: Positions) -> None:
-        """Save the totals of rows that are restored to the cache, so that `undo` is exact."""
+        """Remember the totals of tokens that are restored to the cache, so that `undo` is exact."""
         if not (self.is_counted and len(positions)):
             return
         if self._is_checkpointed or not self._restored:
@@ -205,7 +221,7 @@ class AttentionStats:
         self._is_checkpointed = False
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
-        """A copy of the attention that rows [n], ascending, have received until now."""
+        """A copy of the attention received so far by tokens at `positions` [n], ascending."""
         self._is_checkpointed = True
         repeated = self.repeat.of(positions)
         if not self.is_counted:
@@ -225,9 +241,9 @@ class AttentionStats:
         return AttentionCheckpoint(positions, total, log_decay)
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
-        """Undo everything counted since the checkpoint `to`.
+        """Undo everything recorded since the checkpoint `to`.
 
-        Rows from position `seen` on count as never read.
+        What tokens from stream position `seen` on have received is deleted.
         """
         self.repeat.truncate(seen)
         if to.restorations is None:  # nothing had been counted by then
@@ -245,7 +261,7 @@ class AttentionStats:
         self._window = to.window
 
     def load(self, saved: AttentionCheckpoint) -> None:
-        """Load saved statistics."""
+        """Load the attention that a saved chat's tokens had received."""
         if saved.total.any():
             self._put(saved)
             self._window = saved.window
@@ -253,11 +269,14 @@ class AttentionStats:
             self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Exempt rows at `start` or later from all decays so far; `log_decay` is the ledger's."""
+        """Exempt tokens from stream position `start` on from all decays so far.
+
+        `log_decay` is the ledger's accumulated decay.
+        """
         self._log_decay[start:] = log_decay
 
     def erase(self, positions: Positions) -> None:
-        """Delete all statistics of these rows."""
+        """Delete the recorded attention of the tokens at these stream positions."""
         self.repeat.erase(positions)
         self._total[positions[positions < len(self._total)]] = 0
         self._window = tuple(
@@ -273,7 +292,7 @@ class AttentionStats:
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
     def _grow(self, rows: int) -> None:
-        """Make room for `rows` rows; the arrays at least double if they are too short."""
+        """Extend the arrays to at least `rows` tokens; if too short, they at least double."""
         more = max(rows, 2 * len(self._total)) - len(self._total)
         if rows > len(self._total):
             self._total = np.concatenate([self._total, np.zeros(more)])
@@ -281,9 +300,10 @@ class AttentionStats:
 
 
 def or_median(received: Tensor) -> Tensor:
-    """Attention of rows [n]; where `received` [n] is 0, the median of the other rows.
+    """The attention `received` [n] by n rows, with each 0 replaced by the median of the others.
 
-    It is 0 only for rows read while no attention was counted: others get some from their own query.
+    A 0 means that the row was read while no attention was recorded: any other row has received
+    some weight, at least from its own query.
     """
     known = received[received > 0]
     usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
@@ -291,7 +311,7 @@ def or_median(received: Tensor) -> Tensor:
 
 
 def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
-    """Join two checkpoints that have no row in common."""
+    """The totals of two checkpoints, which have no position in common, as one checkpoint."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     total = np.concatenate([one.total, other.total])[order]
@@ -300,7 +320,7 @@ def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCh
 
 
 def _newest(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:
-    """The newest `count` queries of all `windows` together, oldest first."""
+    """The weights of the newest `count` queries among all those in `windows`, oldest first."""
     kept: list[QueryWindow] = []
     for one in reversed(windows):
         if count <= 0:

@@ -1,15 +1,16 @@
-"""The KV cache: buffers of fixed size, appended to and compacted in place.
+"""The KV cache: buffers of fixed size, to which rows are appended and from which rows are evicted.
 
 It is a `transformers.Cache`, so every model with per-token keys and values can use it unpatched.
 Keys with a rotary position are kept twice: as first written, and rotated to their present position.
 A moved key is always computed from the first-written one, so keys never drift, however often rows
 before them are evicted.
 
-`insert` can put a block of extra rows, different ones in each layer, among the held rows. Row
+A row is the keys and values of one token in all layers; a slot is its index in the buffers.
+`insert` can put a block of extra rows, different ones in each layer, between the held rows. Row
 numbers count held rows only, so an insertion does not change them.
 
-A forward pass writes its rows after the last row; they count only after `commit`. An interrupted
-pass leaves the cache unchanged.
+A forward pass writes its new rows after the last row. They become held rows only by `commit`, so an
+interrupted pass leaves the cache unchanged.
 
 A recurrent or convolution layer has a state of constant size, which has read every token. Evictions
 do not change it. `roll_back`, before each pass, removes what a pass that was not committed left.
@@ -38,12 +39,14 @@ from sirchat.memory.segments import Positions, Rows
 
 
 class BoundedCache(Cache):  # type: ignore[misc]
-    """Keys and values of the held rows: without insertions, row i is in slot i of every layer.
+    """A KV cache from which any row can be evicted; a row is one token's keys and values.
+
+    Held row number i is in slot i of every layer, unless extra rows are inserted before it.
 
     Args:
-        rotations: one entry per layer.
+        rotations: rotary position embedding of the keys and values, one entry per layer.
         capacity: number of rows to allocate.
-        dtype: type in which keys and values are held; None for the type in which they are written.
+        dtype: number type of the buffers; None for that of the first keys and values written.
         kinds: the kind of each layer; None if all have keys and values only.
     """
 
@@ -72,12 +75,12 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @property
     def length(self) -> int:
-        """Number of rows that attention reads, inserted ones included."""
+        """Number of rows that attention reads: held rows and inserted rows."""
         return self._cursor.length
 
     @property
     def inserted_count(self) -> int:
-        """Number of inserted rows."""
+        """Number of extra rows that `insert` has put into each layer."""
         return len(self._inserted)
 
     @property
@@ -87,7 +90,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @property
     def _tensors(self) -> list[CachedTensor]:
-        """Key and value tensor of each layer."""
+        """The tensors of the layers with keys and values: key of the first, its value, ..."""
         return [tensor for layer in self._with_rows for tensor in layer.tensors]
 
     @property
@@ -142,7 +145,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        """Keep only the held rows numbered `rows` [k] (int64, ascending) and inserted rows."""
+        """Remove all held rows except those numbered `rows` [k] (int64, ascending).
+
+        Inserted rows stay.
+        """
         if self._inserted:
             before = int((rows < self._inserted.start).sum())
             inserted = torch.arange(self._inserted.start, self._inserted.stop)
@@ -153,9 +159,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def insert(self, start: int, layers: list[Rows]) -> None:
-        """Insert extra rows, `layers[i]` into layer i, before held row number `start`.
+        """Put the extra rows `layers[i]` into layer i, before held row number `start`.
 
-        Rows inserted earlier are removed; the new ones stay until `remove_inserted`.
+        All layers get equally many rows. Rows inserted earlier are removed first; the new ones
+        stay until `remove_inserted`.
         """
         self.remove_inserted()
         end, count = self.length, len(layers[0])
@@ -179,14 +186,17 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def remove_inserted(self) -> None:
-        """Remove the inserted rows, if any."""
+        """Remove the extra rows that `insert` has put into the cache, if any."""
         rows = torch.arange(self.length - self.inserted_count)
         slots, self._inserted = self.slots_of(rows), range(0)
         if len(slots) < self.length:
             self._keep_slots(slots)
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """The slots [k] of held row numbers `rows` [k]; inserted rows shift the rows after them."""
+        """The slots [k] of the held rows numbered `rows` [k].
+
+        The slot of a row after the inserted rows is its number plus `inserted_count`.
+        """
         if not self._inserted:
             return rows
         return rows + (rows >= self._inserted.start) * self.inserted_count
@@ -206,14 +216,17 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
-        """Copy held row numbers `rows` [k], at stream `positions` [k], as first written."""
+        """A copy of the held rows numbered `rows` [k], with their keys as first written.
+
+        `positions` [k] are the stream positions of these rows.
+        """
         rows = self.slots_of(rows)
         tensors = [tensor.first_written(rows) for tensor in self._tensors]
         return Rows(positions, self._written_at[rows.numpy()], tensors)
 
     @torch.inference_mode()
     def rotated(self, rows: Rows, slots: Tensor) -> Rows:
-        """First-written `rows` [k] as attention would read them in cache slots `slots` [k]."""
+        """The first-written `rows` [k], rotated as attention would read them in slots [k]."""
         new = torch.from_numpy(rows.positions) if self.in_stream else slots
         moves = CosSin(torch.from_numpy(rows.written_at), new)
         moved = list[Tensor]()
@@ -226,7 +239,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def replace(self, rows: Rows) -> None:
-        """Hold exactly `rows` [n] in slots 0 to n - 1; rotate their keys to the new positions."""
+        """Replace all rows by the first-written `rows` [n], which go into slots 0 to n - 1.
+
+        Their keys are rotated to their new positions.
+        """
         count = len(rows)
         self._inserted = range(0)
         self.grow_to(count)
@@ -241,7 +257,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def set_positions(self, *, in_stream: bool) -> None:
-        """Rotate every key to its stream position, or to its slot in the cache."""
+        """Rotate each key: to its stream position if `in_stream`, else to its slot in the cache."""
         if in_stream == self.in_stream:
             return
         self.in_stream = in_stream
@@ -277,7 +293,10 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
-        """Held row numbers `rows` [k] as attention reads them: keys, values [H, k, D] by layer."""
+        """The held rows numbered `rows` [k], rotated as attention reads them.
+
+        A list of tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, ...
+        """
         slots = self.slots_of(rows)
         with_rows = [at for at, one in enumerate(self.layers) if isinstance(one, RowLayer)]
         views = [self._view(at, which)[0] for at in with_rows for which in (0, 1)]

@@ -37,7 +37,7 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 
 @dataclass
 class Cursor:
-    """Shared by all layers: rows in use, rows allocated, and rows that the last pass wrote."""
+    """Numbers of rows, shared by all layers: in use, allocated, and written by the last pass."""
 
     length: int
     capacity: int
@@ -46,7 +46,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """Rotary rotations of a layer's two cached tensors; None for a tensor that is not rotated."""
+    """The rotary position embedding of a layer's keys and of its values; None if they have none."""
 
     key: Rotation | None
     value: Rotation | None = None
@@ -55,9 +55,9 @@ class LayerRotation:
 class CachedTensor:
     """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
 
-    Copy 0 is what attention reads; the last copy holds the rows as first written. A tensor without
-    a rotation needs a single copy. The buffer's type is `dtype`, or the type of the first rows
-    written if `dtype` is None.
+    `copies` is 2 for a tensor with rotary positions: copy 0 is what attention reads, copy 1 has the
+    rows as first written. It is 1 for a tensor without a rotation. The buffer's number type is
+    `dtype`; if `dtype` is None, it is the type of the first rows written.
     """
 
     def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
@@ -66,9 +66,9 @@ class CachedTensor:
         self.buffer: Tensor | None = None
 
     def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Write `rows` [1, H, m, D] after the last row; returns all rows [1, H, n + m, D].
+        """Write m new `rows` [1, H, m, D] after the last of n; returns all rows [1, H, n + m, D].
 
-        The result has the type of `rows`; it is a view unless the buffer has another type.
+        The result has the dtype of `rows`; it is a view unless the buffer has another dtype.
         """
         count = rows.shape[2]
         end = cursor.length + count
@@ -81,7 +81,10 @@ class CachedTensor:
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Move the rows in slots `tail` [t] to the slots from `start` on, rotated by `cos_sin`."""
+        """Move the rows in slots `tail` [t] to the slots from `start` on.
+
+        What attention reads there is computed from the first-written rows, rotated by `cos_sin`.
+        """
         if self.buffer is None:
             return
         end = start + len(tail)
@@ -96,7 +99,10 @@ class CachedTensor:
         return written.index_select(2, rows.to(written.device))[0]
 
     def replace(self, cursor: Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Write first-written `rows` [H, n, D] to the slots from 0 on, rotated by `cos_sin`."""
+        """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
+
+        What attention reads there is `rows` rotated by the cosines and sines `cos_sin`.
+        """
         count = rows.shape[1]
         if self.buffer is None:
             self._allocate(cursor, rows[None])
@@ -121,7 +127,7 @@ class CachedTensor:
         written[0, :, start : start + count] = rows
 
     def grow(self, cursor: Cursor) -> None:
-        """Reallocate for `cursor.capacity` rows, keeping the rows in use."""
+        """Allocate a buffer for `cursor.capacity` rows, and copy the rows in use to it."""
         if self.buffer is None:
             return
         copies, batch, heads, _, dims = self.buffer.shape
@@ -130,14 +136,14 @@ class CachedTensor:
         self.buffer = self._use(grown)
 
     def _allocate(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Allocate the buffer; `rows` [1, H, m, D] give its heads, dimensions and type."""
+        """Allocate the buffer; it gets its heads H, dimensions D and dtype from `rows`."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
         self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
         return self.buffer
 
     def _written(self) -> Tensor:
-        """The rows as first written [1, H, capacity, D]."""
+        """The buffer's copy of the rows as first written [1, H, capacity, D]: a view."""
         if self.buffer is None:
             raise LookupError("this layer has not been written yet")
         return self.buffer[-1]

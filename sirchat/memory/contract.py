@@ -1,4 +1,7 @@
-"""The contract of every policy, checked on random ledgers: `sirchat policies check NAME`."""
+"""Checks that an eviction policy keeps its contract (`sirchat policies check NAME`).
+
+The contract is what `contract_violations` lists; it is tested on token ledgers with random entries.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ _CASES = 50
 
 
 def contract_violations(policy: Policy) -> list[str]:
-    """List what the policy does wrong, one line each; the list is empty if nothing is wrong.
+    """What the policy does wrong, one line for each fault; an empty list if it keeps its contract.
 
-    `keep` is called on random ledgers. It must return sorted, unique int64 row numbers, exactly as
-    many as asked for, with every protected row, and the same each time; it must not change the
-    rows. `score` and `log_factors`, if the policy has them, must return a number for each row.
+    The policy's `keep` is called on random rows. It must return sorted, unique int64 row numbers,
+    exactly as many as asked for, among them every protected row. A second call must return the same
+    numbers, and no call may change the rows. `score` and `log_factors`, if the policy has them,
+    must return one number for each row.
     """
     if not policy.bounded:
         return []
@@ -54,14 +58,14 @@ def contract_violations(policy: Policy) -> list[str]:
 
 
 def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
-    """The policy's score and factors of these rows; an empty list if it has no score."""
+    """What the policy's `score` and `log_factors` return for these rows; empty without a score."""
     if not isinstance(policy, ScorePolicy):
         return []
     return [policy.score(rows), *policy.log_factors(rows).values()]
 
 
 def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
-    """The held rows of a random ledger after some evictions; and how many rows to keep."""
+    """Random held rows, and a random number of them to keep; `case` seeds the random numbers."""
     random = np.random.default_rng(case)
     ledger = Ledger(seed=case, unknown_surprisal=1.0)
     for round_number in range(int(random.integers(1, 6))):

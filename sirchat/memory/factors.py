@@ -1,14 +1,16 @@
-"""Factors of scores: automatic decay, and what other held rows add to a row's score.
+"""Factors by which policies multiply a token's score: automatic decay, its word, its neighbours.
 
-With `decay: auto`, older scores fade when a round is more surprising than usual. A round's
+With `decay: auto`, older scores are lowered when a round is more surprising than usual. A round's
 surprisal is the sum of its eight highest token surprisals, in nats, so that a long message does not
-count as surprising for its length alone. The threshold is 1.5 times the mean over the rounds before
-it (the last sixteen; with fewer than four, nothing fades). If the round is above the threshold, the
-scores of all older rounds are multiplied by threshold / surprisal, but by no less than 0.1.
-Otherwise the factor is 1, so that early facts outlive any amount of small talk.
+count as surprising for its length alone. The threshold is 1.5 times the mean surprisal of the
+sixteen rounds before the last one; with fewer than four such rounds, no score is lowered. If the
+last round is above the threshold, the scores of all older rounds are multiplied by threshold /
+surprisal, but by no less than 0.1. Otherwise the factor is 1, so that early facts outlive any
+amount of small talk.
 
-Factors that other rows give to a row (those of its word, those beside it) are one number for each
-row. All factors are logarithms, because products of many decays would underflow.
+The other factors are one number for each held token (row), which depends on the tokens of the same
+word or on the tokens right before and after. All factors are given as logarithms, because products
+of many decays would underflow.
 """
 
 from __future__ import annotations
@@ -25,42 +27,55 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows, Role
 
 NEIGHBOUR_SHARE = 0.5
-"""Share of a token's score that the tokens right before and after it get at least."""
+"""A token's score is raised to at least this share of the score of each token beside it."""
 
 LONGEST_WORD = 8
-"""Maximum number of tokens in a word; a longer run, as in scripts without blanks, is several."""
+"""Maximum number of tokens in a word; a longer run, as in scripts without blanks, is divided."""
 
 
 def product_of(log_factors: dict[str, Tensor]) -> Tensor:
-    """Logarithm [n] of the product of the factors; -inf where this is NaN."""
+    """The product of the factors, given and returned as logarithms [n]; NaN becomes -inf."""
     total = torch.stack([one.double() for one in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
 
 
 def or_usual(log_values: Tensor) -> Tensor:
-    """The values [n] as float64; where one is unknown (NaN), the median of the others, or 0."""
+    """The values [n] as float64, with each NaN (unknown) replaced by the median of the others.
+
+    If all values are NaN, they are replaced by 0.
+    """
     return log_values.double().nan_to_num(log_values.double().nanmedian().nan_to_num().item())
 
 
 def word_factor(log_values: Tensor, rows: HeldRows) -> Tensor:
-    """Logarithm [n] of the factor that turns a row's own value into the sum over its word."""
+    """For each row [n], the factor from its own value to the sum of the values of its word.
+
+    Values and factors are logarithms.
+    """
     return log_sum_by_word(log_values, words_of(rows)) - log_values
 
 
 def template_factor(rows: HeldRows) -> Tensor:
-    """Logarithm [n] of a factor that is 0 for the chat template's tokens, and 1 for others."""
+    """Logarithms [n] of a factor that is 0 for the chat template's tokens and 1 for all others."""
     return torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
 
 
 def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
-    """Logarithm [n] of the factor by which a higher product beside a row raises the row's own."""
+    """For each row [n], the factor by which a higher score of an adjacent row raises its score.
+
+    A score is the product of `log_factors`. Factors are given and returned as logarithms; a
+    returned factor is 1 where nothing is raised.
+    """
     total = product_of(log_factors)
     shared = with_neighbours(total, rows.position, NEIGHBOUR_SHARE)
     return torch.where(total.isinf(), 0.0, shared - total)
 
 
 def words_of(rows: HeldRows) -> Tensor:
-    """For each row [n], the number of its word, ascending; a word is a run of adjacent tokens."""
+    """For each row [n], the number of the word that it belongs to; words are numbered from 0.
+
+    A word is a run of at most `LONGEST_WORD` tokens that are adjacent in the stream.
+    """
     is_adjacent = torch.diff(rows.position, prepend=rows.position[:1] - 2) == 1
     starts = ~(rows.continues_word & is_adjacent)
     at = torch.arange(len(rows))
@@ -70,7 +85,10 @@ def words_of(rows: HeldRows) -> Tensor:
 
 
 def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
-    """For each row, the log [n] of the sum of exp(`log_values`) over all rows of the same word."""
+    """For each row [n], the log of the sum of exp(`log_values`) over all rows of the same word.
+
+    `word` [n] is the number of each row's word.
+    """
     values = log_values.double()
     count = int(word[-1]) + 1 if len(word) else 0
     highest = torch.full((count,), -math.inf, dtype=torch.float64)
@@ -81,9 +99,10 @@ def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
 
 
 def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor:
-    """Log scores [n], raised to at least `share` times the score of the row before or after.
+    """The log scores [n], each raised to at least `share` times the score of each adjacent row.
 
-    `position` [n], ascending, is each row's place in the stream; only adjacent rows share scores.
+    `position` [n], ascending, is each row's position in the stream. Two rows are adjacent if their
+    positions differ by 1.
     """
     is_adjacent = torch.diff(position) == 1  # [n - 1]
     lent = torch.where(is_adjacent, 0.0, -math.inf) + math.log(share)
@@ -100,7 +119,7 @@ _MIN_FACTOR = 0.1
 
 
 def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -> float:
-    """The factor, at most 1, for the scores of all tokens older than the last round.
+    """The factor, from 0.1 to 1, by which to multiply the scores of all rounds before the last.
 
     Args:
         surprisal: of each token [n], in nats.

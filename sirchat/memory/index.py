@@ -1,9 +1,11 @@
-"""The search index of the archive: vectors whose inner products rank rows, searched with faiss.
+"""The search index of the archive: proposes rows that probably score highest, by faiss.
 
-Its projection axes and centroids are learnt from the rows archived when the index is built; it is
-rebuilt when the archive has four times as many. Rows removed from the archive are removed from the
-index, too. After `/erase` the index is rebuilt from the remaining rows, because axes and centroids
-carry traces of the erased rows.
+A row is one archived token. The index has one or several parts; in each, a row has one vector, and
+the inner product with a query's vector ranks the rows. The vectors are projections to principal
+axes; faiss groups them in lists, each around a centroid. Axes and centroids are learnt from the
+rows that are archived when the index is built; the index is rebuilt when the archive has four times
+as many. Rows removed from the archive are removed from the index, too. After `/erase` the index is
+rebuilt from the remaining rows, because axes and centroids carry traces of the erased rows.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ AUTO_INDEX_ROWS = 100_000
 """Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Fewest rows that one query vector proposes; number of rows that all together should propose."""
+"""Minimum number of rows that one query vector proposes; number that all of them should propose."""
 
 _INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows added at once
 
 SurprisalOf = Callable[[Positions], NDArray[np.float64]]
-"""Gives the surprisals [n], in nats, of the rows at stream positions [n]."""
+"""A function that returns the surprisals [n], in nats, of the rows at given positions [n]."""
 
 
 def is_available() -> bool:
@@ -47,11 +49,11 @@ def is_available() -> bool:
 
 
 class Index:
-    """A search index over archived rows, for one retriever and weight.
+    """A search index over archived rows, for one retriever and one way to compute its scores.
 
     Args:
-        recall: the settings whose retriever, weight and softening the index serves.
-        rotations: one entry per layer of the model.
+        recall: settings of recall; the index is valid for their `retriever`, `weight` and `soft`.
+        rotations: rotary position embedding of each layer of the model.
     """
 
     def __init__(self, recall: RecallSettings, rotations: Sequence[LayerRotation]) -> None:
@@ -71,12 +73,16 @@ class Index:
         return sum(part.nbytes for part in self._parts) + self._has.nbytes
 
     def is_for(self, recall: RecallSettings) -> bool:
-        """Whether the index can be searched under these settings."""
+        """Whether the index was built for the same `retriever`, `weight` and `soft` as these."""
         built = self._recall
         return all(getattr(built, key) == getattr(recall, key) for key in _INDEXED_SETTINGS)
 
     def update(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Add the archived rows at these positions [n], ascending, if they are not indexed yet."""
+        """Add the rows at stream `positions` [n] that are not indexed yet.
+
+        `positions` are those of all archived rows, ascending. If there are more than four times as
+        many as when the index was built, the index is built anew.
+        """
         if len(positions) and len(positions) > _GROWTH * self._learnt:
             self._learn(archive, positions, surprisal_of)
         self._grow(int(positions[-1]) + 1 if len(positions) else 0)
@@ -85,7 +91,7 @@ class Index:
             self._add(archive, new[start : start + _BATCH], surprisal_of)
 
     def remove(self, positions: Positions) -> None:
-        """Remove the rows at these positions [n]; rows that are not indexed are skipped."""
+        """Remove the rows at these stream positions [n]; rows that are not indexed are skipped."""
         in_range = positions[positions < len(self._has)]
         indexed = in_range[self._has[in_range]]
         if len(indexed):
@@ -94,11 +100,11 @@ class Index:
             self._has[indexed] = False
 
     def propose(self, query: Query, lowest: float = 0.0) -> Positions:
-        """Positions, ascending, of the rows that probably score highest.
+        """Stream positions, ascending, of the rows that probably score highest for the query.
 
-        `lowest` is the lowest score of all rows; it is subtracted from a score before the score is
-        weighted by surprisal. Raises LookupError if the retriever `attention` has no queries that
-        match the cached keys.
+        `lowest` is the lowest score of any row; it is subtracted from each score before the score
+        is multiplied by the token's surprisal. Raises LookupError if the retriever `attention` has
+        no query vectors that can be compared with the cached keys.
         """
         if self._vectors is None:
             return np.zeros(0, np.int64)
@@ -113,7 +119,7 @@ class Index:
 
     @torch.inference_mode()
     def _learn(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Start over: learn axes and centroids from an evenly spaced sample of these rows."""
+        """Empty the index; learn axes and centroids anew from an even sample of these rows."""
         rows = archive.fetch(evenly(positions, sample_for(len(positions))))
         self._vectors = IndexVectors(self._recall, self._rotations, rows)
         self._vectors.learn(rows)
@@ -134,7 +140,7 @@ class Index:
         self._has[positions] = True
 
     def _grow(self, rows: int) -> None:
-        """Make room for positions below `rows`; the mask at least doubles if it is too short."""
+        """Extend the mask of indexed rows to at least `rows` positions; it at least doubles."""
         if rows > len(self._has):
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
@@ -142,7 +148,10 @@ class Index:
 
 
 def united(parts: Sequence[Positions]) -> Positions:
-    """The union of arrays `parts`, ascending. (Ten times as fast as `np.unique`, which sorts.)"""
+    """All positions that are in any of `parts`, once each and ascending.
+
+    This is ten times as fast as `np.unique`, which sorts.
+    """
     mask = np.zeros(1 + max((int(part.max()) for part in parts if len(part)), default=-1), bool)
     for part in parts:
         mask[part] = True
@@ -150,7 +159,7 @@ def united(parts: Sequence[Positions]) -> Positions:
 
 
 def evenly(positions: Positions, count: int) -> Positions:
-    """`count` of these positions, evenly spaced; all of them if there are at most `count`."""
+    """Choose `count` of these positions at even intervals; all if there are at most `count`."""
     if count >= len(positions):
         return positions
     return positions[np.arange(count) * len(positions) // count]
@@ -161,7 +170,7 @@ def _nats(rows: Rows, surprisal_of: SurprisalOf) -> Tensor:
 
 
 DIMS = 256
-"""Maximum number of numbers that the index stores for one row, over all vectors of the row."""
+"""Maximum total number of dimensions of all vectors that the index stores for one row."""
 
 _MIN_DIMS, _STEP = 16, 8  # of one vector; faiss is fast at multiples of 8
 _MAX_RAW_DIMS = 4096  # of the chosen heads' keys and values before projection
@@ -172,10 +181,10 @@ Head = tuple[int, int]  # layer, key head
 
 @dataclass(frozen=True)
 class Axes:
-    """A projection to principal axes.
+    """A projection of vectors with D dimensions to their d principal axes.
 
     Attributes:
-        mean: [D], subtracted first.
+        mean: [D], the mean, which is subtracted from a vector before it is projected.
         main: [D, d], the principal axes.
     """
 
@@ -184,27 +193,33 @@ class Axes:
 
     @staticmethod
     def of(sample: Tensor, dims: int) -> Axes:
-        """The first `dims` principal axes (at most D) of the vectors `sample` [n, D]."""
+        """Compute the mean and the first `dims` principal axes of the vectors `sample` [n, D].
+
+        If `dims` is larger than D, there are D axes.
+        """
         mean = sample.mean(0)
         centred = sample - mean
         _, axes = torch.linalg.eigh(centred.T @ centred)  # by ascending variance
         return Axes(mean, axes[:, -dims:].contiguous())
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Rows [n, D] projected to [n, d]."""
+        """The vectors `rows` [n, D], projected to the axes: [n, d]."""
         return (rows - self.mean) @ self.main
 
 
 class IndexVectors:
-    """Makes the vectors of rows and queries for one retriever and weight.
+    """Computes the vectors that the index stores for rows, and the vectors to search with.
+
+    Their inner products rank rows as the retriever's scores do. With a retriever that compares
+    attention queries, the index has one part per chosen head; otherwise it has a single part.
 
     Args:
-        recall: retriever, weight and softening.
-        rotations: one entry per layer of the model.
-        like: rows of the same model, which give the number of heads and dimensions.
+        recall: settings of recall, with the retriever, `weight` and `soft`.
+        rotations: rotary position embedding of each layer of the model.
+        like: any rows of the same model; the numbers of heads and dimensions are read from them.
 
     Attributes:
-        heads: the chosen heads, evenly spaced over layers and heads.
+        heads: (layer, key head) of each head whose keys are compared; evenly spaced.
     """
 
     def __init__(
@@ -227,14 +242,17 @@ class IndexVectors:
         return max(1, _MAX_RAW_DIMS // (2 * widest))
 
     def learn(self, sample: Rows) -> None:
-        """Compute the principal axes from these rows."""
+        """Compute the principal axes of each part of the index from the rows `sample`."""
         self._axes = [
             Axes.of(raw, dims - self._is_weighted)
             for raw, dims in zip(self._raw(sample), self._dims, strict=True)
         ]
 
     def of_rows(self, rows: Rows, nats: Tensor) -> list[Tensor]:
-        """For each part of the index, the vectors [n, d] of rows with surprisals `nats` [n]."""
+        """For each part of the index, the vectors [n, d] to store for `rows`.
+
+        `nats` [n] are the surprisals of the rows.
+        """
         parts = [axes.of_rows(raw) for axes, raw in zip(self._axes, self._raw(rows), strict=True)]
         if not self._is_weighted:
             return parts
@@ -243,9 +261,10 @@ class IndexVectors:
         return [_append(part * nats[:, None], nats) for part in parts]
 
     def of_query(self, query: Query, lowest: float) -> list[Tensor]:
-        """For each part of the index, its queries [m, d]; `lowest` is the lowest score of all rows.
+        """For each part of the index, the vectors [m, d] to search with, for a query.
 
-        Raises LookupError if the retriever `attention` has no queries that match the cached keys.
+        `lowest` is the lowest score of any row. Raises LookupError if the retriever `attention` has
+        no query vectors that can be compared with the cached keys.
         """
         if self._retriever.needs_queries:
             return self._projected_queries(query, self._power)
@@ -256,16 +275,21 @@ class IndexVectors:
         return [_append(projected, wanted @ self._axes[0].mean - lowest)]
 
     def of_softmax(self, query: Query) -> list[Tensor]:
-        """Queries for the rows with the largest attention logits, whatever their surprisal.
+        """For each part of the index, vectors [m, d] that find rows with large attention logits.
 
-        These rows dominate the softmax's sum. An empty list if `of_query` already finds them.
+        A row's surprisal plays no part in this search. These rows have the largest terms in the sum
+        of the softmax. Returns an empty list if the vectors of `of_query` find them already.
         """
         if not self._retriever.needs_queries or not self._is_weighted:
             return []
         return self._projected_queries(query, 0.0)
 
     def _projected_queries(self, query: Query, weight: float) -> list[Tensor]:
-        """Projected queries [group x m, d] of each chosen head; `weight` is for log surprisal."""
+        """For each chosen head, its query vectors, projected to the axes: [group x m, d].
+
+        `group` is the number of query heads per key head. If rows are weighted by surprisal, the
+        last dimension is `weight`: the factor of a row's log surprisal in the inner product.
+        """
         queries = [self._head_queries(query, *head) for head in self.heads]
         parts = [head @ axes.main for head, axes in zip(queries, self._axes, strict=True)]
         if not self._is_weighted:
@@ -273,7 +297,7 @@ class IndexVectors:
         return [_append(part, part.new_tensor(weight)) for part in parts]
 
     def _raw(self, rows: Rows) -> list[Tensor]:
-        """For each part of the index, the vectors [n, D] of the rows before projection."""
+        """For each part of the index, the vectors [n, D] of the rows, not projected yet."""
         pairs = {layer: self._pair(rows, layer) for layer in {layer for layer, _ in self.heads}}
         if self._retriever.needs_queries:
             return [pairs[layer][0][head] for layer, head in self.heads]
@@ -281,21 +305,24 @@ class IndexVectors:
         return [torch.cat(parts, dim=1)]
 
     def _pair(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [H, n, D] as the retriever compares them."""
+        """A layer's keys and values [H, n, D] as the retriever compares them: without positions."""
         keys, values = pair(layer, rows, self._rotations[layer])
         if isinstance(self._retriever, SimilarityRetriever):
             keys, values = self._retriever.vectors(keys, values)
         return keys.cpu(), values.cpu()
 
     def _head_queries(self, query: Query, layer: int, head: int) -> Tensor:
-        """The queries [group x m, D] of all query heads that share this key head."""
+        """The query vectors [group x m, D] of the `group` query heads that share one key head."""
         layer_queries = query.of_layer(layer)
         dims = layer_queries.queries.shape[-1]
         by_head = layer_queries.queries.reshape(layer_queries.heads, -1, dims)  # [H, group x m, D]
         return by_head[head].cpu() * layer_queries.scale
 
     def _similarity_query(self, query: Query) -> Tensor:
-        """The turn's keys and values in the chosen heads, joined: [m, D], or their mean [1, D]."""
+        """The turn's m vectors [m, D], each of all keys and values of the chosen heads, joined.
+
+        If the retriever compares rows with the turn's mean, it is one vector [1, D].
+        """
         if not isinstance(self._retriever, SimilarityRetriever):
             raise TypeError("a search index needs queries, or a retriever by similarity")
         parts: list[Tensor] = []
@@ -306,18 +333,21 @@ class IndexVectors:
 
 
 def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
-    """Append a last column to vectors [n, d]: `numbers` [n], or one number for all of them."""
+    """Append one dimension to vectors [n, d]: `numbers` [n], or a single number for all n."""
     return torch.cat([vectors, numbers.to(vectors.dtype).expand(len(vectors))[:, None]], dim=1)
 
 
 def _divide_dims(parts: int) -> list[int]:
-    """Divide DIMS among this many `parts`; the last parts (deeper layers) get the remainder."""
+    """The number of dimensions of each part of the index; together they have DIMS.
+
+    The last parts, which belong to deeper layers, get the remainder of the division.
+    """
     steps, more = divmod(DIMS // _STEP, parts)
     return [_STEP * (steps + (part >= parts - more)) for part in range(parts)]
 
 
 def _evenly(heads: list[Head], most: int) -> list[Head]:
-    """At most `most` of the heads, evenly spaced."""
+    """Choose at most `most` of the heads, at even intervals."""
     count = min(most, len(heads))
     return [heads[(2 * n + 1) * len(heads) // (2 * count)] for n in range(count)]
 
@@ -326,23 +356,25 @@ _PER_LIST = 40  # training vectors for each list
 
 
 def lists_for(rows: int) -> int:
-    """Number of faiss lists for an index of `rows` rows."""
+    """Into how many lists faiss divides an index of `rows` rows."""
     return max(1, int(rows**0.5))
 
 
 def sample_for(rows: int) -> int:
-    """Number of vectors to learn the centroids from, for an index of `rows` rows."""
+    """From how many vectors faiss learns the centroids of its lists, for `rows` indexed rows."""
     return min(rows, _PER_LIST * lists_for(rows))
 
 
 class FaissIndex:
-    """Vectors [n, d] by stream position, searched by inner product with faiss.
+    """Stores a vector [d] for each stream position; finds those with the largest inner products.
+
+    faiss groups the vectors in lists, each around a centroid; a search visits only some lists.
 
     Args:
         sample: vectors [k, d] to learn the centroids from; fastest where d is a multiple of 8.
         rows: expected number of vectors; four times as many still work well.
-        probes: least number of lists that each query visits; with few queries, each visits more,
-            so that all queries together could visit every list once.
+        probes: minimum number of lists that each query visits. If there are few queries, each
+            visits more: the number of lists divided by the number of queries.
     """
 
     def __init__(self, sample: Tensor, rows: int, probes: int) -> None:
@@ -364,20 +396,23 @@ class FaissIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of all vectors, positions and centroids, in bytes."""
+        """Size of all stored vectors, positions and centroids, in bytes."""
         row_bytes = self._index.code_size + np.dtype(np.int64).itemsize
         return int(len(self) * row_bytes + self._centroids.nbytes)
 
     def add(self, positions: Positions, vectors: Tensor) -> None:
-        """Add vectors [n, d] at these positions [n], which must not be in use."""
+        """Store `vectors` [n, d] for these stream positions [n], which must have none yet."""
         self._index.add_with_ids(_array(vectors), positions)
 
     def remove(self, positions: Positions) -> None:
-        """Remove the vectors at these positions [n]."""
+        """Delete the vectors of these stream positions [n]."""
         self._index.remove_ids(positions)
 
     def search(self, queries: Tensor, k: int) -> Positions:
-        """Positions of the best k vectors for each of the queries [m, d], concatenated."""
+        """Stream positions of the k best vectors for each of the queries [m, d], in one array.
+
+        The same position can occur several times.
+        """
         wanted = _array(queries)
         to_centroids = wanted @ self._centroids.T  # [m, lists]
         count = to_centroids.shape[1]

@@ -20,15 +20,15 @@ from sirchat.memory.ledger import KeyValueStat
 Floats = NDArray[np.float64]
 
 _TINY = 1e-12
-"""Least length to divide by, so that a zero vector has the cosine 0."""
+"""Least vector length to divide by, so that the cosine of a zero vector is 0."""
 
 
 class Block(NamedTuple):
-    """Keys and values of k of the n ranked rows.
+    """Keys and values of k tokens, out of the n tokens that a policy ranks.
 
     Attributes:
-        rows: row numbers [k] among the ranked rows.
-        tensors: two for each layer, key then value, each [H, k, D].
+        rows: for each of the k tokens, its index among the n.
+        tensors: two for each layer, keys then values, each [H, k, D].
     """
 
     rows: NDArray[np.int64]
@@ -42,15 +42,15 @@ Blocks = Callable[[], Iterator[Block]]
 def key_value_stats(
     wanted: Collection[KeyValueStat], count: int, written: Blocks, as_read: Blocks
 ) -> dict[KeyValueStat, Floats]:
-    """The wanted statistics of `count` ranked rows, [count] each.
+    """Compute statistics of `count` ranked tokens: an array [count] for each `wanted` name.
 
-    A row that is in no block gets the median of the others, or 0 if no row is in a block.
+    A token that is in no block gets the median of the other tokens; 0 if there are no blocks.
 
     Args:
         wanted: names of the statistics.
-        count: number of ranked rows, n.
-        written: gives the rows in blocks, with keys as first written.
-        as_read: gives the rows in blocks, with keys rotated to where attention reads them.
+        count: number of ranked tokens.
+        written: returns the tokens' keys and values in blocks, with keys as first written.
+        as_read: the same, with keys rotated to the positions at which attention reads them.
     """
     found = {name: np.full(count, np.nan) for name in wanted}
     if set(wanted) - {"key_similarity"}:
@@ -70,9 +70,9 @@ def key_value_stats(
 
 
 def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-    """Give the row numbers [k] and the `key_similarity` [k] of each block.
+    """Yield, for each block, its row numbers [k], and the cosines [k] of keys with the mean key.
 
-    The cosine with the mean equals the cosine with the sum, which is used instead.
+    The cosine with the sum of all keys is computed: it equals the cosine with their mean.
     """
     sums: list[Tensor] = []
     for block in as_read():
@@ -84,7 +84,7 @@ def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]
 
 
 def _sum_of_units(keys: Tensor) -> Tensor:
-    """The sum [H, 1, D] of vectors [H, k, D], each divided by its length."""
+    """Divide each of the vectors [H, k, D] by its length; returns each head's sum [H, 1, D]."""
     return (1 / _norm(keys, 2).clamp_min(_TINY))[:, None] @ keys.float()
 
 
@@ -95,7 +95,7 @@ def _cosines(keys: Tensor, anchor: Tensor) -> Tensor:
 
 
 def _mean(layers: list[Tensor]) -> Floats:
-    """The mean [k] over heads, then over layers, of the numbers [H, k] of each layer."""
+    """From numbers [H, k] of each layer, the mean [k] over heads, then over layers."""
     total = torch.zeros(layers[0].shape[1], dtype=torch.float64, device=layers[0].device)
     for one in layers:
         total += one.double().mean(0).to(total.device)

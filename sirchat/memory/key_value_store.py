@@ -1,7 +1,8 @@
-"""The key/value store: moves rows between cache and archive, and keeps the ledger in step.
+"""The key/value store: moves keys and values of tokens (rows) between the cache and the archive.
 
-With the archive off, the rows that a turn evicted are still kept until the next turn begins, so
-that the turn can be undone.
+It also updates the ledger, which records where each token's keys and values are. If the archive is
+off, the rows that a turn evicted are kept until the next turn begins, so that the turn can be
+undone.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
 
 UNDO_BYTES = 256 * 2**20
-"""Maximum bytes of evicted rows kept for undo while the archive is off; with more, no undo."""
+"""While the archive is off, maximum size in bytes of the evicted rows that are kept for undo.
+
+If a turn evicts more, it can't be undone.
+"""
 
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """The state of the store at one moment, for `KeyValueStore.undo`.
+    """Which tokens the cache holds at one moment; `KeyValueStore.undo` goes back to it.
 
     Attributes:
-        seen: number of tokens read.
+        seen: number of tokens read so far.
         held: stream positions [n] of the held rows, ascending.
         pinned: stream positions of the pinned rows, ascending.
         log_decay: logarithm of the ledger's accumulated decay.
-        attention: attention that the held rows had received.
+        attention: attention that the held rows have received.
         state: the state of the recurrent and convolution layers.
     """
 
@@ -52,13 +56,13 @@ class CacheCheckpoint:
 
 
 class KeyValueStore:
-    """Cache, ledger and archive of one conversation.
+    """The keys and values of one conversation: held in the cache, or evicted to the archive.
 
     Args:
         cache: an empty cache.
         ledger: an empty ledger.
-        limit: maximum number of bytes of the archive; 0 turns it off.
-        folder: where full segments of the archive are written, or None to keep them in RAM.
+        limit: maximum size of the archive in bytes; 0 turns it off.
+        folder: folder of the archive's files; None keeps the archive in RAM.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class KeyValueStore:
 
     @property
     def archived(self) -> int:
-        """Number of rows that are archived and not held."""
+        """Number of tokens that are in the archive and not in the cache."""
         return int((self.ledger.column("state") == State.ARCHIVED).sum())
 
     @property
@@ -83,12 +87,12 @@ class KeyValueStore:
         return self._archive.nbytes
 
     def take_problems(self) -> list[str]:
-        """Problems of the archive since the last call, one line each."""
+        """Return the archive's problems since the last call, such as a full disk: one line each."""
         problems, self._problems = self._problems, []
         return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
-        """Set the archive's limit in bytes, and its folder (None: RAM); 0 turns it off."""
+        """Set the archive's maximum size in bytes (0 turns it off) and its folder (None: RAM)."""
         old, was_on = self._archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
@@ -106,7 +110,10 @@ class KeyValueStore:
         self._shrink()
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of all held or archived rows that are not excluded."""
+        """Stream positions [n], ascending, of the rows that can be held: now held or archived.
+
+        Rows with the flag `EXCLUDED` are left out.
+        """
         ledger, stored = self.ledger, self._archive.positions  # fewer than the whole stream
         stored = stored[stored < ledger.seen]
         archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
@@ -116,7 +123,10 @@ class KeyValueStore:
         return allowed
 
     def keep(self, rows: Tensor) -> Positions:
-        """Evict all held rows except row numbers `rows` [k]; returns the evicted positions."""
+        """Evict all held rows except those numbered `rows` [k].
+
+        Returns the stream positions of the evicted rows.
+        """
         evicted = np.ones(self.ledger.held_count, bool)
         evicted[rows.numpy()] = False
         self._archive_rows(np.flatnonzero(evicted))
@@ -126,9 +136,10 @@ class KeyValueStore:
         return positions
 
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Hold exactly the rows at stream positions [n], ascending; all must be in `reachable`.
+        """Evict and restore rows, so that exactly those at stream `positions` [n] are held.
 
-        Returns the positions evicted and the positions restored from the archive.
+        `positions` are ascending, and all are in `reachable`. Returns the positions of the evicted
+        rows, and those of the rows restored from the archive.
         """
         self.cache.remove_inserted()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
@@ -139,21 +150,25 @@ class KeyValueStore:
         return evicted, restored
 
     def insert(self, start: int, layers: Sequence[Positions]) -> None:
-        """Insert into layer i the archived rows at `layers[i]`, before held row number `start`.
+        """Put extra rows from the archive into the cache, before held row number `start`.
 
-        Raises LookupError, changing nothing, when one of the rows is not archived.
+        Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
+        if one of the rows is not archived.
         """
         rows = [self._archive.fetch(positions, layer) for layer, positions in enumerate(layers)]
         self.cache.insert(start, rows)
 
     @property
     def archive(self) -> Archive:
-        """The present archive, to search in; `set_limit` may replace it."""
+        """The archive of evicted rows; `set_limit` may replace it by another object."""
         return self._archive
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Context manager: suspend the archive's limit while ids are read that are undone later."""
+        """Context manager: within it, the archive has no limit.
+
+        It is used while ids are read that are undone afterwards, so that no archived row is lost.
+        """
         limit, self._archive.limit = self._archive.limit, None
         try:
             yield
@@ -161,7 +176,10 @@ class KeyValueStore:
             self._archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """The present state, for `undo`; call this at the beginning of a turn."""
+        """Return the present state, for `undo`; call this at the beginning of a turn.
+
+        If the archive is off, this deletes the rows that the turn before evicted.
+        """
         if not self._archiving:
             self._archive.clear()
         ledger = self.ledger
@@ -199,19 +217,19 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """The wanted statistics [n] of the rows at these stream positions [n], ascending.
+        """Statistics [n] of the rows at these stream positions [n], ascending; `wanted` names them.
 
-        A row that is neither held nor archived gets the median of the others.
+        A row that is neither held nor archived gets the median of the other rows.
         """
         blocks = partial(self._blocks, positions)
         as_read = partial(blocks, as_read=True)
         return key_value_stats(wanted, len(positions), blocks, as_read)
 
     def _blocks(self, positions: Positions, *, as_read: bool = False) -> Iterator[Block]:
-        """The held or archived rows at `positions`, in blocks, with keys as first written.
+        """Yield the held and archived rows at `positions` in blocks, with keys as first written.
 
-        With `as_read`, keys are as attention reads them. If some rows are not held, each key is
-        rotated to the slot that it would have if the cache held exactly `positions`.
+        If `as_read` is true, keys are rotated as attention reads them. If some of the rows are not
+        held, each key is rotated as if the cache held exactly `positions`.
         """
         held = self.ledger.held_positions
         here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
@@ -230,7 +248,8 @@ class KeyValueStore:
     def rows(self, limit: int | None = None) -> Rows | None:
         """All held or archived rows as first written, in order of position, on the CPU.
 
-        If they take more than `limit` bytes, returns only the held rows; if those do, too, None.
+        If these rows are larger than `limit` bytes, returns only the held rows; if the held rows
+        are larger, too, returns None.
         """
         positions = self.reachable()
         held = self.ledger.held_positions
@@ -270,7 +289,7 @@ class KeyValueStore:
         return State.ARCHIVED if self._archiving else State.GONE
 
     def _archive_rows(self, rows: NDArray[np.int64]) -> None:
-        """Add the held rows numbered `rows` [k] to the archive, unless they are already there."""
+        """Copy the held rows numbered `rows` [k] to the archive, unless they are already there."""
         positions = self.ledger.held_positions[rows]
         new = ~self._archive.has(positions)
         if new.any():
@@ -281,7 +300,10 @@ class KeyValueStore:
                 self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Hold `positions` [n]: the held row numbers `rows` [k], and others from the archive."""
+        """Let the cache hold exactly the rows at `positions` [n].
+
+        The held rows numbered `rows` [k] are among them; the others come from the archive.
+        """
         held = self.ledger.held_positions[rows]
         if len(held) == len(positions):
             self.cache.keep(torch.from_numpy(rows))
@@ -303,7 +325,7 @@ class KeyValueStore:
 
 
 def _merged(one: Rows, other: Rows) -> Rows:
-    """The rows of `one` and `other`, by ascending position."""
+    """The rows of `one` and `other`, in ascending order of stream position."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     chosen = torch.from_numpy(order)

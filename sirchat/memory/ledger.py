@@ -1,9 +1,9 @@
-"""The ledger: one row per token of the whole conversation, held in the cache or not.
+"""The ledger: a table with one row per token of the whole conversation, held in the cache or not.
 
-The stream is all tokens read so far, in order. Its rows are one array that grows by doubling (40
-bytes a token; 16 more where attention is counted). The held rows, in stream order, are the rows of
-the cache: the held row number i is in slot i of every layer. Every column except attention is
-recorded under any policy, so that the policy can be switched at any moment.
+The stream is all tokens read or generated so far, in order. The table is one array that grows by
+doubling (40 bytes a token; 16 more where attention is recorded). The tokens of the held rows, in
+stream order, are those in the cache: held row number i is in slot i of every layer. Every column
+except attention is recorded under any policy, so that the policy can be switched at any moment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 
 class Role(IntEnum):
-    """Who wrote a token; `TEMPLATE` marks what the chat template put around the text."""
+    """Who wrote a token; `TEMPLATE` is for tokens that the chat template put around the text."""
 
     SYSTEM = 0
     USER = 1
@@ -35,10 +35,11 @@ class Role(IntEnum):
 class Flag(IntFlag):
     """Further facts about a token.
 
-    An `ANCHOR` token ends a sequence; the id and surprisal of an `ERASED` token were deleted; a
-    `RECALLED` token was restored for this round by recall; a `CONTINUES` token belongs to the same
-    word as the token before it; an `EXCLUDED` token is neither held nor restored by a switch: it
-    belongs to a system prompt that is no longer in force, or to a reply's reasoning.
+    A `PINNED` token is protected from eviction; an `ANCHOR` token ends a sentence or round; the id
+    and surprisal of an `ERASED` token were deleted; a `RECALLED` token was restored for this round
+    by recall; a `CONTINUES` token belongs to the same word as the token before it; an `EXCLUDED`
+    token was evicted and is not restored: it belongs to a system prompt that is no longer in force,
+    or to a reply's reasoning.
     """
 
     PINNED = 1
@@ -50,7 +51,7 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """Where a token's key and value are: in the cache, nowhere, or in the archive alone."""
+    """Where a token's keys and values are: in the cache, nowhere, or only in the archive."""
 
     HELD = 0
     GONE = 1
@@ -75,11 +76,11 @@ ROW = np.dtype(
 
 
 KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
-"""A statistic of a row's key k and value v in one head:
+"""The name of a statistic of a token's key k and value v in one head:
 
 - `key_norm`: the L2 norm |k|;
-- `key_similarity`: the cosine between k, as attention reads it, and the mean of k / |k| over all
-  ranked rows;
+- `key_similarity`: the cosine between k, rotated as attention reads it, and the mean of k / |k|
+  over all tokens that the policy ranks;
 - `value_norm`: the L1 norm |v|;
 - `value_range`: max(v) - min(v).
 """
@@ -92,9 +93,9 @@ class HeldRows:
     Every tensor has shape [n].
 
     Attributes:
-        position: in the stream, ascending.
-        token_id, turn, round, role: `role` as in `Role`.
-        surprisal: in nats; the first token of the stream has the maximum of its chunk.
+        position: stream positions, ascending.
+        token_id, turn, round, role: of each token; `role` is a number as in `Role`.
+        surprisal: in nats; the first token of the stream has the maximum of the ids read with it.
         log_decay_since: logarithm of the product of the decays since the row was read.
         log_decayed_surprisal: logarithm of the surprisal times these decays.
         attention: attention received so far, if attention is counted; else 0.
@@ -106,11 +107,11 @@ class HeldRows:
         key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
             see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
-        is_pinned, is_anchor, is_sink: masks.
-        continues_word: mask of the rows that belong to the word of the token before.
+        is_pinned, is_anchor, is_sink: masks of the pinned rows, the anchors, and the sinks.
+        continues_word: mask of the rows that belong to the same word as the token before them.
         protected: mask of the rows that must stay: sinks, pins, the newest of the current round.
         seen: number of tokens ever read.
-        seed: seed of random numbers.
+        seed: seed for the policy's random numbers.
     """
 
     position: Tensor
@@ -147,12 +148,12 @@ class HeldRows:
 
 
 class Ledger:
-    """Rows of the whole stream, and which of them are held.
+    """What is known of each token of the stream, one row per token; and which tokens are held.
 
     Args:
-        seed: seeds the arrival keys.
-        unknown_surprisal: surprisal in nats given to the first token, which has no prediction,
-            while its chunk is still being read.
+        seed: seed of the arrival keys: one random number in [0, 1) for each token.
+        unknown_surprisal: surprisal in nats of the first token, which nothing predicts, until the
+            ids that are read together with it have theirs.
 
     Attributes:
         attention: statistics of the attention that each row received.
@@ -173,7 +174,7 @@ class Ledger:
 
     @property
     def recalled(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of the held rows that are recalled for this round."""
+        """Stream positions, ascending, of the held rows that recall restored for this round."""
         return self._recalled
 
     @property
@@ -191,14 +192,14 @@ class Ledger:
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
 
     def column(self, name: str) -> NDArray[Any]:
-        """One column over the whole stream [seen]: a view that can't be written to."""
+        """The column `name` of `ROW` for the whole stream [seen]: a read-only view."""
         column = self._rows[name][: self.seen]
         column.flags.writeable = False
         return column
 
     @property
     def pinned_positions(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of all pinned rows."""
+        """Stream positions, ascending, of all pinned rows, held or not."""
         if self._pinned is None:
             self._pinned = np.flatnonzero(self.column("flags") & Flag.PINNED)
             self._pinned.flags.writeable = False
@@ -215,9 +216,10 @@ class Ledger:
         flags: list[int],
         learned_scores: list[float] | None = None,
     ) -> None:
-        """Add one held row for each id that the model has just read.
+        """Add one held row for each of the ids that the model has just read.
 
-        `learned_scores` are those of the model's scorer; None if they are unknown.
+        `surprisal` is in nats. `learned_scores` are the predictions of the model's scorer; None if
+        the model has none.
         """
         learned = learned_scores or [math.nan] * len(ids)
         start, end = self.seen, self.seen + len(ids)
@@ -240,20 +242,24 @@ class Ledger:
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
-        """Give the first token, which has no surprisal, the highest of the first `count` tokens."""
+        """Set the first token's unknown surprisal to the highest of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Keep held row numbers `rows` [k]; evict the others to `state`, return their positions."""
+        """Record that all held rows are evicted, except those numbered `rows` [k].
+
+        Evicted rows get the state `state`; returns their stream positions.
+        """
         return self.hold(self.held_positions[rows.numpy()], state)[0]
 
     def hold(
         self, positions: NDArray[np.int64], state: State
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hold exactly the rows at these stream positions [n], ascending; evicted rows get `state`.
+        """Record that exactly the rows at these stream positions [n], ascending, are held.
 
-        Returns the positions evicted and the positions restored.
+        Rows that were held before and are not now get the state `state`. Returns the positions of
+        these evicted rows, and those of the restored rows, which were not held before.
         """
         before = self.held_positions
         gone = np.setdiff1d(before, positions, assume_unique=True)
@@ -271,14 +277,14 @@ class Ledger:
         return gone, came
 
     def recall(self, positions: NDArray[np.int64]) -> None:
-        """Flag these held rows, and no others, as recalled for this round."""
+        """Give the flag `RECALLED` to the held rows at these positions, and to no others."""
         flags = self._rows["flags"]
         flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
         flags[positions] |= np.uint8(Flag.RECALLED)
         self._recalled = positions
 
     def mark_gone(self, positions: NDArray[np.int64]) -> None:
-        """Note that archived rows at these positions can no longer be restored."""
+        """Record that the rows at these positions, if archived, can no longer be restored."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE
 
@@ -293,7 +299,10 @@ class Ledger:
         log_decay: float,
         recalled: NDArray[np.int64] | None = None,
     ) -> None:
-        """Load saved rows; all but those at `held` count as deleted until `archive` is called."""
+        """Replace all contents by saved `rows`; `held` are the positions of the held ones.
+
+        The other rows count as not restorable, until `archive` says that they are archived.
+        """
         self.seen, self.log_decay = len(rows), log_decay
         self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
@@ -307,7 +316,7 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Note that the rows at these positions, unless held, are archived and can be restored."""
+        """Record that the rows at these positions, unless held, are archived: can be restored."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
@@ -321,7 +330,10 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Remove all rows after the first `seen` tokens; none of these rows may be held."""
+        """Remove the rows of all but the first `seen` tokens, and set `log_decay`.
+
+        None of the removed rows may be held.
+        """
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay = seen, log_decay
@@ -329,11 +341,11 @@ class Ledger:
             self._pinned = self._pinned[self._pinned < seen]
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
-        """Pin these rows, or unpin them."""
+        """Pin the rows at these positions if `pinned` is true, else unpin them."""
         self.flag(Flag.PINNED, positions, pinned)
 
     def flag(self, flag: Flag, positions: range | NDArray[np.int64], on: bool) -> None:
-        """Set a flag of these rows, or clear it."""
+        """Set `flag` of the rows at these positions if `on` is true, else clear it."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | flag if on else flags & ~flag
@@ -341,15 +353,15 @@ class Ledger:
             self._pinned = None
 
     def pin_only(self, positions: NDArray[np.int64]) -> None:
-        """Pin these rows and unpin all others."""
+        """Pin the rows at these positions, and unpin all others."""
         self.pin(self.pinned_positions, False)
         self.pin(positions, True)
         self._pinned = np.unique(positions)
 
     def close_round(self, decay: float, spared: int | None = None) -> None:
-        """Multiply all surprisal and attention so far by `decay` (SirLLM, Algorithm 1).
+        """Multiply the surprisal and attention of all rows by `decay` (SirLLM, Algorithm 1).
 
-        If `spared`, the number of the last round, is given, the rows of that round are exempt.
+        `spared` is None, or the number of the last round, whose rows are then left unchanged.
         """
         self.log_decay += math.log(decay)
         if spared is not None:
@@ -358,12 +370,18 @@ class Ledger:
             self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Surprisals [n] in nats; the first token, which has none, gets its chunk's maximum."""
+        """Surprisals [n], in nats, of the rows at these positions [n].
+
+        For the first token of the stream, which nothing predicts, it is `unknown_surprisal`.
+        """
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 
     def log_decayed_surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """log(surprisal x decays since the row was read); a log, because 0.7^300 underflows."""
+        """For each position [n], the log of its surprisal times all decays since it was read.
+
+        It is a logarithm, because a product of many decays, such as 0.7^300, underflows.
+        """
         with np.errstate(divide="ignore"):
             log_surprisal = np.log(self.surprisal_of(positions))
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
@@ -408,16 +426,16 @@ class Ledger:
         )
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The held rows as policies see them; arguments as in `view`."""
+        """The held rows as policies see them; the mask `protected` marks those that must stay."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:
-        """Draw the arrival keys of rows from `start` on; they depend on the position alone."""
+        """Compute the random arrival keys of the rows from `start` on, from seed and position."""
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Make room for `rows` rows and `held` held ones; doubling keeps appending fast."""
+        """Extend the arrays to `rows` rows and `held` held ones; a short one at least doubles."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)

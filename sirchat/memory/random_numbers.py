@@ -1,8 +1,8 @@
-"""Random numbers without a generator state: each is a hash of what it is for.
+"""Random numbers that need no generator state.
 
-A number is a hash of (seed, purpose, position, tokens seen), so the same conversation gives the
-same numbers on every device, in any order, and after a resume. The hash is splitmix64 (Steele et
-al. 2014).
+Each number is a hash of four numbers: seed, purpose, stream position, and number of tokens seen. So
+the same conversation gets the same numbers on every device, in any order, and after a resume. The
+hash is splitmix64 (Steele et al. 2014).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each stream position [n]; `seen`: number of tokens read."""
+    """A random number in [0, 1) for each stream position [n].
+
+    `seen` is the number of tokens read so far; another number gives other random numbers.
+    """
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))
         state = _mix(state ^ (np.uint64(seen) + _GAMMA))

@@ -1,8 +1,9 @@
-"""A search of the archive: the scores of all its rows, or of those that a search index proposes.
+"""A search of the archive: scores its rows (one per token), or only those that an index proposes.
 
-Proposed rows get their exact scores. With an index, an evenly spaced sample of all rows is scored
-too: for retrievers that record queries, it represents the other rows in the softmax; for other
-retrievers, it gives an estimate of the lowest score.
+An index proposes rows that probably score highest; these are then scored exactly. An evenly spaced
+sample of all rows is scored, too. For the retriever `attention`, the sample represents all rows
+that are not proposed, in the softmax; for other retrievers, it gives an estimate of the lowest
+score.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from sirchat.memory.retrieval import Candidates, Query, RecallSettings, softened
 from sirchat.memory.segments import Positions
 
 SAMPLE = 32_768
-"""Size of the sample that, in the softmax of `attention`, represents the rows not proposed."""
+"""Number of sampled rows that represent, in the softmax of retriever `attention`, all rows that the
+index does not propose."""
 
 LOWEST_OF = 16_384, 65_536
-"""Least and greatest size of the sample for the lowest score; otherwise `_PART` of all rows."""
+"""Least and greatest number of rows in the sample that gives the lowest score.
+
+Between these limits it is the fraction `_PART` of all rows.
+"""
 
 _PART = 1 / 16
 _BATCH = 8_192  # rows fetched at once
@@ -37,7 +42,7 @@ _BATCH = 8_192  # rows fetched at once
 
 @dataclass(frozen=True)
 class Ranked:
-    """Scores [layers, n] of candidate rows at stream positions [n], ascending."""
+    """Archived tokens at stream `positions` [n], ascending, and their `scores` [layers, n]."""
 
     positions: Positions
     scores: Tensor
@@ -53,16 +58,16 @@ def wants_index(recall: RecallSettings, rows: int) -> bool:
 
 @dataclass(frozen=True)
 class ArchiveSearch:
-    """One search of the archive.
+    """One search of the archive for the tokens (rows) that a turn needs.
 
     Attributes:
         archive: where the rows are stored.
         archived: stream positions [n], ascending, of the rows to score; all are in the archive.
-        query: what the rows are compared with.
-        recall: retriever, weight and index settings.
-        rotations: one entry per layer of the model.
+        query: what the rows are compared with: the new turn.
+        recall: settings of recall.
+        rotations: rotary position embedding of each layer of the model.
         surprisal_of: gives the surprisals [k], in nats, of rows at stream positions [k].
-        ledger: what is known of each token; None where only keys and values are compared.
+        ledger: the table of all tokens; may be None where only keys and values are compared.
     """
 
     archive: Archive
@@ -79,14 +84,14 @@ class ArchiveSearch:
         return retriever(self.recall.retriever)
 
     def all(self) -> Ranked:
-        """The scores of all rows."""
+        """The scores of all rows at the positions `archived`."""
         scores = self.retriever.score(self._candidates(self.archived))
         return Ranked(self.archived, self._finished(scores, self.archived))
 
     def proposed(self) -> Ranked:
-        """The scores of the rows that the archive's index proposes, and of a sample.
+        """The scores of the rows that the archive's index proposes, and of a sample of all rows.
 
-        The index is built first, or brought up to date.
+        Before that, the index is built, or the rows that it does not have yet are added.
         """
         archive, recall = self.archive, self.recall
         if archive.index is None or not archive.index.is_for(recall):
@@ -97,7 +102,7 @@ class ArchiveSearch:
         return Ranked(ranked.positions, self._finished(ranked.scores, ranked.positions))
 
     def _by_softmax(self, index: Index) -> Ranked:
-        """Scores from a softmax over the proposed rows and a sample of all."""
+        """Scores of the proposed rows and of a sample of all rows, from one softmax over both."""
         near = max(self.recall.span, int(self.recall.soft))
         proposed = _archived_near(index.propose(self.query), near, self.archived)
         positions = united((proposed, evenly(self.archived, SAMPLE)))
@@ -109,7 +114,10 @@ class ArchiveSearch:
         return Ranked(positions, self.retriever.score(candidates))
 
     def _by_similarity(self, index: Index) -> Ranked:
-        """Scores of the proposed rows and, if weighted, of a sample to find the lowest score."""
+        """Scores of the proposed rows.
+
+        If scores are weighted by surprisal, also of a sample, which gives the lowest score.
+        """
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"
         count = int(np.clip(_PART * len(self.archived), least, most))
@@ -125,7 +133,7 @@ class ArchiveSearch:
         return Ranked(positions[order], scores)
 
     def _scores_of(self, positions: Positions) -> Tensor:
-        """The retriever's scores [layers, k], computed a batch of rows at a time."""
+        """The retriever's scores [layers, k] for the rows at `positions` [k]; works in batches."""
         scores = [torch.zeros(len(self.rotations), 0)]
         for start in range(0, len(positions), _BATCH):
             batch = positions[start : start + _BATCH]
@@ -137,7 +145,11 @@ class ArchiveSearch:
         return Candidates(self.archive, positions, self.query, self.rotations, self.ledger)
 
     def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
-        """Scores [layers, k] of the rows at `positions` [k], softened and weighted if set so."""
+        """The final scores [layers, k] of the rows at `positions` [k].
+
+        They are the retriever's `scores` [layers, k]; if the settings say so, these are softened,
+        then multiplied by surprisal.
+        """
         if self.recall.soft:
             scores = softened(scores, positions)
         if self.recall.weight == "surprisal":
@@ -146,7 +158,7 @@ class ArchiveSearch:
 
 
 def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
-    """Mask of the `positions` [n] that are also in `others` [k]; both are ascending."""
+    """Mask [n]: which of the `positions` [n] are also in `others` [k]; both are ascending."""
     if not len(others):
         return np.zeros(len(positions), bool)
     at = np.searchsorted(others, positions).clip(max=len(others) - 1)
@@ -155,14 +167,21 @@ def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
 
 
 def _archived_near(positions: Positions, span: int, archived: Positions) -> Positions:
-    """The archived rows at these positions and up to `span` positions before and after each."""
+    """Those of `archived` that are in `positions`, or at most `span` before or after one of them.
+
+    All are stream positions.
+    """
     shifted = [positions + offset for offset in range(-span, span + 1)]
     near = united([part[part >= 0] for part in shifted])
     return near[_is_among(near, archived)]
 
 
 def _counts(proposed: NDArray[np.bool_], total: int) -> Tensor:
-    """How many of `total` rows each candidate [n] represents; 1 if it is in mask `proposed`."""
+    """How many of the `total` archived rows each candidate [n] represents.
+
+    A candidate in the mask `proposed` [n] represents itself, 1; the other candidates share the
+    archived rows that are not proposed.
+    """
     counts = torch.ones(len(proposed))
     others = torch.from_numpy(~proposed)
     counts[others] = (total - int(proposed.sum())) / max(1, int(others.sum()))

@@ -1,7 +1,7 @@
-"""Finds classes of one kind by name: eviction policies and retrievers.
+"""Finds a class by its name: a registry for eviction policies, and one for retrievers.
 
-Each class is in its own file of one package, and the file has the class's name. Other packages add
-classes through an entry point group. Listing the names imports no class.
+Each built-in class is in a file of its own, named after the class. Other packages add classes
+through a group of entry points. Listing the names imports no class.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sirchat.errors import SettingError, nearest
 
 
 class Registry:
-    """The classes of one kind.
+    """Finds classes of one kind, such as eviction policies, by name.
 
     Args:
         kind: what error messages call such a class, for example "policy".
-        package: the package whose modules, except `base`, have the built-in classes. The file
-            `cosine_pairwise.py` has the class `CosinePairwise`, found as `cosine-pairwise`.
-        group: the entry point group of the classes that other packages add.
-        aliases: other names of built-in classes.
+        package: the package with the built-in classes, one per module; the module `base` has none.
+            The file `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`.
+        group: the group of entry points by which other packages add classes.
+        aliases: additional names of built-in classes.
     """
 
     def __init__(
@@ -40,13 +40,17 @@ class Registry:
         return built_in + sorted(added - set(built_in))
 
     def __contains__(self, name: str) -> bool:
-        """Whether a class has this name; entry points are read only if no built-in class has it."""
+        """Whether a class has this name; aliases don't count.
+
+        Entry points are read only if no built-in class has the name.
+        """
         return name in self._built_in() or name in self.names()
 
     def find(self, name: str, base: type, hint: str = "") -> type[Any]:
-        """The class called `name`, a subclass of `base`.
+        """The class with this name or alias; it is a subclass of `base`.
 
-        Raises SettingError if there is none; the error suggests the nearest name, or else `hint`.
+        Raises SettingError if there is none. The error suggests the most similar name; if no name
+        is similar, it ends with `hint`.
         """
         name = self.aliases.get(name, name)
         if name in self._built_in():
@@ -62,7 +66,10 @@ class Registry:
         )
 
     def load(self, path: str, base: type) -> type[Any]:
-        """The class at `module:Class`; raises SettingError if it is no subclass of `base`."""
+        """Import the class with the path `module:Class`.
+
+        Raises SettingError if that fails, or if the class is no subclass of `base`.
+        """
         module, _, name = path.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)

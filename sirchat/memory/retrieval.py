@@ -1,8 +1,9 @@
-"""What recall compares archived rows with, and which of the scored rows it chooses.
+"""The data that retrievers score archived tokens by, and the choice of those with the best scores.
 
-The folder `recall` has the ways to score rows: one file for each retriever. With scope `token` the
-layers' scores are averaged, and all layers recall the same rows; with scope `layer` each layer
-recalls its own rows, as in the code of Retrieval-Augmented StreamingLLM.
+Recall restores archived tokens (rows) for one turn. The folder `recall` has the ways to score them:
+one file for each retriever. With scope `token` the layers' scores are averaged, and all layers
+recall the same rows; with scope `layer` each layer recalls its own rows, as in the code of
+Retrieval-Augmented StreamingLLM.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ _BATCH = 8_192  # rows fetched at once
 
 @dataclass(frozen=True)
 class RecallSettings:
-    """How archived rows are restored for a turn.
+    """Settings of recall: how archived tokens (rows) are chosen and restored for a turn.
 
     Attributes:
         retriever: name of the retriever that scores the rows.
         weight: with `surprisal`, a row's score minus the lowest score is multiplied by the token's
-            surprisal in nats, if the retriever takes weights.
-        n: maximum number of rows to restore; as many cache slots are reserved for them. None: as
-            many as suit the budget.
-        soft: take the square root of each score and share it with the rows before and after, if
-            the retriever allows this.
-        span: neighbours on each side of a hit that are restored with it, counted within n.
+            surprisal in nats, if the retriever allows this.
+        n: maximum number of rows to restore, with neighbours; so many cache slots are kept free
+            for them. None: chosen by the budget.
+        soft: take the square root of each score and average it with those of the rows right before
+            and after, if the retriever allows this.
+        span: number of neighbours, on each side of a chosen row, that are restored with it.
         scope: `token` restores the same rows for all layers; `layer` chooses for each layer anew.
-        query: what archived rows are compared with. `turn`: the rows of the turn, which is read
-            once for the search; `recent`: the recent window before the turn, as in the paper.
-        index: whether candidates come from a search index; `auto`: only if there are more than
-            `AUTO_INDEX_ROWS` rows and faiss is installed.
+        query: what archived rows are compared with. `turn`: the new turn, which is read once more
+            for the search; `recent`: the newest tokens before the turn, as in the paper.
+        index: whether a search index proposes the rows to score; `auto`: only if more than
+            `AUTO_INDEX_ROWS` rows are archived and faiss is installed.
     """
 
     retriever: str
@@ -63,12 +64,12 @@ class RecallSettings:
 
 @dataclass(frozen=True)
 class LayerQueries:
-    """The query vectors of one layer.
+    """The attention query vectors that one layer computed for the tokens of a turn.
 
     Attributes:
-        queries: [H_q, m, D], with the rotary position undone.
+        queries: [H_q, m, D] for m tokens, with the rotary position undone.
         scale: factor by which q k is multiplied before the layer's softmax.
-        heads: number of key heads in the attention call.
+        heads: number of key heads of the layer.
     """
 
     queries: Tensor
@@ -76,20 +77,21 @@ class LayerQueries:
     heads: int
 
     def match(self, keys: Tensor) -> bool:
-        """Whether cached keys [H, n, D] have as many heads and dimensions as the queries need."""
+        """Whether the queries can be compared with cached `keys` [H, n, D]: same heads, same D."""
         return (self.heads, self.queries.shape[-1]) == (keys.shape[0], keys.shape[-1])
 
 
 @dataclass(frozen=True)
 class Query:
-    """What archived rows are compared with.
+    """What a search compares archived tokens with: usually the new turn.
 
     Attributes:
-        rows: rows [m] of the turn or of the recent window, as first written; none if not needed.
-        layer_queries: one entry per layer, where queries were recorded.
-        of_template: mask [m] of the rows that are tokens of the chat template.
+        rows: keys and values of m tokens, of the new turn or of the newest tokens before it; empty
+            if the retriever does not need them.
+        layer_queries: the turn's query vectors, one entry per layer; empty if not recorded.
+        of_template: mask [m] of the tokens of the chat template.
         words: a score for each turn so far, by the words that it shares with the new turn.
-        start: stream position of the turn's first token.
+        start: stream position of the new turn's first token.
     """
 
     rows: Rows
@@ -99,7 +101,10 @@ class Query:
     start: int = 0
 
     def of_layer(self, layer: int) -> LayerQueries:
-        """The queries of a layer; raises LookupError if none match the cached keys."""
+        """The query vectors of a layer.
+
+        Raises LookupError if there are none, or they can't be compared with the cached keys.
+        """
         keys = self.rows.tensors[2 * layer]
         if layer >= len(self.layer_queries) or not self.layer_queries[layer].match(keys):
             raise LookupError("this model's queries cannot be compared with its KV cache")
@@ -108,17 +113,17 @@ class Query:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The archived rows that a retriever scores for a turn.
+    """The n archived tokens (rows) that a retriever scores for a turn.
 
     Attributes:
-        archive: where the rows are stored.
+        archive: where their keys and values are stored.
         positions: their stream positions [n], ascending.
-        query: what the rows are compared with.
-        rotations: one entry per layer of the model.
-        ledger: what is known of each token; None where only keys and values are compared.
-        counts: how many archived rows each candidate represents [n], if some are a sample; None
-            if each represents itself alone.
-        fetched: the rows, if they were fetched already.
+        query: what they are compared with.
+        rotations: rotary position embedding of each layer of the model.
+        ledger: the table of all tokens; may be None where only keys and values are compared.
+        counts: [n], how many archived rows each candidate stands for, if some are a sample; None
+            if each stands for itself alone.
+        fetched: keys and values of the n rows, if they have been fetched from the archive.
     """
 
     archive: Archive
@@ -130,7 +135,7 @@ class Candidates:
     fetched: Rows | None = None
 
     def pairs(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A layer's keys and values [H, k, D], with the rotary position undone, block by block."""
+        """Yield a layer's keys and values, without rotary positions, in blocks [H, k, D]."""
         if self.fetched is not None:
             yield pair(layer, self.fetched, self.rotations[layer])
             return
@@ -138,7 +143,7 @@ class Candidates:
             yield pair(0, rows, self.rotations[layer])
 
     def keys(self, layer: int) -> Iterator[Tensor]:
-        """A layer's keys [H, k, D], with the rotary position undone, block by block."""
+        """Yield a layer's keys, without rotary positions, in blocks [H, k, D]."""
         for rows in self._blocks(layer):
             yield unrotated_keys(0, rows, self.rotations[layer])
 
@@ -162,7 +167,7 @@ class Candidates:
         return mask
 
     def random_numbers(self) -> NDArray[np.float64]:
-        """A random number in [0, 1) for each row [n]; the same turn always gives the same."""
+        """A random number in [0, 1) for each row [n]; for the same turn always the same numbers."""
         if self.ledger is None:
             raise ValueError("random numbers need a ledger")
         return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
@@ -178,17 +183,18 @@ class Candidates:
 
 
 def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
-    """Scores [layers, n] minus each layer's lowest score, times surprisal [n] in nats."""
+    """The scores [layers, n] minus each layer's lowest score, times `surprisal` [n] in nats."""
     lowest = scores.min(dim=1, keepdim=True).values
     return (scores - lowest) * torch.from_numpy(surprisal).to(scores.dtype)
 
 
 def softened(scores: Tensor, positions: Positions) -> Tensor:
-    """Square roots of scores [layers, n] minus each layer's lowest, smoothed along the stream.
+    """Scores [layers, n] made more even: square roots, averaged over adjacent tokens.
 
-    `positions` [n] are ascending. A row gets half of its own root and a quarter of each of the
-    roots right before and after it in the stream: the answer often stands beside the token that the
-    queries match. The root keeps a few rows with very high weights from deciding alone.
+    Each layer's lowest score is subtracted before the root is taken. Then a token gets half of its
+    own root, and a quarter of the root of each of the two tokens beside it in the stream, because
+    the answer often stands beside the token that the queries match. The root prevents a few very
+    high scores from deciding alone. `positions` [n] are stream positions, ascending.
     """
     roots = (scores - scores.min(dim=1, keepdim=True).values).sqrt()
     adjacent = torch.from_numpy(np.diff(positions) == 1).to(roots)  # [n - 1]
@@ -199,10 +205,10 @@ def softened(scores: Tensor, positions: Positions) -> Tensor:
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
-    """At most n of the `positions` [k], ascending: those with the highest scores; newer win ties.
+    """The at most n of the `positions` [k] with the highest `scores` [k]; ascending.
 
-    With each hit, the candidates up to `span` positions before and after it are chosen, too,
-    nearest first, until n are chosen.
+    Of equal scores, the newer position is chosen. With each chosen position, those of `positions`
+    that are at most `span` before or after it are chosen, too, the nearest first, up to n in total.
     """
     newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
     order = positions[len(positions) - 1 - newest_first.numpy()]
@@ -219,9 +225,9 @@ def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Posit
 
 
 def unrotated(rows: Tensor, written_at: Tensor, rotation: Rotation | None) -> Tensor:
-    """Rows [H, k, D], first written at rotary positions `written_at` [k], rotated to position 0.
+    """Keys or values [H, k, D] rotated to position 0, as float32.
 
-    The result is float32.
+    They were first written at rotary positions `written_at` [k].
     """
     if rotation is None:
         return rows.float()
@@ -231,12 +237,12 @@ def unrotated(rows: Tensor, written_at: Tensor, rotation: Rotation | None) -> Te
 
 
 def unrotated_keys(layer: int, rows: Rows, rotation: LayerRotation) -> Tensor:
-    """A layer's keys [H, k, D], with the rotary position undone."""
+    """The keys [H, k, D] of a layer of `rows`, rotated to position 0, as float32."""
     return unrotated(rows.tensors[2 * layer], torch.from_numpy(rows.written_at), rotation.key)
 
 
 def pair(layer: int, rows: Rows, rotation: LayerRotation) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values [H, k, D], with the rotary position undone."""
+    """The keys and values [H, k, D] of a layer of `rows`, rotated to position 0, as float32."""
     values = rows.tensors[2 * layer + 1]
     written_at = torch.from_numpy(rows.written_at)
     return unrotated_keys(layer, rows, rotation), unrotated(values, written_at, rotation.value)

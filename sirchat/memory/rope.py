@@ -1,8 +1,8 @@
-"""Rotary position embeddings: detect a layer's rotation, and rotate keys to other positions.
+"""Rotary position embeddings: find how a layer rotates keys, and rotate keys to other positions.
 
-With a single input token the hidden states do not depend on its position, so the cached tensors
-for positions p and p + d differ by exactly that layer's rotation. `match_rotation` finds which of
-the model's frequency buffers, in which layout, explains the difference: measured, not guessed.
+If the input is a single token, the hidden states do not depend on its position. So the keys of that
+token at positions p and p + d differ by exactly that layer's rotation. `match_rotation` tries each
+frequency buffer of the model in each layout, and returns the one that explains the difference.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary embedding of one layer.
+    """The rotary position embedding of one layer's keys or values.
 
     Attributes:
-        inv_freq: angular frequencies, float32 [d/2], in radians per position; kept on the CPU,
-            because not every device has float64.
+        inv_freq: angular frequencies, float32 [d/2], in radians per position, negative for a
+            rotation backward; kept on the CPU, because not every device has float64.
         interleaved: whether rotated pairs are neighbours (0, 1), (2, 3), ... rather than halves
             (0, d/2), (1, d/2 + 1), ...
         offset: index within the head of the first of the d rotated dimensions.
@@ -33,14 +33,14 @@ class Rotation:
 
     @property
     def dims(self) -> int:
-        """Number of rotated dimensions, d."""
+        """Number d of rotated dimensions of a head."""
         return 2 * self.inv_freq.numel()
 
     def cos_sin(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [n, d/2] that rotate keys from positions `old` [n] to `new` [n].
+        """Cosines and sines, each [n, d/2], that rotate keys from positions `old` to `new` [n].
 
-        Angles are rounded to float32, as models do, then subtracted in float64, so that the result
-        is the key that the model would have computed at the new position.
+        Angles are rounded to float32, as models do, then subtracted in float64, so that a rotated
+        key is the key that the model would have computed at the new position.
         """
         inv_freq = self.inv_freq[None]  # [1, d/2]
         angle_old = (old.float()[:, None] * inv_freq).double()
@@ -60,7 +60,7 @@ class Rotation:
         return out
 
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The two coordinates of every pair, as views [..., d/2]."""
+        """The first and the second coordinates of all rotated pairs of `x`: views [..., d/2]."""
         part = x[..., self.offset : self.offset + self.dims]
         if self.interleaved:
             return part[..., 0::2], part[..., 1::2]
@@ -68,14 +68,15 @@ class Rotation:
         return part[..., :half], part[..., half:]
 
     def same_angles(self, other: Rotation) -> bool:
-        """Whether both rotations have the same frequencies, and so the same cosines and sines."""
+        """Whether `other` has the same frequencies, and so the same cosines and sines."""
         return torch.equal(self.inv_freq, other.inv_freq)
 
 
 class CosSin:
     """Cosines and sines that rotate keys from positions `old` [n] to `new` [n].
 
-    They are computed once for each set of frequencies and device; layers share them.
+    They are computed once for each device and each set of frequencies; layers with the same
+    frequencies share them.
     """
 
     def __init__(self, old: Tensor, new: Tensor) -> None:
@@ -83,7 +84,7 @@ class CosSin:
         self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
 
     def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine [n, d/2] on `device`; None for a tensor without a rotation."""
+        """The cosines and sines, each [n, d/2], for `rotation` on `device`; None without one."""
         if rotation is None:
             return None
         for other, where, cos_sin in self._computed:
@@ -97,7 +98,7 @@ class CosSin:
 def match_rotation(
     samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
 ) -> Rotation | None:
-    """The rotation that turns the sample at position 0 into those at all other positions.
+    """Find the rotation that turns the sample at position 0 into those at all other positions.
 
     Args:
         samples: for each position, the cached tensor [H, D] of the same token at that position;
@@ -114,19 +115,20 @@ def match_rotation(
     if _error(samples, None) <= tolerance:
         return None
     head_dim = samples[0].shape[-1]
-    best = min(
-        _candidates(frequencies, head_dim),
-        key=lambda rotation: _error(samples, rotation),
-        default=None,
-    )
-    if best is None or _error(samples, best) > tolerance:
-        raise LookupError("no known rotation maps this layer's keys from one position to another")
-    return best
+    for sign in (1, -1):  # few models rotate backward, such as NanoChat
+        best = min(
+            _candidates(frequencies, head_dim, sign),
+            key=lambda rotation: _error(samples, rotation),
+            default=None,
+        )
+        if best is not None and _error(samples, best) <= tolerance:
+            return best
+    raise LookupError("no known rotation maps this layer's keys from one position to another")
 
 
-def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Rotation]:
+def _candidates(frequencies: Mapping[str, Tensor], head_dim: int, sign: int) -> Iterator[Rotation]:
     for buffer in frequencies.values():
-        inv_freq = buffer.detach().float().cpu().clone()
+        inv_freq = sign * buffer.detach().float().cpu()
         dims = 2 * inv_freq.numel()
         if dims > head_dim:
             continue
@@ -136,7 +138,10 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int) -> Iterator[Ro
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """Largest relative error when the sample at position 0 is rotated to all other positions."""
+    """Largest relative error when `rotation` is applied to the sample at position 0.
+
+    It is the largest over all other positions, each compared with its own sample.
+    """
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0
     for position, sample in samples.items():

@@ -1,7 +1,7 @@
-"""Segments of the archive: blocks of rows in RAM or in files of a private, locked folder.
+"""Segments of the archive: blocks of keys and values in RAM, or in files of a private folder.
 
-A process that is killed can't remove its folder. So each folder has a lock, which the system frees
-when the process ends, however it ends; `sweep` removes the folders whose lock is free.
+A process that is killed can't remove its folder. So each folder has a lock, which the operating
+system frees when the process ends in any way; `sweep` removes the folders whose lock is free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OLD = 24 * 3600  # seconds after which a lock without a folder is removed
 
 
 class ArchiveFolder:
-    """A folder that is removed with all its files when the program ends, or at `remove`.
+    """A folder that is deleted with all its files when the program ends or `remove` is called.
 
     Attributes:
         path: path of the folder, which exists after `make`.
@@ -49,7 +49,10 @@ class ArchiveFolder:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the archive folders in `parent` whose processes have ended, as far as possible."""
+    """Delete the archive folders in `parent` that belong to processes that have ended.
+
+    A folder that can't be deleted is skipped.
+    """
     with suppress(OSError):
         for path in sorted(parent.iterdir()):
             if path.is_symlink():
@@ -84,12 +87,12 @@ SEGMENT_ROWS = 512
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values of n rows as first written, for one layer or for all.
+    """Keys and values of n tokens, as the model first wrote them, for one layer or for all.
 
     Attributes:
-        positions: stream positions [n].
+        positions: stream positions [n] of the tokens.
         written_at: rotary positions [n] at which the keys were first written.
-        tensors: two for each layer, key then value, each [H, n, D].
+        tensors: two for each layer, keys then values, each [H, n, D].
     """
 
     positions: Positions
@@ -105,27 +108,27 @@ class Rows:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device: torch.device | str) -> Rows:
-        """The same rows on a device."""
+        """The same rows, with their tensors on `device`."""
         tensors = [tensor.to(device) for tensor in self.tensors]
         return Rows(self.positions, self.written_at, tensors)
 
     def take(self, index: NDArray[np.int64]) -> Rows:
-        """A copy of the rows numbered `index` [k]."""
+        """A copy of the k rows whose numbers, from 0, are `index` [k]."""
         chosen = torch.from_numpy(index)
         tensors = [tensor.index_select(1, chosen.to(tensor.device)) for tensor in self.tensors]
         return Rows(self.positions[index], self.written_at[index], tensors)
 
     def between(self, start: int, end: int) -> Rows:
-        """The rows numbered `start` to `end` - 1: views."""
+        """The rows numbered `start` to `end` - 1, as views."""
         tensors = [tensor[:, start:end] for tensor in self.tensors]
         return Rows(self.positions[start:end], self.written_at[start:end], tensors)
 
 
 class Segment:
-    """A block of `SEGMENT_ROWS` rows, filled from the front.
+    """A block of the archive with room for `SEGMENT_ROWS` rows; it is filled from the front.
 
     Args:
-        like: tensors [H, n, D] whose heads, dimensions and dtypes the segment takes over.
+        like: tensors [H, n, D]; the segment's tensors have the same H, D and dtype.
     """
 
     def __init__(self, like: list[Tensor]) -> None:
@@ -153,7 +156,7 @@ class Segment:
         self.used = end
 
     def erase(self, rows: NDArray[np.int64]) -> None:
-        """Overwrite the rows numbered `rows` [k] in the block with zeros."""
+        """Overwrite the rows numbered `rows` [k] in this segment with zeros."""
         self.positions[rows] = -1
         self.tensors = [tensor.clone() for tensor in self.tensors]  # a memory map is read-only
         for tensor in self.tensors:
@@ -184,22 +187,25 @@ class SegmentFiles:
         self._pending: list[Future[None]] = []
 
     def put(self, number: int, segment: Segment) -> None:
-        """Write full segment `number` in the background; then its tensors are maps of the file."""
+        """Write a full segment to its file, in the background.
+
+        When it is written, the segment's tensors become memory maps of the file.
+        """
         self._pending = [future for future in self._pending if not future.done()]
         self._pending.append(self._writer.submit(self._write, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete a segment's file, after all pending writes."""
+        """Delete the file of segment `number`, in the background, after all pending writes."""
         self._pending.append(self._writer.submit(self._delete, number))
 
     def wait(self) -> None:
-        """Wait until all pending writes are done; afterwards `error` says what went wrong."""
+        """Wait until all pending writes are done; if one failed, `error` then says why."""
         for future in self._pending:
             future.result()
         self._pending = []
 
     def close(self) -> None:
-        """Delete the folder; also happens when the program ends."""
+        """Delete the folder and its files now; else this happens when the program ends."""
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._place.remove()
 

@@ -152,12 +152,17 @@ def _hooked(usual: str) -> Callable[..., Any]:
     """The attention function named `usual`, extended by the hook."""
 
     def attend(
-        module: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Any, **options: Any
+        module: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attention_mask: Any,  # some models pass it by this name
+        **options: Any,
     ) -> Any:
-        out = _function(usual, module)(module, queries, keys, values, mask, **options)
+        out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
         for observer in _OBSERVERS.get():
             layer = int(module.layer_idx)
-            observer.observe(AttentionCall(layer, queries, keys, mask, options, out[1]))
+            observer.observe(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
         return out
 
     return attend

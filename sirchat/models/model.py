@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -105,14 +105,12 @@ class LoadedModel:
     @cached_property
     def device(self) -> torch.device:
         """The device of the weights."""
-        device: torch.device = self.module.device
-        return device
+        return cast(torch.device, self.module.device)
 
     @property
     def dtype(self) -> torch.dtype:
         """The number type of the weights."""
-        dtype: torch.dtype = self.module.dtype
-        return dtype
+        return cast(torch.dtype, self.module.dtype)
 
     @cached_property
     def decode_step(self) -> DecodeStep | None:
@@ -289,8 +287,7 @@ class LoadedModel:
         kinds = set(getattr(config, "layer_types", None) or [])
         if self.window is None:
             return additive(visible)
-        ahead = visible.shape[1] - len(visible) - self.window + 1
-        near = visible & torch.ones_like(visible).triu(ahead)
+        near = visible.triu(visible.shape[1] - len(visible) - self.window + 1)
         if len(kinds) < 2:
             return additive(near)
         return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
@@ -449,8 +446,6 @@ def no_attention_reason(model: LoadedModel) -> str:
 
 
 def caches_latents(model: LoadedModel) -> bool:
-    """Whether the cache contains compressed keys and values (multi-head latent attention).
-
-    Only such models rotate the second cached tensor of a layer, which usually holds the values.
-    """
+    """Whether the cache contains compressed keys and values (multi-head latent attention)."""
+    # Only such models rotate a layer's second cached tensor, which usually has the values.
     return any(rotation.value is not None for rotation in model.rotations)

@@ -15,6 +15,14 @@ from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.rope import Rotation, match_rotation
 
 _PER_TOKEN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MISSING = {
+    "indexed_attention": "each picks the tokens to attend to by an index of its own, from which "
+    "sirchat can't evict",
+    "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
+    "be evicted",
+}
+"""For a kind of layers, why sirchat can't run it."""
+
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _DISTANCES = (1, 17, 301)
 _PROBE_TOKEN = 5
@@ -81,9 +89,11 @@ def refuse_stateful_layers(config: Any, name: str) -> None:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
     if odd:
+        missing = _MISSING.get(
+            odd[0], "they do not store tokens separately, so no token can be evicted"
+        )
         raise ModelError(
-            f"{name} has {odd[0]} layers; they do not store tokens separately, so no token can be "
-            "evicted",
+            f"{name} has {odd[0]} layers; {missing}",
             hint="choose a model whose layers all keep keys and values per token",
         )
     if getattr(config, "is_encoder_decoder", False):
@@ -105,6 +115,8 @@ def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
         for key, buffer in module.named_buffers()
         if "inv_freq" in key and "original" not in key
     }
+    if dims := getattr(config, "rotary_dim", None):  # GPT-J and CodeGen have a table of sines
+        frequencies["rotary_dim"] = 1e4 ** -(torch.arange(0, dims, 2) / dims)
     rotations = []
     for layer in range(config.num_hidden_layers):
         try:

@@ -95,8 +95,9 @@ def _unusable(path: Path, why: str) -> ModelError:
 
 
 def layer_count(module: Any) -> int:
-    """Number of the model's layers."""
-    return int(module.config.get_text_config(decoder=True).num_hidden_layers)
+    """Number of the model's layers: in LongCat Flash half of those that the cache has."""
+    config = module.config.get_text_config(decoder=True)
+    return int(getattr(config, "num_layers", config.num_hidden_layers))
 
 
 class LayerStates:

@@ -30,7 +30,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 _PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_NOT_HELD = ("gpt2", "gptj", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
+_NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
 """Model types that sirchat refuses to load, although their config does not show why."""
 
 
@@ -113,9 +113,11 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
 
 def _row_elements(config: Mapping[str, Any]) -> int | None:
     """How many numbers the cache stores for one token, from the sizes in a config."""
-    layers = _whole(config.get("num_hidden_layers"), _MOST_LAYERS)
-    heads = _whole(config.get("num_attention_heads"))
-    hidden = _whole(config.get("hidden_size"))
+    layers = _whole(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
+    if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
+        layers = 2 * (_whole(config.get("num_layers"), _MOST_LAYERS) or 0) or None
+    heads = _whole(config.get("num_attention_heads") or config.get("n_head"))
+    hidden = _whole(config.get("hidden_size") or config.get("n_embd"))
     if layers is None or heads is None:
         return None
     latent = _whole(config.get("kv_lora_rank"))

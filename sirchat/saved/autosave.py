@@ -1,9 +1,8 @@
-"""Saving of a running chat after every turn, and its continuation by `--resume`.
+"""Saves a running chat to its file after every turn, and continues a saved chat (`--resume`).
 
-Each update compares the file with the session and writes the differences; every change (a turn, an
-undo) is saved in this way. Keys and values are saved when the chat ends or on request.
-Without them, resuming computes the held tokens' keys and values again, which gives nearly the same
-cache.
+Each update compares the file with the chat and writes the differences, whatever has changed (a new
+turn, an undo). The keys and values of the cache are saved when the chat ends or on request. If they
+are not saved, resuming computes those of the held tokens again, which gives nearly the same cache.
 """
 
 from __future__ import annotations
@@ -44,18 +43,22 @@ from sirchat.saved.session_list import remove_session, tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20
-"""Under `save_kv: auto`, keys and values with more bytes than this are not saved."""
+"""With the setting `save_kv: auto`, keys and values are saved only up to this size, in bytes."""
 
 _VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a model's config that depend on how it was saved or loaded, not on the model."""
 
 _TurnFields = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
-"""Ledger columns; if one of them differs at a position, another row has taken its place."""
+"""Ledger columns that are compared: if one differs at a position, a new token has this position."""
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """A hash of a model's config, vocabulary size, rotations and a sample of its weights."""
+    """A hash that identifies a model.
+
+    It is computed from the model's config, vocabulary size, rotary frequencies, and a sample of its
+    weights.
+    """
     digest = hashlib.sha256()
     config = model.module.config.to_diff_dict()
     for name in _VOLATILE:
@@ -105,7 +108,10 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """Id of the first chat in the chain of branches that led to this one; else its own id."""
+        """Id of the first chat from which this chat was made by branching, once or several times.
+
+        If this chat is no branch, its own id.
+        """
         return self._family or self.id
 
     def branch(self, name: str) -> Autosave:
@@ -116,7 +122,7 @@ class Autosave:
         return copy
 
     def begin(self) -> None:
-        """Do the first update; if it fails, delete the file, and raise as `update` does."""
+        """Do the first update, which creates the file; if it fails, delete the file and raise."""
         try:
             self.update()
         except BaseException:
@@ -130,9 +136,10 @@ class Autosave:
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Clear the name if it repeats text that is to be erased; returns whether it was cleared.
+        """Remove the session's name if it repeats the text `said`, which is about to be erased.
 
-        `said` is the text to erase: some words or, if `whole` is set, a complete turn.
+        `said` is some words or, if `whole` is true, a complete turn. Returns whether the name was
+        removed.
         """
         if not tells_of(self.name, said, whole=whole):
             return False
@@ -140,16 +147,19 @@ class Autosave:
         return True
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save `session`: the same conversation, for example with another model.
+        """From now on, save `session` in this file: the same conversation with another model.
 
-        The next update writes the whole session to the same file.
+        The next update replaces the file's contents.
         """
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def update(self) -> None:
-        """Write what changed; it is durable on return. Raises SessionError if writing fails."""
+        """Write what has changed since the last update.
+
+        When this returns, a power loss can't undo it. Raises SessionError if writing fails.
+        """
         if self._epoch != self._session.epoch:  # after a reset: the old file is not changed
             self.close()
             self._store, self._epoch = None, self._session.epoch
@@ -180,7 +190,10 @@ class Autosave:
         self._turns, self._rows, self._head = turns, saved.rows, head
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the settings and their size allow; returns whether it saved."""
+        """Save keys and values, if the setting `save_kv` and their size allow.
+
+        Returns whether they were saved.
+        """
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
             return False
@@ -235,10 +248,10 @@ class Autosave:
 
 
 def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
-    """Continue the session saved in `store` in the new `session`; `rebuild`: read its text again.
+    """Load the conversation that is saved in `store` into the new `session`.
 
-    Raises SessionError for a session without turns and, unless `rebuild` is set, for one of another
-    model or dtype.
+    If `rebuild` is true, the model reads the saved text again, instead. Raises SessionError if
+    there is no turn or, unless `rebuild` is true, if the model or dtype is another than before.
     """
     head = store.head()
     if head is None:
@@ -256,7 +269,10 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
 def _kept(
     store: SessionStore, stamp: str, model: LoadedModel, seen: int
 ) -> tuple[Rows | None, AttentionCheckpoint | None]:
-    """Keys, values and attention of a saved session; None if missing or of another model."""
+    """The saved keys and values, and the saved attention, of a session.
+
+    Each is None if it is missing or does not fit the model.
+    """
     tensors = store.load_kv(stamp)
     if tensors is None:
         return None, None
@@ -274,7 +290,7 @@ def _kept(
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
-    """Facts for the file: model, dtype and versions of the session, and its `family`."""
+    """What to write about a session: model, dtype, versions of programs, and `Autosave.family`."""
     return {
         **({"family": family} if family else {}),
         "model": model.name,
@@ -286,7 +302,7 @@ def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
 
 
 def check_model(store: SessionStore, model: LoadedModel) -> None:
-    """Raise SessionError for a saved session of another model or dtype.
+    """Raise SessionError if a saved session was made with another model or dtype than `model`.
 
     The dtype is checked before the fingerprint, because the fingerprint depends on the dtype.
     """
@@ -309,14 +325,20 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
 
 
 def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
-    """Write the whole session again; none of the old contents stay in any file."""
+    """Replace the contents of the session's file by the present ones.
+
+    None of the old contents stay in any file.
+    """
     saved = session.save()
     turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
     store.replace(turns, saved.rows, saved_head(saved, session), meta)
 
 
 def _is_same_state(head: Head, other: Head | None) -> bool:
-    """Whether two heads describe the same state; the stamp of keys and values may differ."""
+    """Whether two heads (a head is a session's state after its last turn) are equal.
+
+    The stamp that identifies saved keys and values may differ.
+    """
     if other is None or head.seen != other.seen:
         return False
     logits, others = (b"" if x.logits is None else x.logits.tobytes() for x in (head, other))
@@ -325,7 +347,7 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """Number of rows, counted from the start, that two ledgers have in common."""
+    """The number of rows at the start of two ledgers that are equal in both."""
     count = min(len(rows), len(other))
     differs = np.zeros(count, bool)
     for name in _COLUMNS:

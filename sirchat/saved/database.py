@@ -1,10 +1,10 @@
 """The SQLite file of a session: its lock, durability, check sums and errors.
 
 SQLite's rollback journal is truncated after every commit, with full synchronisation. A commit syncs
-the journal, then the file, then the truncated journal: once it returns, neither a kill nor a power
-loss undoes it. Between commits everything is in one file; a write-ahead log (WAL) could
-hold turns that a reader can't see, or text that was erased. (Under an exclusive lock, journal
-mode DELETE would leave the old pages in the journal and overwrite only its header.)
+the journal, then the file, then the truncated journal: once it returns, neither a killed process
+nor a power loss undoes it. Between commits everything is in one file; a write-ahead log (WAL) could
+contain turns that are not in the file yet, or text that was erased. (Under an exclusive lock,
+journal mode DELETE would leave old data in the journal and overwrite only its header.)
 
 Open a session's file through SQLite only: if the process that locked the file opens and closes it
 in any other way, the lock is lost.
@@ -46,7 +46,7 @@ TABLES = (
     """CREATE TABLE head (id INTEGER PRIMARY KEY,
     seen INTEGER NOT NULL, held BLOB NOT NULL, logits BLOB, fields TEXT NOT NULL)""",
 )
-"""All tables of the file; a file with anything else, such as a view, is not sirchat's."""
+"""The SQL of all tables of a session's file; a file with other tables, or views, is damaged."""
 
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """Errors raised by decoding damaged values."""
@@ -55,7 +55,7 @@ _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
 def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
-    """Open a connection to an existing file, in autocommit mode: transactions are explicit.
+    """Open a connection to an existing file; transactions must be begun explicitly.
 
     `timeout` is how many seconds to wait for a lock.
     """
@@ -64,9 +64,10 @@ def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> 
 
 
 def lock(connection: sqlite3.Connection) -> None:
-    """Begin a transaction, and lock out every other process until the connection is closed.
+    """Begin a transaction, and lock the file against all other processes.
 
-    An immediate transaction is not enough: a reader could then block a later commit.
+    The lock lasts until the connection is closed. An immediate transaction would not be enough: a
+    reader could then block a later commit.
     """
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     connection.execute("BEGIN EXCLUSIVE")
@@ -74,7 +75,10 @@ def lock(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """Context manager: a locked connection, inside its first transaction; errors close it."""
+    """Context manager: a connection that has locked the file and begun a transaction.
+
+    It stays open afterwards; only an error closes it.
+    """
     connection = connect(path)
     try:
         lock(connection)
@@ -85,7 +89,7 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def make_durable(connection: sqlite3.Connection) -> None:
-    """Commit the first transaction, and make later commits durable (see the module's docstring)."""
+    """Commit the first transaction; set up the connection so that commits survive a power loss."""
     connection.execute("COMMIT")
     connection.execute("PRAGMA journal_mode=TRUNCATE")
     connection.execute("PRAGMA synchronous=FULL")
@@ -95,7 +99,7 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether a file has the application id of a session, of any version."""
+    """Whether a file is a session's, of any version of sirchat: it has the application id."""
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
@@ -149,7 +153,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def session_error(path: Path, error: sqlite3.Error) -> SessionError:
-    """The SessionError for an error of SQLite."""
+    """The SessionError to raise for SQLite's `error` about the file `path`."""
     match result_code(error):
         case sqlite3.SQLITE_BUSY:
             return SessionError(
@@ -171,7 +175,10 @@ def result_code(error: sqlite3.Error) -> int:
 
 @contextmanager
 def decoding(path: Path) -> Iterator[None]:
-    """Like `explained`, but also reports a value that can't be decoded as damage."""
+    """Context manager: like `explained`, but errors of decoding mean that the file is damaged.
+
+    For them it raises DamagedSessionError.
+    """
     with explained(path):
         try:
             yield
@@ -180,7 +187,7 @@ def decoding(path: Path) -> Iterator[None]:
 
 
 def require(condition: bool) -> None:
-    """Raise ValueError, which `decoding` reports as damage, if the condition is false."""
+    """Raise ValueError if the condition is false; inside `decoding`, the file is then damaged."""
     if not condition:
         raise ValueError
 
@@ -193,7 +200,10 @@ _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no similar letters; no vowels, so no
 
 
 def new_file(folder: Path, suffix: str) -> Path:
-    """Create an empty private file with a name that no other session has; raises SessionError."""
+    """Create an empty file, readable by its owner only, with a name that no other session has.
+
+    Raises SessionError if that fails.
+    """
     created = time.strftime("%Y%m%d-%H%M")
     try:
         paths.private_dir(folder)
@@ -210,7 +220,7 @@ def new_file(folder: Path, suffix: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Sync a file or folder to the drive, so that a power loss does not undo what was written."""
+    """Write a file or folder through to the drive, so that a power loss does not undo changes."""
     if os.name == "nt" and path.is_dir():  # Windows can't open folders
         return
     opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -230,7 +240,10 @@ _QUERIES = {
 
 
 def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
-    """Write the check sums; they are continued from index `turns` and position `rows`."""
+    """Write the check sums of all tables, after a change.
+
+    Only turns from index `turns` on, and rows from position `rows` on, are read again.
+    """
     since = {"turns": turns, "rows": rows}
     before = _written(connection)
     if before is None:  # a file of the first format has no sums
@@ -244,7 +257,10 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
 
 
 def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
-    """Whether the contents match their check sums; without any, true unless `required`."""
+    """Whether the contents match their check sums.
+
+    If the file has no check sums, returns true, or false if they are `required`.
+    """
     written = _written(connection)
     if written is None:
         return not required
@@ -257,7 +273,10 @@ def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
 
 
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
-    """The check sum of a table; if `since` is given, `before` is the sum of all rows before it."""
+    """The check sum of a database table.
+
+    If `since` is not 0, only records from there on are read; `before` is the sum of those before.
+    """
     query = _QUERIES[table]
     total = before if since else 0
     for values in connection.execute(query, (since,) if "?" in query else ()):

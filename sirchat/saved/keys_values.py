@@ -1,4 +1,7 @@
-"""The saved keys and values of a session: a safetensors file, replaced atomically."""
+"""The file with the keys and values of a saved session, in the format safetensors.
+
+A new file replaces the old one in one step, so there is never a partial file.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save tensors (no two may share memory); `stamp` identifies the session's state."""
+        """Save tensors, with a `stamp` that identifies the session's state to which they belong.
+
+        No two tensors may share memory.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -56,7 +62,7 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be written: {error}") from None
 
     def load(self, stamp: str) -> dict[str, Tensor] | None:
-        """The saved tensors; None if they are missing, damaged or saved with another stamp."""
+        """The tensors saved with this `stamp`; None if there are none, or they are damaged."""
         from safetensors import SafetensorError, safe_open
 
         try:

@@ -1,4 +1,8 @@
-"""A session's state after its last turn: the head of its file, and tensors; written and checked."""
+"""Converts a session's state after its last turn to what its files contain, and back.
+
+The state is the head, which is in the session's file, and tensors, which are in a file beside it.
+What is read is checked.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class _Conversation(BaseModel):
 
 
 class _Fields(BaseModel):
-    """The JSON of the head, except the profile, which has its own checks."""
+    """Checks the JSON of a saved head, except the profile, which `saved_profile` checks."""
 
     model_config = _STRICT
 
@@ -72,7 +76,10 @@ class _Fields(BaseModel):
 
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head to write for `session`; `saved` is its engine's state."""
+    """The head to write for `session`: its state after the last turn.
+
+    `saved` is the engine's state; `stamp` identifies the saved keys and values, if there are any.
+    """
     now = session.conversation
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
     fields = {
@@ -101,9 +108,9 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
 def decode_state(
     store: SessionStore, head: Head, vocabulary: int
 ) -> tuple[EngineState, Conversation, str]:
-    """Read the state of the engine, the conversation, and the stamp of keys and values.
+    """Read a saved session: the engine's state, the conversation, the stamp of keys and values.
 
-    Raises SessionError if they contradict each other, or have token ids not below `vocabulary`.
+    Raises SessionError if they contradict each other, or if a token id is `vocabulary` or more.
     """
     with decoding(store.path):
         fields, turns = _Fields.model_validate(head.fields), store.turns()
@@ -145,7 +152,10 @@ def decode_state(
 
 
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:
-    """Raise ValueError for ledger rows that no session can have."""
+    """Raise ValueError if a value in the ledger rows is impossible.
+
+    `turns` and `rounds` are the numbers of turns and rounds; ids must be below `vocabulary`.
+    """
     limits = {
         "token_id": (0, vocabulary - 1),
         "turn": (0, max(0, turns - 1)),
@@ -168,8 +178,8 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError if the policy is a `module:Class` that is not in `trusted`, and
-    SessionError for settings of another version.
+    Raises SettingError if the policy is a `module:Class` that is not in `trusted`, and SessionError
+    if this version of sirchat does not know all settings.
     """
     head = store.head()
     try:
@@ -191,14 +201,14 @@ _ATTENTION = "attention."
 
 
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
-    """Keys and values, named by number, with the stream and rotary positions of the rows."""
+    """The tensors to save for `rows`: keys and values named "0", "1", ..., and their positions."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
 
 
 def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """The attention that rows received, as named tensors; empty if none was counted."""
+    """The tensors to save for the attention that tokens have received; empty if there is none."""
     counted = [received.total, received.repeated]
     if not any(one is not None and one.any() for one in counted):
         return {}
@@ -232,16 +242,16 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
 
 
 def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
-    """The rows from which `row_tensors` made these tensors."""
+    """The rows from which `row_tensors` made these tensors; some are removed from `tensors`."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
 
 
 def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
-    """Whether saved rows have the same shapes and types as `one`, a row of this model.
+    """Whether saved rows have the same shapes and dtypes as `one`, a single row of this model.
 
-    `seen` is the number of tokens of the stream.
+    Their positions must lie in a stream of `seen` tokens.
     """
     count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in one.tensors]
     return (
@@ -255,7 +265,7 @@ def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
 
 
 def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
-    """Whether saved attention belongs to a stream of `seen` tokens."""
+    """Whether saved attention is complete, and its positions lie in a stream of `seen` tokens."""
     columns = [received.total, received.log_decay, received.repeated]
     shapes = {column.shape for column in columns if column is not None}
     return (

@@ -1,4 +1,4 @@
-"""Searching saved chats: for each that is found, the line in which the words are."""
+"""Searches saved chats for words; for each chat found, gives the line with most of the words."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ from sirchat.saved.search_index import SPACELESS, lines_of, matches
 from sirchat.saved.session_list import SavedSession, same_name, summary_of
 
 MOST = 20
-"""The largest number of chats that a search returns."""
+"""Maximum number of chats that a search returns."""
 
 _HINT = "fewer words find more; sirchat sessions lists all chats"
 _BEFORE, _LENGTH = 24, 300  # characters of a line: before the first match, and in all
 
 
 class Part(NamedTuple):
-    """A piece of a line; `is_match`: it is one of the words that were searched for."""
+    """A piece of a line of text; `is_match` says whether it is one of the searched words."""
 
     text: str
     is_match: bool
 
 
 class Hit(NamedTuple):
-    """A chat that was found, and the line with most of the words; empty if its name has them."""
+    """A chat that was found, and its first line with most of the words, in parts.
+
+    `line` is empty if the words are only in the chat's name.
+    """
 
     session: SavedSession
     line: tuple[Part, ...]
 
 
 class Found(NamedTuple):
-    """What a search found: the best hits, how many more there are, and the chats called so.
+    """What a search found.
 
-    `hint` says what to do if nothing was found.
+    `hits` are the best chats; `more` is the number of others; `named` are the ids of the chats
+    whose name is exactly the searched text. `hint` says what to do if nothing was found.
     """
 
     hits: list[Hit]
@@ -50,10 +54,10 @@ class Found(NamedTuple):
 def search_sessions(
     folder: Path, words: str, notice: Callable[[str], object] = lambda text: None
 ) -> Found:
-    """The chats in which all `words` were said, the best first: by bm25, then the newest.
+    """Find the chats in which all `words` occur, the best first: by bm25, then the newest.
 
-    Case and accents don't matter; the last word may be the beginning of one. `notice` is told of
-    work that takes long. Raises UsageError if there is no word to search for, and SessionError if
+    Case and accents don't matter; the last word may be the beginning of one. `notice` is called
+    with a message before long work. Raises UsageError if `words` has no word, and SessionError if
     the index can't be used.
     """
     patterns = _patterns(words)
@@ -74,14 +78,17 @@ def search_sessions(
 
 
 def nothing_found(words: str, found: Found) -> SessionError:
-    """The error for words that no chat has."""
+    """The error for a search of `words` that found no chat."""
     return SessionError(
         f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
     )
 
 
 def _patterns(words: str) -> list[re.Pattern[str]]:
-    """For each word, a pattern that finds it in text made by `_folded`, as the index does."""
+    """For each word, a pattern that finds it in a text without case and accents (see `_folded`).
+
+    It finds the same words as the index does.
+    """
     found = [parts for word in words.split() if (parts := _runs(_folded(word)))]
     patterns = []
     for number, parts in enumerate(found, 1):
@@ -94,7 +101,7 @@ def _patterns(words: str) -> list[re.Pattern[str]]:
 
 
 def _runs(text: str) -> list[str]:
-    """The runs of letters, digits and marks in a text."""
+    """Split a text at all characters but letters, digits and accents; returns the parts."""
     return "".join(
         char if char.isalnum() or unicodedata.category(char)[0] == "M" else " " for char in text
     ).split()
@@ -115,7 +122,7 @@ def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tup
 
 
 def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
-    """The line in parts, from a little before the first match on."""
+    """The line, from a little before the first match on, split into matches and other text."""
     folded, origin = "", []
     for index, char in enumerate(line):
         letters = _folded(char)
@@ -138,7 +145,7 @@ def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
 
 
 def _folded(text: str) -> str:
-    """The text without case and accents."""
+    """The text in lower case and without accents, for comparison."""
     if text.isascii():
         return text.lower()
     bare = re.sub("[\u0300-\u036f]+", "", unicodedata.normalize("NFKD", text).casefold())

@@ -1,8 +1,8 @@
-"""The index of what was said in all saved chats: an SQLite FTS5 table in a private file.
+"""The search index of the texts of all saved chats: an SQLite FTS5 table in a private file.
 
-The file is in the folder of the chats. It can be deleted at any time, and is then built anew from
-the chats. Each search first reads the chats that are new or have changed, by the time and size of
-their files, so saving a turn costs nothing more. What is removed from a chat (erased, undone,
+The file is in the folder of the chats. It can be deleted at any time, and is then built again from
+the chats. Each search first reads the chats that are new or whose file has another time or size
+than before, so saving a turn takes no more time. What is removed from a chat (erased, undone,
 deleted) is removed from the index at once, and overwritten in its file.
 """
 
@@ -52,17 +52,21 @@ _Result = TypeVar("_Result")
 
 
 class Matches(NamedTuple):
-    """The names of all chats that have one, by id; and the ids of those found, the best first."""
+    """What the index found.
+
+    `names` has the name of each chat that has one, by the chat's id; `found` has the ids of the
+    chats with the searched words, the best first.
+    """
 
     names: dict[str, str]
     found: list[str]
 
 
 def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matches:
-    """The chats of `folder` in which each of `words` was said, or is in the name.
+    """Find the chats of `folder` that have each of `words` in their text or their name.
 
-    The last word may also be the beginning of one. `notice` is told if many chats are read first.
-    Raises SessionError if the index can't be used.
+    The last word may also be the beginning of one. `notice` is called with a message if many chats
+    must be read first. Raises SessionError if the index can't be used.
     """
 
     def search(connection: sqlite3.Connection) -> Matches:
@@ -99,7 +103,10 @@ _ALONE = (
     "\uf900-\ufaff\U00020000-\U0003ffff"
 )
 SPACELESS = re.compile(f"[{_ALONE}]")
-"""A character of a script without spaces between words: each counts as a word of the index."""
+"""Matches a character of a script without spaces between words, such as Chinese.
+
+In the index, each of these characters counts as a word.
+"""
 
 
 def _spaced(text: str) -> str:
@@ -109,14 +116,17 @@ def _spaced(text: str) -> str:
 
 
 def _query(words: str) -> str:
-    """The words in the language of FTS5: each quoted, as a phrase; empty if there is no word."""
+    """The query for SQLite FTS5 that finds texts with all `words`; empty if there is no word."""
     text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
     quoted = [f'"{_spaced(word)}"' for word in text.split() if re.search(r"[^\W_]", word)]
     return f"{' '.join(quoted)} *" if quoted else ""
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
-    """Open the index, and call `use`; a damaged index is deleted, and built anew."""
+    """Open the index of `folder`, and return the result of `use` called with it.
+
+    A damaged index is deleted, and `use` is called again with a new, empty one.
+    """
     path = folder / NAME
     with explained(path):
         try:
@@ -164,7 +174,10 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 _State = tuple[str, int, int]
-"""What tells whether a chat has changed: its id, its file's time of change in ns, and its size."""
+"""A chat's id, and when its file was last changed (in ns) and its size in bytes.
+
+If one of them differs from what the index has, the chat has changed.
+"""
 
 
 def _bring_up_to_date(
@@ -200,7 +213,10 @@ def _states(folder: Path) -> Iterator[_State]:
 
 
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
-    """Write a chat's text anew; returns whether text is gone that was in the index."""
+    """Write the present text and name of the chat in the file `path` to the index.
+
+    Returns whether text was removed that was in the index before.
+    """
     if time.time_ns() - changed < _JUST_NOW:
         size = _UNKNOWN
     name, text = _read(path)
@@ -223,7 +239,7 @@ def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int)
 
 
 def _remove(connection: sqlite3.Connection, ident: str) -> bool:
-    """Remove a chat; returns whether it was there."""
+    """Remove the chat with the id `ident` from the index; returns whether it was there."""
     found = connection.execute("SELECT number FROM chats WHERE id = ?", (ident,)).fetchone()
     if found is not None:
         connection.execute("DELETE FROM said WHERE rowid = ?", found)
@@ -232,16 +248,17 @@ def _remove(connection: sqlite3.Connection, ident: str) -> bool:
 
 
 def _overwrite_removed(connection: sqlite3.Connection) -> None:
-    """Remove what was deleted from the file, too: FTS5 only marks deleted words until it merges.
+    """Overwrite the deleted texts in the index's file.
 
-    `secure_delete` overwrites what the merge frees; VACUUM gives the space back.
+    FTS5 only marks words as deleted until it merges its data. Here it merges, and `secure_delete`
+    overwrites what becomes free; VACUUM makes the file smaller.
     """
     connection.execute("INSERT INTO said (said) VALUES ('optimize')")
     connection.execute("VACUUM")
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """Name and text of a chat, also of one that is open; both are empty if it can't be read."""
+    """The name and the text of a chat, even if it is open; both are empty if it can't be read."""
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:
@@ -259,5 +276,5 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def lines_of(path: Path) -> Sequence[str]:
-    """The lines of what was said in a chat, also in one that is open; none if it can't be read."""
+    """The lines of all messages of a chat, even if it is open; none if it can't be read."""
     return _read(path)[1].splitlines()

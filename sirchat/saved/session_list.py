@@ -1,4 +1,4 @@
-"""The folder of saved sessions: their names; list, find, remove and export them."""
+"""The folder of saved sessions: lists, finds, removes and exports them, and checks their names."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class SavedSession:
     """One entry of the list of sessions.
 
     `name` is the user's name for the session, or empty; `first` and `last` are the beginnings of
-    the first and the last user message, on one line; none is filtered for display. `turns` counts
-    messages. `in_use`: a process has the session open; what can't be read then (`name`, `model`,
-    `first`, `last`, `turns`) is empty or 0. `family` is the id of the first chat in its chain of
-    branches, or its own.
+    the first and the last user message, on one line. These texts must be filtered before they are
+    shown. `turns` is the number of messages. `in_use` says whether a process has the session open;
+    if the file can't be read then, `name`, `model`, `first` and `last` are empty and `turns` is 0.
+    `family` is the id of the chat from which it was first branched off, or its own id.
     """
 
     id: str
@@ -68,7 +68,7 @@ class Listing(NamedTuple):
 
 
 def list_sessions(folder: Path) -> Listing:
-    """Every session in a folder, the most recently written first; no file is written or locked."""
+    """List the sessions in a folder, the last written one first; no file is written or locked."""
     listing = Listing([], [])
     for path in _files(folder):
         try:
@@ -113,10 +113,11 @@ def begins_an_id(folder: Path, ident: str) -> bool:
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open the session that `find_session` finds; if `ident` is "last", skip damaged sessions.
+    """Open the session `ident`: an id, a name, the beginning of an id, or `last`.
 
-    Also returns an error for each skipped session that is newer than the opened one. Raises
-    SessionError like `find_session` and `SessionStore.open`.
+    With `last`, damaged sessions are skipped; returns also an error for each skipped session that
+    is newer than the opened one. Raises SessionError if none or several match, or it can't be
+    opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
@@ -136,9 +137,10 @@ def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[Damage
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """Return `text`, normalized, as a name for the session with the id `own` (empty: no file yet).
+    """The name `text`, with spaces and Unicode composition normalized, if a session may have it.
 
-    Raises SessionError if the name is not allowed, or belongs to another session.
+    `own` is the id of the session that will have the name; empty if it has no file yet. Raises
+    SessionError if the name is not allowed, or belongs to another session.
     """
     name = checked_name(text)
     for one in list_sessions(folder).sessions:
@@ -166,7 +168,10 @@ def remove_session(path: Path) -> None:
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
-    """Write the turns as JSON Lines; raises SessionError as `SessionStore.open` does."""
+    """Write the session's turns to `stream` as JSON Lines, one message in each line.
+
+    Raises SessionError like `SessionStore.open`.
+    """
     with SessionStore.open(path) as store:
         turns = store.turns()
     write_jsonl(
@@ -183,7 +188,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
-    """Like `lock`, but allows a damaged file, and an empty file (its session was not begun)."""
+    """Lock a session's file to remove it, even if it is damaged or empty.
+
+    Raises SessionError if it is not a session's, and an SQLite error if another process uses it.
+    """
     try:
         lock(connection)
         if path.stat().st_size and not is_session(connection):
@@ -210,10 +218,10 @@ def _newest(found: dict[str, Path]) -> str:
 
 
 def summary_of(path: Path) -> SavedSession:
-    """The list's entry for a session, even if another process has locked it.
+    """The entry for the session in the file `path`, even if another process has locked the file.
 
-    Another process's lock, or a commit that a crash interrupted, stops an ordinary reader. The file
-    is then read without locks: its contents are consistent, unless a commit is running at this
+    Another process's lock, or a commit that a crash interrupted, prevents ordinary reading. The
+    file is then read without locks: its contents are consistent, unless a commit is running at this
     moment.
     """
     with decoding(path):
@@ -253,7 +261,7 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
 
 
 def _unread_summary(path: Path, in_use: bool) -> SavedSession:
-    """The list's entry for a session that can't be read: only the file's name and time."""
+    """The entry for a session whose file can't be read, from the file's name and time alone."""
     updated = _local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
@@ -263,7 +271,7 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
 
 
 def _changed(path: Path) -> datetime:
-    """When a file was last written to; 1970 if it no longer exists."""
+    """The time when a file was last written to; in 1970 if it no longer exists."""
     try:
         return _local_time(path.stat().st_mtime)
     except OSError:
@@ -280,13 +288,15 @@ def _first_line(text: str) -> str:
 
 
 LENGTH = 40
-"""The largest number of characters in a name."""
+"""Maximum number of characters in a session's name."""
 
 _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 def checked_name(text: str) -> str:
-    """The name `text`, normalized; raises SessionError for a name that is not allowed.
+    """The name `text`, with spaces and Unicode composition normalized.
+
+    Raises SessionError for a name that is not allowed.
 
     Ids, beginnings of ids and `last` are not allowed, because they already refer to a session; a
     name can't begin with a dash, because flags do.
@@ -310,9 +320,9 @@ def same_name(one: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name repeats `said`, a text to erase: words or, if `whole`, a complete turn.
+    """Whether a session's name contains `said`, a text that is about to be erased.
 
-    A name that is only a part of the complete turn also counts.
+    If `whole` is true, `said` is a complete turn, and a name that is a part of it counts, too.
     """
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)

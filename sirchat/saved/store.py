@@ -1,8 +1,8 @@
-"""The file of a saved session: its turns, one ledger row per token, and the state after the last.
+"""The file of a saved session: its turns, one ledger row per token, and the state after all turns.
 
-It is an SQLite database: one transaction writes a turn's text, its rows and the new state (the
-head); undo truncates all three; if the writer is killed, the last complete turn is still there; and
-deleted data is overwritten. JSON Lines could not do this.
+It is an SQLite database. One transaction writes a turn's text, its rows and the new state (the
+head); undo removes all three. If the writing process is killed, the last complete turn is still
+there, and deleted data is overwritten. JSON Lines could not do this.
 
 A store holds an exclusive lock on its file until it is closed or its process dies. See `database`
 for the durability of commits.
@@ -80,10 +80,10 @@ class Head:
 
 
 class SessionStore:
-    """One saved session, under an exclusive lock; use `create` or `open` to make one.
+    """The file of one saved session, open and locked; use `create` or `open` to make a store.
 
-    What a method writes is durable when it returns. If the file can't be written, the method
-    raises SessionError, and nothing is changed.
+    When a method that writes returns, a power loss can't undo what it has written. If the file
+    can't be written, it raises SessionError, and nothing is changed.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -97,10 +97,11 @@ class SessionStore:
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
-        """Start a session in a private folder.
+        """Create the file of a new session in `folder`.
 
-        `meta` is JSON that stays in the file until `replace` changes it; it must not have text of
-        the conversation. Raises SessionError if no file can be created.
+        `meta` are facts about the session, as JSON values. They stay in the file until `replace`
+        changes them, so they must not contain text of the conversation. Raises SessionError if no
+        file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
         values = [(name, json.dumps(value)) for name, value in about.items()]
@@ -118,7 +119,7 @@ class SessionStore:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a saved session; writing that a crash interrupted is completed or rolled back.
+        """Open a saved session; a change that a crash interrupted is completed or undone.
 
         Raises SessionError for a file that is missing, not a session, of a newer sirchat, in use by
         another process, or damaged.
@@ -220,7 +221,10 @@ class SessionStore:
             return _head(*found[0]) if found else None
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
-        """Delete every turn from index `turns` on and every row from position `seen` on."""
+        """Delete every turn from index `turns` on and every row from position `seen` on.
+
+        `head` replaces the old head.
+        """
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
                 raise ValueError(
@@ -268,7 +272,7 @@ class SessionStore:
         self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """The saved keys and values; None if missing, damaged or saved with another stamp."""
+        """The keys and values saved with this `stamp`; None if there are none or damaged ones."""
         return self._kv.load(stamp)
 
     def drop_kv(self) -> None:
@@ -292,7 +296,7 @@ class SessionStore:
         return self._connection.execute(query, values).fetchall()
 
     def _seen(self) -> int:
-        """Number of rows saved."""
+        """Number of ledger rows that are saved."""
         found = self._all("SELECT seen FROM head")
         return int(found[0][0]) if found else 0
 
@@ -309,7 +313,7 @@ class SessionStore:
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
     def _add_columns(self, new: NDArray[Any]) -> None:
-        """Add the last fields of `new` rows that an older sirchat did not write; they are NaN."""
+        """Add to the saved rows the fields of `new` that an older sirchat did not write, as NaN."""
         if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
             return
         with self._transaction() as connection:
@@ -341,9 +345,10 @@ class SessionStore:
         self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
 
     def _saved_fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The fields of the saved rows: those of `dtype`, perhaps without the last floats.
+        """The dtype of the saved rows.
 
-        Raises SessionError for any others.
+        Its fields are those of `dtype`; some floats at the end may be missing. Raises SessionError
+        if the saved rows have any other fields.
         """
         fields = _fields(dtype)
         written = self._about("row") or fields
@@ -372,7 +377,10 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The fields of `dtype`, little-endian and unpadded; padding would leak memory contents."""
+    """A dtype with the fields of `dtype`, little-endian and without padding.
+
+    Padding would write arbitrary memory contents to the file.
+    """
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
@@ -382,12 +390,12 @@ def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
 
 
 def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
-    """The unpadded type that `_fields` describes."""
+    """The dtype, without padding, whose fields are `fields`: a name and a type each."""
     return np.dtype([(name, kind) for name, kind in fields])
 
 
 def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The rows as `dtype`; a field that they lack is NaN."""
+    """The rows converted to `dtype`; fields that they do not have become NaN."""
     found = np.zeros(len(rows), dtype)
     for name in dtype.names or ():
         found[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan

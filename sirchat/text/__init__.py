@@ -1,1 +1,1 @@
-"""Text to token ids and back: chat template, transcripts, detokenizer, sentences, anchors."""
+"""Turns text into token ids and back: chat template, anchors, detokenizer; reads transcripts."""

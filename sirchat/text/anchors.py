@@ -1,7 +1,8 @@
-"""Anchor tokens: a model's anchor settings, and where anchors are inserted in a text.
+"""Anchor tokens: a model's anchor settings, and the insertion of anchors into a text.
 
-See Anchor-based LLMs (AnLLM). The settings are the entry `sirchat_anchors` in the model's config;
-they say which tokens are anchors and where they are inserted.
+A model trained for anchors gathers what a sentence or round says in the anchor at its end (Pang et
+al. 2024, Anchor-based LLMs, arXiv:2402.07616). The entry `sirchat_anchors` in the model's config
+says which tokens are anchors and where they are inserted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ Variant = Literal["ac", "ep"]
 """`ac`: the anchor is an added token. `ep`: each token that ends a sentence is an anchor."""
 
 Per = Literal["sentence", "round", "tokens", "random"]
-"""Where the added token is inserted.
+"""Where the added anchor token is inserted.
 
-`sentence`: after each sentence. `round`: after each reply and each system prompt (the end of
-few-shot demonstrations). `tokens`: after every 10 tokens of a text. `random`: after each token with
-probability 0.1 (section 7.1).
+`sentence`: after each sentence. `round`: after each reply and each system prompt (which may contain
+few-shot examples). `tokens`: after every 10 tokens of a text. `random`: after each token with
+probability 0.1 (section 7.1 of the paper).
 """
 
 ANCHOR = "<AC>"
@@ -36,9 +37,9 @@ class Anchors:
     """The anchor settings of a model.
 
     Attributes:
-        variant: see `Variant`.
-        per: see `Per`; under `ep` always `sentence`.
-        token_id: id of the added anchor token; None under `ep`.
+        variant: `ac`: the anchor is an added token; `ep`: tokens that end a sentence are anchors.
+        per: where the added token is inserted: see `Per`; always `sentence` if `variant` is `ep`.
+        token_id: id of the added anchor token; None if `variant` is `ep`.
         sinks: number of tokens at a text's start that all later tokens attended to in training.
     """
 
@@ -48,7 +49,7 @@ class Anchors:
     sinks: int = 1
 
     def write(self, config: Any) -> None:
-        """Write the settings into a model's config."""
+        """Write the settings into `config`, a model's configuration."""
         setattr(config, _KEY, asdict(self))
 
 
@@ -80,9 +81,10 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """Make a function that tells whether an id is an anchor; call it for each id in order.
+    """Make a function that returns whether an id is an anchor.
 
-    Anchors are the model's added token or, if there is none, tokens that end a sentence.
+    It must be called once for each id of the stream, in order. Anchors are the model's added anchor
+    token or, if it has none, all tokens that end a sentence.
     """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
@@ -113,16 +115,17 @@ def sentences(text: str, language: str = "en") -> list[str]:
 
 
 EVERY = 10
-"""Tokens between two anchors if `per` is `tokens`."""
+"""Number of text tokens between two anchors if `per` is `tokens`."""
 
 CHANCE = 0.1
 """Probability of an anchor after each token if `per` is `random`."""
 
 
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text, with anchors inserted as `anchors.per` says.
+    """The ids of a text, with anchors inserted where `anchors.per` says.
 
-    Random anchors depend on the text alone, so the same text always gets the same ones.
+    If this is `random`, the places depend on the text alone, so they are always the same for it. No
+    anchors are inserted if it is `round`, or if there is no anchor token.
     """
     anchor = anchors.token_id
     if anchor is None:
@@ -141,7 +144,10 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids, with anchors, of a text that is no chat; `round` is treated as `sentence`."""
+    """The ids, with anchors, of a text that is not a chat.
+
+    As it has no rounds, `per: round` inserts anchors after sentences.
+    """
     if anchors is None:
         return encode(text)
     per = "sentence" if anchors.per == "round" else anchors.per
@@ -149,7 +155,7 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """The ids, with an anchor after the n-th id (from 1) if `is_chosen(n)` is true."""
+    """The ids, with the id `anchor` after the n-th (from 1) if `is_chosen(n)` is true."""
     return [
         i
         for count, token_id in enumerate(ids, 1)

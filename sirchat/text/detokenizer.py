@@ -15,7 +15,7 @@ UNFINISHED = "\ufffd"
 """What a tokenizer returns for a token that contains only some bytes of a character."""
 
 _LONGEST = 8
-"""Largest number of tokens that spell one character, or a few characters that share tokens."""
+"""Maximum number of tokens that are decoded together, because they share parts of characters."""
 
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
@@ -32,7 +32,10 @@ _CLOSERS = ("Pe", "Pf")
 
 
 class TextStream:
-    """Decodes a stream of ids; returns a character only when all its tokens have arrived."""
+    """Decodes a stream of ids, one at a time.
+
+    A character that is made of several tokens is returned when its last token has arrived.
+    """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +46,7 @@ class TextStream:
         self._prefix_length = 0  # characters of the ids from _start to _returned
 
     def push(self, token_id: int) -> str:
-        """Add an id; returns the text that it completes, empty while a character is incomplete."""
+        """Add an id; returns the new text, which is empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
@@ -52,7 +55,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The text not returned yet; an incomplete character becomes U+FFFD."""
+        """Return the text that `push` has not returned; an incomplete character becomes U+FFFD."""
         text = self._new_text()
         self._advance()
         return text
@@ -76,10 +79,11 @@ Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
 
 class TokenTexts:
-    """The text of each token as it appears in running text, with the space before a word.
+    """Called with ids and their positions, returns the text of each id.
 
-    Where consecutive tokens spell one character, the first gets the whole character and the others
-    get empty text. If only some of these tokens are given, each gets U+FFFD.
+    The text is as in a sentence, with the space before a word. If consecutive tokens together make
+    one character, the first gets the whole character and the others get empty text. If only some of
+    these tokens are given, each gets U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -99,7 +103,11 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Join the tokens of the character that begins at `start`; returns how many there are."""
+        """Find the tokens that make the character of which token `start` is the first.
+
+        Sets their texts: the character for the first, empty for the others. Returns how many they
+        are; 1, and sets nothing, if some of them are missing.
+        """
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
@@ -123,16 +131,19 @@ class TokenTexts:
 
 
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
-    """The tokens that contain any of the characters from `start` to before `end`; start < end.
+    """The range of tokens that contain any of the characters `start` to `end` - 1; start < end.
 
-    `ends` [n] contains, for each token, the index just after its last character.
+    `ends` [n] has, for each token, the index in the text right after its last character.
     """
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
 
 
 def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[np.bool_]:
-    """For each piece [n], whether `pattern` matches any of its characters in the joined text."""
+    """Find `pattern` in the joined text of the `pieces` [n], usually tokens.
+
+    Returns a mask [n] of the pieces that have at least one character of a match.
+    """
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     found = np.zeros(len(pieces), bool)
     for match in pattern.finditer("".join(pieces)):
@@ -141,9 +152,10 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
 
 
 class SentenceEnds:
-    """Called with an id of a stream, returns whether it ends a sentence, in any script.
+    """Called with an id, returns whether it ends a sentence, in any script.
 
-    It must be called once for each id, in order: a character can be made of several tokens.
+    It must be called once for each id of a text, in order, because a character can be made of
+    several tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -164,7 +176,10 @@ class SentenceEnds:
 
 
 def ends_sentence(text: str) -> bool:
-    """Whether the text ends with a sentence terminator, ignoring closing quotes and brackets."""
+    """Whether the text ends with a mark such as `.`, `?` or `。` that ends a sentence.
+
+    Closing quotes, closing brackets and spaces may follow the mark.
+    """
     text = text.rstrip()
     while text and (unicodedata.category(text[-1]) in _CLOSERS or text[-1] in "\"'"):
         text = text[:-1]
@@ -172,7 +187,7 @@ def ends_sentence(text: str) -> bool:
 
 
 _INSIDE = "-'\u2019/@_&"
-"""Characters that belong to the same word as the letter or digit before them."""
+"""Punctuation characters that belong to the same word as the letter or digit before them."""
 
 
 class WordContinuation:
@@ -193,7 +208,7 @@ class WordContinuation:
 
 
 def continues_word(previous: str, text: str) -> bool:
-    """Whether a token's text belongs to the word that the previous token's text ends with."""
+    """Whether the text of a token continues the word at the end of the previous token's text."""
     last, first = previous[-1:], text[:1]
     if _is_part(first):
         return _is_part(last) or (last != "" and last in _INSIDE + ".,:")

@@ -1,11 +1,12 @@
-"""The chat template, rendered one turn at a time to token ids.
+"""Turns each new turn of a chat into token ids, by the model's chat template.
 
-Only the new turn is rendered. A stub question and a stub answer take the place of the history: the
-list [stub question, stub answer, new turn] is rendered together, and the ids after the stub answer
-are the ones that the model must read. For templates that only append, the concatenated ids of all
-turns equal the ids of the whole conversation rendered at once.
+Only the new turn is rendered. A fixed short question and answer, the stubs, take the place of the
+history: the list [stub question, stub answer, new turn] is rendered together, and the ids after the
+stub answer are those that the model must read. If a template never changes what it wrote for
+earlier turns, the joined ids of all turns equal those of the whole conversation rendered at once.
 
-Text from the user never becomes a control token. A template is not trusted: see `template_limits`.
+Text from the user never becomes a control token. A template is a program of the model's author and
+is not trusted: see `template_limits`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
-"""For models without a chat template: the format that the SirLLM paper uses with Vicuna."""
+"""The template for models that have none: the format that the SirLLM paper uses with Vicuna."""
 
 _BARE = "{{ messages[0].content }}"
 
@@ -49,9 +50,9 @@ class TurnIds:
     """The token ids that the model reads for one turn.
 
     Attributes:
-        ids: [n].
-        roles: [n], one for each id; `TEMPLATE` for ids that the chat template adds to the text.
-        content: start and end index of the text's ids.
+        ids: [n], those of the message's text and those that the chat template adds around it.
+        roles: [n], who wrote each id; `TEMPLATE` for ids that the chat template adds.
+        content: start and end (exclusive) of the ids of the message's text.
     """
 
     ids: list[int]
@@ -60,11 +61,11 @@ class TurnIds:
 
 
 class Template:
-    """Renders turns for one tokenizer, with its chat template or a plain USER / ASSISTANT one.
+    """Turns messages into token ids, by the tokenizer's chat template, one turn at a time.
 
-    If `anchors` names an added anchor token, that token is inserted as `anchors` says.
-
-    Raises ModelError if the template can't be rendered turn by turn.
+    If the tokenizer has no chat template, it is the format `USER: ... ASSISTANT: ...`. If `anchors`
+    has an added anchor token, this token is inserted where `anchors.per` says. Methods raise
+    ModelError if the template can't render a turn.
     """
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
@@ -79,9 +80,9 @@ class Template:
         ]
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The first turn: the ids of the system prompt (None without one), and of the user turn.
+        """The ids of the system prompt (None without one), and those of the first user turn.
 
-        The system prompt's ids include what the template puts around them, even if the template
+        The system prompt's ids include what the template puts around its text, even if the template
         makes the prompt a part of the user turn. If the template allows no system message, the
         prompt is put before the user's text.
         """
@@ -98,13 +99,16 @@ class Template:
         return self._closed(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
-        """The ids of a later user turn, including the header of the reply."""
+        """The ids of a user turn after the first, and of the header that begins the reply."""
         ids = self._render([*self._history, _message("user", content)], prompt=True)
         after = self._after_answer(ids)[len(self._closing) :]
         return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
-        """The ids of a system prompt after a reply; bare text if the template can't render it."""
+        """The ids of a system prompt that follows a reply.
+
+        If the template can't render a system message there, they are those of its text alone.
+        """
         try:
             whole, *others = (self._later_system(text) for text in (content, *_OTHERS))
         except ModelError:
@@ -116,7 +120,10 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of a reply that is read, not generated: only its text, no header or closing."""
+        """The ids of a reply's text, for a reply that is not generated but given.
+
+        The template's ids before and after the reply are not included.
+        """
         question = [_message("user", _QUESTION)]
         header = self._render(question, prompt=True)
         following = [_message("user", _QUESTION)]
@@ -140,7 +147,7 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids that end a reply."""
+        """The ids to read after a reply: those of the chat template, then an anchor, if any."""
         return [*self._closing, *self._round_end]
 
     @cached_property
@@ -151,18 +158,19 @@ class Template:
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """Ids that end generation: `end_ids`, and control tokens that no reply contains.
+        """The ids at which generation stops: `end_ids`, and control tokens that no reply contains.
 
-        After a token that begins a turn, the model would write the next speaker's text. Other
-        control tokens, such as padding, are not text, and must not be read as control tokens.
+        These are tokens that begin a turn, after which the model would write the next speaker's
+        text, and tokens that this template never uses, such as padding. `declared` are the ids that
+        the model's own settings name.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """Ids that mean the end of a reply.
+        """The ids by which the model ends its reply.
 
-        These are the model's `declared` ids, the tokenizer's end of sequence, and the first closing
-        id if it is an added token.
+        These are `declared`, the ids that the model's own settings name; the tokenizer's end of
+        sequence; and the first id that the template puts after a reply, if it is an added token.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
@@ -171,10 +179,11 @@ class Template:
 
     @property
     def _openers(self) -> set[int]:
-        """Ids of the control tokens with which the template begins a turn.
+        """The ids of control tokens with which the template begins a turn.
 
-        Of the header of a user or system turn, only the first is included: the others may also
-        occur in replies. All control tokens between a user's text and the reply are included.
+        Of the control tokens before the text of a user or system turn, only the first is included,
+        because the others may also occur in replies. All control tokens between a user's text and
+        the reply are included.
         """
         control = self._control
         user, system = self.user(_QUESTION), self.system(_QUESTION)
@@ -185,7 +194,7 @@ class Template:
 
     @property
     def _foreign(self) -> set[int]:
-        """Ids of control tokens that this template never uses after a conversation's beginning."""
+        """The ids of control tokens that the template never uses, except perhaps at the start."""
         stub = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
@@ -200,7 +209,7 @@ class Template:
 
     @cached_property
     def _added(self) -> set[int]:
-        """Ids of all added tokens, except runs of blanks."""
+        """The ids of all added tokens, except those that consist of blanks."""
         known = self._tokenizer.added_tokens_decoder
         return {i for i, token in known.items() if not token.content.isspace()}
 
@@ -210,21 +219,24 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """The anchor after a reply or a system prompt if `per` is `round`; else empty."""
+        """The id of the anchor, if one follows each reply and system prompt (`per: round`).
+
+        Otherwise an empty list.
+        """
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
             return []
         return [anchors.token_id]
 
     def _closed(self, turn: TurnIds) -> TurnIds:
-        """`turn`, a system prompt, with an anchor after it if `per` is `round`."""
+        """The `turn` of a system prompt, with an anchor at its end if rounds end with an anchor."""
         anchor = self._round_end
         return TurnIds(
             [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
         )
 
     def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
-        """A turn with anchors inserted into its content."""
+        """The turn with anchors inserted into its text `content`, as the anchor settings say."""
         anchors, (start, end) = self._anchors, turn.content
         if anchors is None or anchors.per == "round" or start == end:
             return turn
@@ -241,7 +253,7 @@ class Template:
         return [_message("user", _QUESTION), _message("assistant", _ANSWER)]
 
     def _plain(self) -> str:
-        """The plain template, without the special tokens that the tokenizer lacks."""
+        """The template `_PLAIN` without the special tokens that the tokenizer does not have."""
         template = _PLAIN
         for name in ("bos_token", "eos_token"):
             if getattr(self._tokenizer, name) is None:
@@ -277,7 +289,10 @@ class Template:
         return [int(i) for i in ids]
 
     def _marked(self, messages: Sequence[Message], source: str) -> list[Message]:
-        """The messages, marked by transformers so that their text can't become control tokens."""
+        """The messages with marks around their text, so that it can't become control tokens.
+
+        transformers sets the marks, and removes them when the text is tokenized.
+        """
         conversations, *_ = self._tokenizer._mark_chat_inputs(
             source, [list(messages)], None, None, {}, True, False
         )
@@ -289,7 +304,7 @@ class Template:
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """The ids after the stub answer."""
+        """Those of `ids`, a rendered conversation, that follow the stub answer `_ANSWER`."""
         marker = self._answer_ids
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
@@ -298,7 +313,7 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids that spell the stub answer inside the template, without any ids before it."""
+        """The ids of `_ANSWER`, the fixed answer that stands for the history, when rendered."""
         question = [_message("user", _QUESTION)]
         ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
@@ -313,10 +328,11 @@ class Template:
         return found
 
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
-        """Separate the ids of the text from those of the template, which are the same for any text.
+        """Find which `ids` of a turn are the text's, and which are the template's.
 
-        `others` are the ids of the same turn with other texts, which contain no control tokens.
-        Raises ModelError if this text has become control tokens.
+        The template's are those that `others` have, too: the ids of the same turn with other texts,
+        which contain no control tokens. `role` is the role of the text's ids. Raises ModelError if
+        a part of the text has become a control token.
         """
         usual = Counter[int]()
         for other in others:
@@ -330,7 +346,7 @@ class Template:
         return TurnIds(ids, roles, (start, end))
 
     def _first(self, system: str | None, content: str) -> list[int]:
-        """The ids of the first user turn, after the system prompt if there is one."""
+        """The ids of the system prompt, if there is one, and of the first user turn."""
         if system and not self._allows_system:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []
@@ -348,19 +364,25 @@ class Template:
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        """The ids of later user turns with other texts, for `_spans`."""
+        """The ids of a user turn after the first, once with each of the texts `_OTHERS`."""
         stub = self._history
         rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in _OTHERS]
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
-        """The ids that a system message adds after a reply; empty if the template moves it."""
+        """The ids that a system message adds after a reply.
+
+        Empty if the template puts it at another place.
+        """
         ids = self._render([*self._history, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:
-        """Number of ids of the system message; 0 if it is a part of the user turn."""
+        """Number of ids at the start of `whole` that are the system message's.
+
+        0 if the template makes it a part of the user turn.
+        """
         try:
             block = self._render([_message("system", system)], prompt=False)
             other = self._render([_message("system", _QUESTION)], prompt=False)
@@ -374,7 +396,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The longest common prefix of two lists of ids."""
+    """The longest list of ids with which both lists begin."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

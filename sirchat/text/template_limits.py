@@ -1,9 +1,9 @@
-"""Renders a model's chat template under limits of steps, time, output and memory.
+"""Renders a model's chat template with limits on steps, time, memory and the length of the result.
 
-A template is a program that comes with a model. It runs in jinja's sandbox, which protects the rest
-of the program, but does not prevent endless loops or texts of gigabytes. So the size of each text
-or list that a template makes (by operators, filters, methods, macros) is counted before it is made.
-Nothing here changes the process: other threads go on as before.
+A template is a program that comes with a model. It runs in jinja's sandbox, which protects files
+and Python objects, but does not prevent endless loops or texts of gigabytes. So whenever a template
+builds a text or a list (by an operator, filter, method or macro), its size is computed and counted
+first; if the limit is exceeded, rendering ends with an error. Other threads are not affected.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ _MOST_ITEMS = 2**19  # of a list, including those of its inner lists
 _MOST_BITS = 2**14  # of a whole number
 
 _COSTLY_FILTERS = {"pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
-"""Filters whose time can grow with the square of a text's length without a step being counted."""
+"""Filters that are refused: their time can grow with the square of the text's length.
+
+This time is spent in compiled code, where no steps are counted.
+"""
 
 _RUN_BY_STEPS = ("<template>", os.path.dirname(jinja2.__file__))
 
 _WIDE = re.compile(r"\d{5}|\*|\{[^{}]*\{")
-"""Matches a width of five digits in a format, or a width that is taken from an argument."""
+"""Matches formats whose result may be very long: with a width of five digits, or a variable one."""
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
@@ -54,10 +57,10 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def render(source: str, size: int, /, **variables: Any) -> str:
-    """Render the template `source` with `variables` to a text.
+    """Render the template `source` with `variables`; returns the text.
 
-    `size` is the number of characters of all texts in `variables`. Raises TemplateError for a
-    template that takes too many steps, too much time or memory, or makes too long a text.
+    `size` is the total number of characters of all texts in `variables`. Raises TemplateError for a
+    template that takes too many steps, too much time or memory, or whose result is too long.
     """
     try:
         return _compiled(source)(_MOST_ADDED + _MOST_COPIES * size, variables)
@@ -68,7 +71,8 @@ def render(source: str, size: int, /, **variables: Any) -> str:
 class _Rendering(local):
     """Counts the steps, time and memory that the rendering in this thread has used so far.
 
-    `most` is the limit for a text in characters, `made` the characters and list items made so far.
+    `most` is the maximum length of one text, in characters; `made` is the number of characters and
+    list items that the template has built so far.
     """
 
     most = 0
@@ -80,13 +84,16 @@ class _Rendering(local):
         self.most, self.made, self.steps, self.start = most, 0, 0, time.thread_time()
 
     def count(self, size: int) -> None:
-        """Add the size of a text or list to the template's total, before it is built."""
+        """Count a text or list of this size before it is built; raises TemplateError if too large.
+
+        The size is in characters or list items.
+        """
         self.made += size
         if size > self.most or self.made > _MOST_MADE:
             raise TemplateError("rendering takes too much memory")
 
     def enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        """A trace function for `sys.settrace`: counts steps of templates and jinja only."""
+        """A trace function for `sys.settrace`: counts the lines run in templates and in jinja."""
         return self._step if frame.f_code.co_filename.startswith(_RUN_BY_STEPS) else None
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
@@ -99,7 +106,10 @@ class _Rendering(local):
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, which counts all that templates make."""
+    """A jinja environment like that of transformers for chat templates, with a limit on memory.
+
+    It counts the size of each text and list before the template builds it, and refuses large ones.
+    """
 
     intercepted_binops = frozenset(_OPERATORS)
 
@@ -121,7 +131,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return parsed
 
     def render_within(self, template: jinja2.Template, most: int, variables: Any) -> str:
-        """Render `template` to a text of at most `most` characters, within all limits."""
+        """Render `template`; raises TemplateError if a limit is exceeded.
+
+        `most` is the maximum length of the text, in characters.
+        """
         self.rendering.begin(most)
         before = sys.gettrace()
         sys.settrace(self.rendering.enter)  # of this thread alone
@@ -136,14 +149,17 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _OPERATORS[operator](left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method; the result of a text's method is counted before it is made."""
+        """Call a function or method; if it is a method of a text, first count its result's size."""
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str | bytes):
             self.rendering.count(_size_of_method(obj.__name__, owner, args))
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandboxed `str.format` of a text, which first counts the size of the result."""
+        """jinja's safe `str.format` of a text, changed to count the size of the result first.
+
+        None if `value` is no such method.
+        """
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -156,7 +172,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter `function`, changed to count the estimated size of its result beforehand."""
+        """The filter `function`, changed to count the estimated size of its result first."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             given = args[_leading(function) :]
@@ -167,7 +183,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited
 
     def concatenated(self, *parts: Any) -> str:
-        """Join the parts as the operator `~` does, after counting the size of the result."""
+        """Join the parts to one text like the operator `~`, after counting the text's size."""
         self.rendering.count(sum(map(_length, parts)))
         return "".join(map(str, parts))
 
@@ -178,7 +194,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join the parts of a template, macro or block to one text; refuses a text too long."""
+        """Join the output of a template, macro or block; raises TemplateError if it is too long."""
         found, size, most = [], 0, self.rendering.most
         for part in parts:
             found.append(part)
@@ -189,7 +205,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """Replaces each `a ~ b` by a call of `concatenated`, which counts the size of the result."""
+    """In a template's syntax tree, replaces each `a ~ b` by a call of `concatenated`.
+
+    That method counts the size of the result.
+    """
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         """The syntax node that replaces one `a ~ b`: a call of `concatenated`."""
@@ -200,9 +219,10 @@ class _Concatenations(NodeTransformer):
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
-    """Compile `source`; the returned function renders it with a character limit and variables.
+    """Compile the template `source`; returns a function (limit, variables) that renders it.
 
-    Raises TemplateError if `source` is too long or has an operation that may never end.
+    The limit is the maximum length of the text, in characters. Raises TemplateError if `source` is
+    too long, or has an operation that may never end.
     """
     if len(source) > _MOST_SOURCE:
         raise TemplateError(f"the template has more than {_MOST_SOURCE:,} characters")
@@ -217,9 +237,10 @@ def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
 
 
 def _length(value: Any) -> int:
-    """Upper bound for a value's length as text; a list that occurs twice counts twice.
+    """Upper bound for the length, in characters, of a value written as text.
 
-    Raises TemplateError for too many items, such as those of a list that contains itself.
+    A list that occurs twice in the value counts twice. Raises TemplateError if there are too many
+    items, as in a list that contains itself.
     """
     size, left, seen = 0, [value], 0
     while left:
@@ -242,7 +263,10 @@ def _length(value: Any) -> int:
 
 
 def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Size of an operator's result in characters or items; a huge number is over the limit."""
+    """Size of `left operator right`, in characters or list items; 0 for a number.
+
+    For a number with too many digits, it is more than the limit.
+    """
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length() if operator == "*" else 0
         return _MOST_MADE + 1 if bits > _MOST_BITS else 0
@@ -259,7 +283,10 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
-    """Upper bound for a formatted text's length; counts the longest value for each `mark`."""
+    """Upper bound for the length of the format `text`, in characters, when `values` are put in.
+
+    Each `mark` (`%` or `{`) counts as long as the longest value.
+    """
     if _WIDE.search(text):
         return _MOST_MADE + 1
     longest = max(map(_length, values), default=0)
@@ -267,7 +294,7 @@ def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
 
 
 def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int:
-    """Upper bound for the number of characters in the result of a text's method."""
+    """Upper bound for the number of characters in the result of method `name` of text `owner`."""
     widths = [one for one in args if isinstance(one, int)]
     if name in ("ljust", "rjust", "center", "zfill"):
         return max([len(owner), *widths])
@@ -283,7 +310,7 @@ def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int
 
 
 def _size_of_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Upper bound for the number of characters or items in the result of a filter."""
+    """Upper bound for the size of the result of filter `name`, in characters or list items."""
     if not args:
         return 0
     value, *others = args
@@ -306,5 +333,8 @@ def _has_length(value: Any) -> bool:
 
 
 def _leading(function: Callable[..., Any]) -> int:
-    """How many arguments jinja passes to a filter before the value: context or environment."""
+    """How many arguments jinja passes to a filter before the filtered value: 0 or 1.
+
+    Such an argument is jinja's context or environment.
+    """
     return 1 if hasattr(function, "jinja_pass_arg") else 0

@@ -1,4 +1,4 @@
-"""Text from outside: files that the user names, code blocks of Markdown, lone surrogates."""
+"""Reads text files that the user names; makes and finds code blocks; replaces lone surrogates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from sirchat.errors import UsageError, nearest
 
 MOST_FILE_BYTES = 2**20
-"""Largest size of a file that can be put into a message."""
+"""Maximum size, in bytes, of a file that can be put into a message."""
 
 
 def is_missing(name: str) -> bool:
-    """Whether no file or folder has this name; False if that can't be found out."""
+    """Whether there is no file or folder with this name; False if access is denied."""
     try:
         path_named(name).stat()
     except PermissionError:
@@ -26,12 +26,12 @@ def is_missing(name: str) -> bool:
 
 
 def path_named(name: str) -> Path:
-    """The path of a name that the user typed; `~` is the home folder."""
+    """The path for a file name that the user typed; `~` means the home folder."""
     return Path(os.path.expanduser(name))
 
 
 def load_text_file(name: str) -> str:
-    """The text of a UTF-8 file, its line ends as newlines, without a byte order mark.
+    """Read a UTF-8 file; returns its text with all line ends as `\\n`, without a byte order mark.
 
     Raises UsageError if the file is missing, unreadable, not text, empty or larger than
     `MOST_FILE_BYTES`, or is a folder, a device or a pipe.
@@ -59,7 +59,7 @@ def load_text_file(name: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """A hint: a file with a similar name, or how to type names with spaces."""
+    """The hint for a missing file: a file with a similar name, or how to type names with spaces."""
     with suppress(OSError, ValueError):
         if close := nearest(path.name, os.listdir(path.parent), alike=0.7):
             return close
@@ -90,7 +90,10 @@ _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
 def fenced(name: str, text: str) -> str:
-    """Make a Markdown code block of a text and its name; no fence in the text can close it."""
+    """Make a Markdown code block of a text, with `name` after the opening fence.
+
+    The fence is longer than any in the text, so no line of the text closes the block.
+    """
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
     return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
@@ -116,8 +119,9 @@ def last_fenced(text: str) -> str | None:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with U+FFFD in place of each lone surrogate.
+    """The text with each lone surrogate (U+D800 to U+DFFF) replaced by U+FFFD.
 
-    Python uses surrogates for bytes that are not UTF-8; tokenizers and files refuse them.
+    Python puts surrogates in the place of bytes that are not UTF-8; tokenizers and files refuse
+    them.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,7 +1,7 @@
-"""Reading and writing of transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
+"""Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-Formats that allow it are read line by line, so that a conversation from a pipe is answered as it
-arrives. No line of a transcript is run as a command.
+All formats but ShareGPT are read line by line, so that the lines of a pipe are answered as they
+arrive. No line of a transcript is run as a command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gp
 _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
 MOST_BYTES = 2**22
-"""Largest size of a line or of a JSON document; parsed JSON can take fifty times as much memory."""
+"""Maximum size of a line, in bytes, and of a JSON document, in characters.
+
+Parsed JSON can take fifty times as much memory.
+"""
 
 _MOST_LINES = 500_000  # of a JSON document
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -34,7 +37,11 @@ _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message, the line it starts on (from 1), and the number of its conversation (from 0)."""
+    """One message of a transcript.
+
+    `line` is the number of the line on which it starts, from 1; `conversation` is the number of its
+    conversation in the file, from 0.
+    """
 
     role: RoleName
     content: str
@@ -43,10 +50,10 @@ class TranscriptTurn:
 
 
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
-    """Yield the turns of a UTF-8 `stream`, each one as early as the format allows.
+    """Yield the turns of a UTF-8 `stream`, each as soon as it is complete, if the format allows.
 
-    `name` is the stream's name in errors; `format` is one of `FORMATS`. Raises UsageError for an
-    unknown format and, while reading, TranscriptError with name, line and problem.
+    `name` is what errors call the stream; `format` is one of `FORMATS`. Raises UsageError for an
+    unknown format, and TranscriptError, which names the line and the problem, while reading.
     """
     if format not in FORMATS:
         raise UsageError(
@@ -58,12 +65,16 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of a transcript given as bytes; arguments and errors as in `iter_turns`."""
+    """All turns of the transcript `data`, which is UTF-8.
+
+    `name` is what errors call it; `format` is one of `FORMATS`. Raises UsageError for an unknown
+    format, and TranscriptError for data that does not have this format.
+    """
     return list(iter_turns(io.BytesIO(data), name, format))
 
 
 def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[TranscriptTurn]:
-    """Yield the turns of one conversation; raises TranscriptError where a second one begins."""
+    """Yield the turns; raises TranscriptError at the first turn of a second conversation."""
     for turn in turns:
         if turn.conversation:
             raise TranscriptError(
@@ -112,7 +123,11 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 
 
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Detect the format from the first non-blank line, or from all lines; yield the turns."""
+    """Detect the format, and yield the turns.
+
+    It is detected from the first non-blank line; if JSON begins there that has several lines, from
+    all lines.
+    """
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
         return
@@ -131,7 +146,11 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _format_of(first: str) -> str:
-    """The format of a file with this first line; "unfinished" if more lines of JSON follow."""
+    """The format of a transcript with this first line.
+
+    "unfinished" if the line is only the beginning of a JSON value; "unknown" if it is an object
+    that is neither a message nor a conversation.
+    """
     if _PREFIX.match(first):
         return "text"
     if not first.lstrip().startswith(("{", "[")):
@@ -154,7 +173,10 @@ def _first_value(text: str) -> object:
 
 
 def _format_of_json(value: object) -> str:
-    """The format of a file that begins with this JSON value; "unknown" for any other object."""
+    """The format of a transcript that begins with this JSON value.
+
+    "unknown" for an object that is neither a message nor a conversation.
+    """
     if isinstance(value, dict) and "role" in value:
         return "jsonl"
     first = value[0] if isinstance(value, list) and value else value
@@ -169,9 +191,10 @@ def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Yield turns that begin with a prefix such as `USER:`; a turn without text is left out.
+    """Yield the turns of a text in which each turn begins with a prefix such as `USER:`.
 
-    A prefix counts only if its case is that of the first one: `USER:`, `User:` or `user:`.
+    A prefix counts only if it is written in the same case as the first prefix: `USER:`, `User:` or
+    `user:`. A turn without text is left out.
     """
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
@@ -205,7 +228,10 @@ def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 
 
 def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
-    """Yield every message of every conversation; a file may contain several JSON documents."""
+    """Yield every message of every conversation in a ShareGPT file, with its conversation's number.
+
+    The file may contain several JSON values, one after another.
+    """
     conversations = chain.from_iterable(
         _conversations(document, start, value) for start, value in document.values()
     )
@@ -217,7 +243,11 @@ def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
 def _conversations(
     document: _JsonText, start: int, value: object
 ) -> Iterator[Iterable[tuple[int, object]]]:
-    """Yield, for each conversation in a JSON value, its messages with their indices in the text."""
+    """Yield, for each conversation in the JSON `value`, its messages.
+
+    Each message comes with the index of its first character in the text of `document`; `start` is
+    that of `value`.
+    """
     match value:
         case {"conversations": list()}:
             yield document.items(document.member(start, "conversations"))
@@ -261,7 +291,10 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _content(value: object, key: str, name: str, line: int) -> str:
-    """The text of a message: a string, or a list of text parts, joined."""
+    """The text of a message, from the JSON `value` of `key`: a string, or a list of text parts.
+
+    Raises TranscriptError for any other value, with the `line`.
+    """
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = list[str]()
     for part in parts:
@@ -279,7 +312,10 @@ def _content(value: object, key: str, name: str, line: int) -> str:
 
 
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
-    """The lines of one JSON document; raises TranscriptError where it is too long."""
+    """Yield the lines of one JSON document.
+
+    Raises TranscriptError if there are too many lines or characters.
+    """
     size = 0
     for count, (number, text) in enumerate(lines, start=1):
         size += len(text)
@@ -295,14 +331,20 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
 
 
 def _joined(lines: Iterable[Line], name: str) -> str:
-    """The lines as one text; skipped lines become blank, so that line numbers stay right."""
+    """The lines as one text.
+
+    Lines that were skipped at the start are blank in it, so that line numbers stay right.
+    """
     numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
     return "\n" * skipped + "\n".join(text for _, text in numbered)
 
 
 class _JsonText:
-    """A JSON text; its values come with their character index, so that errors can name a line."""
+    """A JSON text, and where each of its values is, so that errors can name a line.
+
+    The index of a value is that of its first character in the text.
+    """
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
         self.text = text
@@ -312,11 +354,11 @@ class _JsonText:
         self._decoder = json.JSONDecoder()
 
     def line(self, at: int) -> int:
-        """The line number of character `at`."""
+        """The number of the line in which the character with index `at` is."""
         return self._first_line + bisect_left(self._line_ends, at)
 
     def only_value(self) -> object:
-        """The only value of the text; raises TranscriptError for none or several."""
+        """Parse the text, which must be one JSON value; otherwise raises TranscriptError."""
         at = self._skip_space(0)
         value, end = self._decode(at)
         if self._skip_space(end) < len(self.text):
@@ -324,7 +366,7 @@ class _JsonText:
         return value
 
     def values(self) -> Iterator[tuple[int, object]]:
-        """Yield every top-level value of the text, with its index."""
+        """Yield the index and the value of each top-level JSON value in the text."""
         at = self._skip_space(0)
         while at < len(self.text):
             value, end = self._decode(at)
@@ -332,7 +374,10 @@ class _JsonText:
             at = self._skip_space(end)
 
     def items(self, at: int) -> Iterator[tuple[int, object]]:
-        """Yield each item, with its index, of the list (valid JSON) that begins at `at`."""
+        """Yield the index and the value of each item of the JSON list that begins at index `at`.
+
+        The list must be valid JSON.
+        """
         at = self._skip_space(at + 1)
         while self.text[at] != "]":
             value, end = self._decode(at)
@@ -340,7 +385,10 @@ class _JsonText:
             at = self._next(end)
 
     def member(self, at: int, key: str) -> int:
-        """The index of the value of `key` in the object at `at`; the last if `key` is repeated."""
+        """The index of the value of `key` in the JSON object that begins at index `at`.
+
+        If `key` is repeated, it is that of the last value.
+        """
         found, at = at, self._skip_space(at + 1)
         while self.text[at] != "}":
             name, end = self._decode(at)
@@ -352,7 +400,7 @@ class _JsonText:
         return found
 
     def _next(self, end: int) -> int:
-        """The index of the next value after `end`, or of the closing bracket."""
+        """The index of what follows a value that ends at `end`: the next value, or a bracket."""
         at = self._skip_space(end)
         return self._skip_space(at + 1) if self.text[at] in ",:" else at
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
+from sirchat.chat.summary import WAYS
 from sirchat.chat.words import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
@@ -75,7 +76,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Summarize:
-    """Asks the model to sum up the conversation."""
+    """Asks for a summary of the conversation, made in this way; see `chat.summary`."""
+
+    way: str
 
 
 @dataclass(frozen=True)
@@ -305,8 +308,12 @@ class Commands:
         show_evicted(self._session, self._screen)
 
     def do_summarize(self, rest: str) -> Action:
-        """-: let the model write a summary, which is read as a turn and pinned."""
-        return Summarize()
+        """[extract|model]: sum up the whole chat, evicted or not, by its most telling sentences or
+        in the model's words; if you keep it, it is read as a turn and pinned, in place of the
+        former summary."""
+        way = rest or next(iter(WAYS))
+        _one_of("/summarize", way, tuple(WAYS))
+        return Summarize(way)
 
     def do_why(self, rest: str) -> None:
         """[TEXT|last|turn N] [--all]: tell whether the last reply had these words and paid

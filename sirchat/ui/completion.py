@@ -12,6 +12,7 @@ from prompt_toolkit.document import Document
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.session import Session
 from sirchat.chat.settings import options_of
+from sirchat.chat.summary import WAYS
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import choices, policy_choices
@@ -110,6 +111,8 @@ class SlashCompleter(Completer):
             case ["retry"]:
                 yield from _RETRIES
                 yield from ((f"--{name.replace('_', '-')}", help) for name, help in _drawing())
+            case ["summarize"]:
+                yield from WAYS.items()
             case ["panel"]:
                 yield from _PANEL
             case ["tokens"]:

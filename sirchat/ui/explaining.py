@@ -301,7 +301,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/evicted": "list evicted words",
         '/recall "WORDS"': "restore evicted words",
         "/pin, /unpin": "never evict words; allow it",
-        "/summarize": "add the model's own summary",
+        "/summarize": "pin a summary of the chat",
         "/erase": "erase words or turns for good",
         "/reset": "start an empty conversation",
     },

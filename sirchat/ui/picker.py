@@ -1,13 +1,14 @@
-"""Choosing one of several drawn items with the arrow keys; prompt-toolkit owns the terminal."""
+"""Choosing by arrow keys among drawn items, or by one key; prompt-toolkit owns the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from prompt_toolkit.application import Application
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import Style
@@ -59,6 +60,44 @@ class Picker:
         )
         app.ttimeoutlen = app.timeoutlen = _ESCAPE_SECONDS
         return app.run()
+
+    def press(self, question: str, keys: Collection[str]) -> str:
+        """Ask, and wait for one of these keys; see `pressed`."""
+        return pressed(question, keys, self._output, self._keys)
+
+
+def pressed(
+    question: str, keys: Collection[str], output: Output, source: Input | None = None
+) -> str:
+    """Ask, and wait for one of these keys; Ctrl-C and Ctrl-D raise KeyboardInterrupt.
+
+    Keys are read from `source`, or from the terminal. The question is removed from the screen.
+    """
+    bindings = KeyBindings()
+
+    @bindings.add(Keys.Any)
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        key = event.key_sequence[0].data.lower()
+        if key in keys and not event.app.is_done:
+            event.app.exit(result=key)
+
+    @bindings.add("c-c")
+    @bindings.add("c-d")
+    @bindings.add("<sigint>")
+    def _(event: KeyPressEvent) -> None:
+        if not event.app.is_done:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    line: Application[str] = Application(
+        layout=Layout(Window(FormattedTextControl(question), height=1)),
+        key_bindings=bindings,
+        input=source,
+        output=output,
+        erase_when_done=True,
+    )
+    line.ttimeoutlen = _ESCAPE_SECONDS
+    return line.run()
 
 
 class _View:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from sirchat.chat.events import Event
-from sirchat.chat.rereading import own_message, summarize, undo_summaries
+from sirchat.chat.events import Delta, Event
+from sirchat.chat.rereading import own_message, undo_summaries
 from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.summary import pin_summary, summary
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.threads import threads_in_words
@@ -36,6 +37,9 @@ from sirchat.ui.turn_commands import Retry, edited, editor, retry
 
 _LEAVING = ("exit", "quit", ":q", "bye")
 """Lines that may be meant to leave, as they do in other programs."""
+
+
+_REVIEW = "k or Enter keeps it, e edits, d drops: "
 
 
 class Chat:
@@ -171,8 +175,8 @@ class Chat:
                 self._turn(lambda stops: retry(self._session, asked, stops))
             case Edit(text):
                 self._edit(text)
-            case Summarize():
-                self._turn(lambda stops: summarize(self._session, stops))
+            case Summarize(way):
+                self._summarize(way)
             case SwitchSession(session, is_other_chat):
                 self._switch_to(session)
                 if is_other_chat:
@@ -185,20 +189,52 @@ class Chat:
         A summary that was made after it goes, too.
         """
         text = own_message(self._session)
-        if changed:
-            pass
-        elif command := editor():
-            with self._keyboard.lent():
-                changed = edited(command, text)
-            self._history.append_string(changed)
-        else:
-            self._keyboard.keep_typed()
-            changed = self._prompt.edit(text)
+        changed = changed or self._changed(text)
         if changed.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
             undo_summaries(self._session)
             self._turn(lambda stops: self._session.retry(stops, changed))
+
+    def _changed(self, text: str) -> str:
+        """The text as the user changes it now; empty if the user cancels that."""
+        if command := editor():
+            with self._keyboard.lent():
+                changed = edited(command, text)
+            self._history.append_string(changed)
+            return changed
+        self._keyboard.keep_typed()
+        return self._prompt.edit(text)
+
+    def _summarize(self, way: str) -> None:
+        """Make and show a summary, and pin it as it is or as the user changes it, or drop it."""
+        text = ""
+
+        def made(stops: Interrupted) -> Iterator[Event]:
+            nonlocal text
+            text = yield from summary(self._session, way, stops)
+            yield Delta(text)
+
+        self._turn(made)
+        if text and self._screen.terminal is not None:
+            text = self._reviewed(text)
+        if text:
+            self._turn(lambda stops: pin_summary(self._session, text))
+        else:
+            self._screen.note("no summary is kept; the conversation is unchanged")
+
+    def _reviewed(self, text: str) -> str:
+        """The summary `text`, kept or changed by the user; empty if the user drops it."""
+        while True:
+            self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
+            try:
+                key = self._prompt.picker().press(_REVIEW, "k\red\x1b")
+            except KeyboardInterrupt:
+                return ""
+            if key != "e":
+                return text if key in "k\r" else ""
+            if changed := self._changed(text).strip():
+                return changed
 
     def _send(self, text: str, line: Line) -> None:
         """Send the message `text`; if the typed `line` names a file, `text` has the file's text."""

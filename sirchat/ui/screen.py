@@ -162,7 +162,8 @@ _WINDOWS = 3
 def _paged(pager: list[str], text: str) -> bool:
     """Show a text in the pager, which handles Ctrl-C; False if the pager can't be started."""
     # `less` shows colours, leaves the text on the screen, and says in its last line how to leave.
-    environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ}
+    # LESSSECURE: it starts no shell and no editor, and writes no file.
+    environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ, "LESSSECURE": "1"}
     try:
         with left_to_child():
             subprocess.run(pager, input=text.encode(), env=environ, check=False)

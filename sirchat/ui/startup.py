@@ -19,12 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prompt_toolkit.application import Application
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
-from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.keys import Keys
-from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 
 from sirchat.chat.model_defaults import follows_model
 from sirchat.config.profile import Profile
@@ -33,6 +29,7 @@ from sirchat.errors import SettingError
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.line_input import line_input, prompt_output
 from sirchat.ui.lists import in_bytes
+from sirchat.ui.picker import pressed
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
@@ -125,6 +122,11 @@ _NO_OTHER = (
 )
 
 
+def say_toy(screen: Screen) -> None:
+    """Say in one line that `tiny` answers because no model was chosen, and how to choose one."""
+    screen.note(f"{_TOY}; sirchat models lists real ones, sirchat models default NAME chooses one")
+
+
 def choose_model(screen: Screen) -> str | None:
     """Ask for the default model, by one key, and remember it: a real one on this machine, or tiny.
 
@@ -146,7 +148,7 @@ def choose_model(screen: Screen) -> str | None:
     screen.note("t: tiny" + f"; {more} more in the list of sirchat models" * bool(more))
     keys = {str(number): one.name for number, one in enumerate(offered, 1)}
     keys |= {"\r": offered[0].name, "t": "tiny"}
-    name = keys[_pressed("Press a key: ", tuple(keys), screen)]
+    name = keys[pressed("Press a key: ", tuple(keys), prompt_output(screen))]
     try:
         set_default("model", name)
     except SettingError as error:
@@ -157,31 +159,6 @@ def choose_model(screen: Screen) -> str | None:
             "chooses another"
         )
     return name
-
-
-def _pressed(question: str, keys: Collection[str], screen: Screen) -> str:
-    """Ask, and wait for one of these keys; Ctrl-C and Ctrl-D raise KeyboardInterrupt."""
-    bindings = KeyBindings()
-
-    @bindings.add(Keys.Any)
-    @bindings.add("enter")
-    def _(event: KeyPressEvent) -> None:
-        key = event.key_sequence[0].data.lower()
-        if key in keys:
-            event.app.exit(result=key)
-
-    @bindings.add("c-c")
-    @bindings.add("c-d")
-    def _(event: KeyPressEvent) -> None:
-        event.app.exit(exception=KeyboardInterrupt())
-
-    line: Application[str] = Application(
-        layout=Layout(Window(FormattedTextControl(question), height=1)),
-        key_bindings=bindings,
-        output=prompt_output(screen),
-        erase_when_done=True,
-    )
-    return line.run()
 
 
 def _toolbar(profile: Profile, loader: SessionLoader) -> str:

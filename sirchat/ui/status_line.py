@@ -49,7 +49,7 @@ _ENDINGS = {
 
 
 def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] = ()) -> str:
-    """A line about one turn: tokens read and generated, speed, evicted tokens, held tokens.
+    """A line about one turn: tokens read and written, speed, evicted tokens, held tokens.
 
     `recalled` are the turns of which tokens were restored for this one.
     """
@@ -57,7 +57,7 @@ def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] 
     if recalled:
         parts.append(describe_recalled(recalled))
     if turn.tokens_out:
-        parts.append(f"{turn.tokens_out:,} generated, {_speed(turn)}")
+        parts.append(f"{turn.tokens_out:,} written, {_speed(turn)}")
     return ", ".join(parts + _cache(turn, turn.evicted, budget))
 
 
@@ -68,14 +68,14 @@ def describe_round(
     evicted_words: Sequence[str] = (),
     recalled: Sequence[RecalledTurn] = (),
 ) -> str:
-    """A line about a user turn and its reply: tokens in and out, speed, evicted and held tokens.
+    """A line about a user turn and its reply: tokens read, written, evicted and held, and speed.
 
     `evicted_words` are words of the user that were evicted in this round, `recalled` the turns of
     which tokens were restored for it.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
-    parts = [f"{tokens_in:,} tokens in", f"{reply.tokens_out:,} out"]
+    parts = [f"{tokens_in:,} tokens read", f"{reply.tokens_out:,} written"]
     if reply.tokens_out:
         parts.append(_speed(reply))
     if recalled:

@@ -1,18 +1,14 @@
-"""What was evicted, in words; and what restores it: by hand, or in a summary."""
+"""What was evicted, in words and what restores it by hand."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import pytest
-
-from chatting import babbler, session, tiny
-from sirchat.chat.events import Delta, Evicted, Notice, Undone
-from sirchat.chat.rereading import summarize
+from chatting import session, tiny
+from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
 from sirchat.chat.words import evicted_turns, evicted_words
-from sirchat.errors import SettingError, UsageError
 
 SINK: dict[str, Any] = {"policy": "sink", "sinks": 2, "budget": 64, "recent": 16}
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.", "Tell me a story.")
@@ -95,37 +91,3 @@ def test_words_are_brought_back_with_what_stood_beside_them() -> None:
     chat.pin("Paul", around=12)
     assert {"My", "brother", "Paul", "is", "a", "baker"} <= _words_held(chat)
     assert "Anna" not in _words_held(chat)  # another turn
-
-
-def test_a_summary_is_read_and_pinned_and_undone_like_any_turn() -> None:
-    chat = session(tiny(), budget=256, max_new_tokens=32)
-    list(chat.ask("My name is Anna."))
-    before, turns = chat.snapshot(), list(chat.turns)
-    events = list(summarize(chat))
-    said = "".join(event.text for event in events if isinstance(event, Delta))
-    assert said
-    assert [turn.role for turn in chat.turns[len(turns) :]] == ["user", "assistant"]
-    assert chat.turns[-2].text.endswith(said.strip())
-    assert "Summary of our conversation so far" in chat.turns[-2].text
-    summary = [row for row in chat.snapshot().rows if row.turn == len(turns)]
-    assert all("pinned" in row.flags for row in summary if row.role == "user")
-    assert chat.profile.max_new_tokens == 32
-    (undone,) = chat.undo()
-    assert isinstance(undone, Undone)
-    assert (chat.snapshot().rows, chat.turns) == (before.rows, turns)
-
-
-def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
-    empty = session(babbler())
-    with pytest.raises(UsageError):
-        list(summarize(empty))
-    chat = session(tiny(), budget=64, recent=16, max_new_tokens=32)
-    list(chat.ask("My name is Anna."))
-    chat.pin("turn 0")
-    before = chat.snapshot().rows
-    with pytest.raises(SettingError):
-        list(summarize(chat))
-    assert chat.snapshot().rows == before
-    stopped = list(summarize(chat, lambda: True))
-    assert isinstance(stopped[-1], Notice)
-    assert chat.snapshot().rows == before

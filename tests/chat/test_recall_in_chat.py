@@ -10,7 +10,7 @@ import torch
 
 from cache_contents import contents, same
 from chatting import answer, session
-from families import HELD, loaded
+from families import HELD, LATENT, loaded
 from recall_rounds import find, memory, some_ids, talked
 from sirchat.chat.events import Event, Notice, Recalled, TurnDone
 from sirchat.chat.settings import check_recall
@@ -20,7 +20,7 @@ from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import require_comparable_queries
 
-UNHEARD = {"falcon", "deepseek-mla"}
+UNHEARD = {"falcon", "gpt-j", *LATENT}
 
 
 @pytest.mark.slow

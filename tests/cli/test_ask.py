@@ -23,6 +23,7 @@ from warm_python import warm_python
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setenv("SIRCHAT_MODEL", "tiny")
 
 
 def test_only_the_reply_is_printed() -> None:
@@ -32,6 +33,15 @@ def test_only_the_reply_is_printed() -> None:
     assert "ASSISTANT" not in done.stdout
     assert done.stdout.endswith("\n")
     assert done.stdout.strip() == run("ask", "Tell me a joke.").stdout.strip()
+
+
+def test_a_model_that_nobody_chose_is_said_to_be_a_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SIRCHAT_MODEL")
+    noted = run("ask", "Tell me a joke.").stderr
+    assert noted.startswith("tiny is a toy")
+    assert "sirchat models default NAME" in noted
+    assert len(noted.splitlines()) == 1
+    assert run("ask", "-m", "tiny", "Tell me a joke.").stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 
-UNTRACKED = {"falcon"}
+UNTRACKED = {"falcon", "gpt-j"}
 """Families whose attention implementation can't be set, so that it can't be tracked."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from families import HELD, REFUSED, build, loaded
+from families import HELD, LATENT, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
@@ -97,8 +97,15 @@ def test_sliding_and_full_layers_may_turn_at_different_speeds() -> None:
     assert [key.same_angles(keys[0]) for key in keys if key and keys[0]] == [1, 1, 1, 1, 1, 0]
 
 
-def test_latent_attention_turns_its_value_slot_only() -> None:
-    for layer in loaded("deepseek-mla").rotations:
+def test_nanochat_rotates_backward() -> None:
+    for layer in loaded("nanochat").rotations:
+        assert layer.key is not None
+        assert (layer.key.inv_freq < 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(LATENT))
+def test_latent_attention_turns_its_value_slot_only(name: str) -> None:
+    for layer in loaded(name).rotations:
         assert layer.key is None
         assert layer.value is not None
 

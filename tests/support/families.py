@@ -30,6 +30,22 @@ _BASE: dict[str, Any] = {
     "initializer_range": 0.1,  # attention that prefers some rows to others
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MLA = {  # multi-head latent attention: as many key heads as query heads
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+_GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}
 
 HELD: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -80,22 +96,27 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "starcoder2": ("starcoder2", {}),
     "persimmon": ("persimmon", {}),
-    "deepseek-mla": (
-        "deepseek_v3",
+    "deepseek-mla": ("deepseek_v3", {**_MLA, **_ROUTED}),
+    "deepseek-v2": ("deepseek_v2", {**_MLA, **_ROUTED}),
+    "minicpm3": ("minicpm3", _MLA),
+    "longcat-flash": (
+        "longcat_flash",
         {
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 32,
-            "num_key_value_heads": 4,
+            **_MLA,
+            **_ROUTED,
+            "num_hidden_layers": 8,  # two in each of its layers
+            "head_dim": 8,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 32,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
         },
     ),
+    "youtu": ("youtu", _MLA),
+    "axk1": ("axk1", {**_MLA, **_ROUTED}),
+    "nanochat": ("nanochat", {"head_dim": 16}),
+    "helium": ("helium", {"head_dim": 16}),
+    "gpt-j": ("gptj", {**_GPT2, "rotary_dim": 8, "num_key_value_heads": 4}),
     "llama4": (
         "llama4_text",
         {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
@@ -103,10 +124,11 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families whose cache can be held under a budget: name -> (model type, config)."""
 
-_GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}
+LATENT = {"deepseek-mla", "deepseek-v2", "minicpm3", "longcat-flash", "youtu", "axk1"}
+"""Those of them with compressed keys."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", _GPT2, "no known rotation"),
-    "gpt-j": ("gptj", {**_GPT2, "rotary_dim": 8}, "no known rotation"),
     "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "no known rotation"),
     "bart-decoder": (
         "bart",

@@ -49,7 +49,7 @@ def _reply(tokens: int = TOKENS) -> str:
 
 def _said(shown: str) -> list[str]:
     """The words above the status line."""
-    return shown[: re.search(r"(?m)^\d+ tokens in, ", shown).start()].split()  # type: ignore[union-attr]
+    return shown[: re.search(r"(?m)^\d+ tokens read, ", shown).start()].split()  # type: ignore[union-attr]
 
 
 # --- the live region
@@ -61,7 +61,7 @@ def test_a_reply_is_streamed_with_the_panel_below_it(chat: Terminal) -> None:
     chat.say("Go on.")
     chat.wait(re.escape(_reply().split()[0]))
     chat.wait_screen(rf"[a-z].*\n── salience · .*\n{_GAUGE}.*\nturns \S\S ")
-    assert " out, " not in chat.text
+    assert " written, " not in chat.text
     assert chat.screen.cursor.hidden
     chat.send("\x03")
     chat.wait_prompt()
@@ -87,10 +87,10 @@ def test_a_window_that_changes_during_a_reply_is_no_trouble(chat: Terminal) -> N
         before = len(chat.raw)
         chat.until(lambda before=before: len(chat.raw) > before + 2000)  # type: ignore[misc]
         chat.resize(rows, columns)
-    chat.wait(r"\d tokens in, 3,000 out")
+    chat.wait(r"\d tokens read, 3,000 written")
     chat.wait_prompt()
     assert "9 tokens read, 3,000 written" in chat.ask("/stats")
-    assert " out, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
+    assert " written, " in chat.ask("/set max_new_tokens 9") + chat.ask("And then?")
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_dumb_terminal_gets_plain_text(home: Path, endless: str) -> None:
         chat.wait(r"(?m)^>$")
         chat.send("Go on.\r")
         chat.wait(r"(?s)[^>]{200}")
-        chat.wait("600 out")
+        chat.wait("600 written")
         assert "".join(_reply(600).split()) in "".join(chat.everything.split())
         assert b"\x1b" not in chat.raw
         chat.wait(r"(?m)^>$")
@@ -211,8 +211,8 @@ def test_answers_go_to_standard_output_and_the_rest_to_the_terminal(
         chat.ask("/nonsense")
         assert chat.leave() == 0
     assert re.fullmatch(
-        r"\d+ tokens in, 600 out, .*\n> /nonsense\nsirchat: there is no command /nonsense.*",
-        chat.everything[chat.everything.index("9 tokens in") :].split("\n>\n")[0].rstrip("> \n"),
+        r"\d+ tokens read, 600 written, .*\n> /nonsense\nsirchat: there is no command /nonsense.*",
+        chat.everything[chat.everything.index("9 tokens read") :].split("\n>\n")[0].rstrip("> \n"),
     )
     out = (tmp_path / "out").read_text(encoding="utf-8")
     assert "".join(out.split()) == "".join(_reply(600).split())

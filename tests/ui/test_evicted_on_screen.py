@@ -58,17 +58,5 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     assert chat.do("/evicted") == "nothing is evicted\n"
 
 
-@pytest.mark.slow
-def test_a_summary_at_the_prompt(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
-        assert "the chat has no messages yet" in chat.ask("/summarize")
-        chat.ask("My name is Anna.")
-        assert "the summary is turn 2, which is now pinned; /undo removes it" in chat.ask(
-            "/summarize"
-        )
-        assert "undone: Summary of our conversation" in chat.ask("/undo")
-        assert chat.leave() == 0
-
-
 def _toolbar(chat: Terminal) -> str:
     return next(line for line in reversed(chat.lines) if " held" in line)

@@ -68,7 +68,7 @@ def test_the_size_is_said_and_then_the_question_is_answered(
     shown = chat.ask(line)
     first, *_ = shown.splitlines()
     assert re.fullmatch(rf"{re.escape(name)}: \d+ tokens; the budget is 1,024 tokens", first)
-    assert re.search(r"\d+ tokens in, \d+ out, .* holds \d+/1,024", " ".join(shown.split()))
+    assert re.search(r"\d+ tokens read, \d+ written, .* holds \d+/1,024", " ".join(shown.split()))
     assert "Anna" in chat.ask("/tokens turn 0")
 
 

@@ -335,7 +335,7 @@ def test_a_chat_shows_markdown(tmp_path: Path, endless: str, said: Path) -> None
                 chat.ask("/reset")
                 shown = chat.ask("Go on.")
                 assert shown.startswith(_PLAN), columns
-                assert re.match(r"\n\d+ tokens in, ", shown.removeprefix(_PLAN))
+                assert re.match(r"\n\d+ tokens read, ", shown.removeprefix(_PLAN))
             chat.ask("/panel off")
             assert chat.ask("/set markdown off") == "markdown: on -> off"
             before = len(chat.raw)

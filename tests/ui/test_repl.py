@@ -55,7 +55,7 @@ def test_a_fact_is_recalled_and_control_text_stays_text(chat: Terminal) -> None:
 
 def test_a_status_line_follows_each_round(chat: Terminal) -> None:
     last = chat.ask("Hello.").splitlines()[-1]
-    assert re.fullmatch(r"\d+ tokens in, \d+ out, [\d,]+ tok/s, cache holds \d+/1,024", last)
+    assert re.fullmatch(r"\d+ tokens read, \d+ written, [\d,]+ tok/s, cache holds \d+/1,024", last)
 
 
 def test_a_message_that_is_not_held_whole_is_said_to_be_before_the_reply(chat: Terminal) -> None:

@@ -74,7 +74,7 @@ def test_arrow_keys_do_not_stop_a_reply(speaker: Terminal) -> None:
     for key in ("A", "B", "C", "D", "H", "F", "3~"):
         speaker.send(f"\x1b[{key}")
     speaker.wait_prompt()
-    assert " 1,500 out" in speaker.shown
+    assert " 1,500 written" in speaker.shown
     assert "cut at the length limit" in " ".join(speaker.shown.split())
 
 
@@ -105,11 +105,11 @@ def test_ctrl_c_while_a_long_message_is_read_stops_the_reading(chat: Terminal) -
     chat.wait_screen(r"reading [█▏▎▍▌▋▊▉]* +[\d,]+ of [\d,]{6} tokens")
     chat.send(CTRL_C)
     chat.wait_prompt()
-    read = re.search(r"([\d,]+) tokens in, 0 out, .*interrupted", chat.text, re.DOTALL)
+    read = re.search(r"([\d,]+) tokens read, 0 written, .*interrupted", chat.text, re.DOTALL)
     assert read
     assert int(read[1].replace(",", "")) < 30_000  # of 38,895
     assert "reading" not in chat.text
-    assert "3 out" in chat.ask("Hello.")
+    assert "3 written" in chat.ask("Hello.")
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
         time.sleep(moments.uniform(0, 0.25))
         chat.send(CTRL_C)
         chat.wait_prompt()
-    assert " 200 out" in chat.ask("Hello.")
+    assert " 200 written" in chat.ask("Hello.")
     turns = re.split(r"<\|(?:user|assistant)\|>", _held(chat, paged))
     assert len(turns) == 1 + 2 * 11
     assert turns[0] == "<|bos|>"
@@ -180,4 +180,4 @@ def test_an_error_in_a_turn_is_one_line_and_keeps_the_conversation(chat: Termina
     chat.wait_prompt()
     assert "sirchat: " in chat.text.split("word")[-1]
     assert f"{held[1]}/4,096 held" in chat.text
-    assert "3 out" in chat.ask("Hello again.")
+    assert "3 written" in chat.ask("Hello again.")

@@ -173,7 +173,7 @@ def test_reasoning_in_a_chat(tmp_path: Path, endless: str) -> None:
                 shown = chat.ask("Go on.")
                 assert re.match(
                     r"thought for \d+ tokens \(/thinking shows it\)\n\nIt is so\.\n\n• one\n"
-                    r"\d+ tokens in, ",
+                    r"\d+ tokens read, ",
                     shown,
                 )
             assert chat.ask("/thinking") == "Is it *so*?\n- yes, for long"

@@ -1,4 +1,4 @@
-"""Memory and disk space of the archive in a long conversation, compared with its limit."""
+"""Measures the memory and disk space that an archive takes while a long stream is read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ArchiveUse:
         place: where the archive was, `ram` or `disk`.
         tokens: number of tokens read.
         limit: the archive's limit in bytes.
-        archive: bytes of keys and values in the archive.
-        disk: bytes of the archive's files.
-        memory: growth of the process in bytes since its first rounds; None where unknown.
-        archived: number of rows in the archive at the end.
+        archive: the most bytes of keys and values that were in the archive.
+        disk: the most bytes of the archive's files.
+        memory: growth of the process's memory in bytes, at most; None where it is unknown.
+        archived: number of tokens in the archive at the end.
         seconds: duration of the whole run.
     """
 
@@ -46,7 +46,7 @@ class ArchiveUse:
 
 
 def bench_archive(model: LoadedModel, tokens: int, limit: int) -> Iterator[ArchiveUse]:
-    """Measure the archive over `tokens` random ids, under the entropy policy at budget 1,024.
+    """Read `tokens` random ids under the entropy policy at budget 1,024, and measure the archive.
 
     Yields the use of an archive in memory, then of one on disk; each may take `limit` bytes.
     """

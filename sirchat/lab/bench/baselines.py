@@ -1,4 +1,4 @@
-"""What decoding is compared with: a static cache, no prompt lookup, one read of the weights."""
+"""Baselines for decoding: a static cache, no prompt lookup, reading the weights once."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield seconds per token for blocks of greedy generation, each until the cache is full.
+    """Yield, without end, the seconds per token of greedy generation until a cache is full.
 
-    The prompt and the first token do not count. On a GPU, transformers chooses to compile the
-    step.
+    The cache is a static one of transformers. The prompt and the first token do not count. On a
+    GPU, transformers chooses to compile the step.
     """
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -65,7 +65,7 @@ _TURN = TurnRef(turn=0, round=0)
 def repeated_blocks(
     model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
 ) -> Iterator[float]:
-    """Yield seconds per token for blocks of a reply that repeats the text just read.
+    """Yield, without end, the seconds per token of a reply that repeats the text just read.
 
     `engine` must be new. `lookup`: whether prompt lookup is on. The text fills 1/4 of the cache.
     """
@@ -119,7 +119,7 @@ def _sizes(module: nn.Module) -> dict[int, int]:
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds to read `size` bytes on the device: no step is faster.
+    """Yield, without end, the seconds to read `size` bytes on the device, once.
 
     A float32 matrix of that size is multiplied with a vector, which reads the matrix once.
     """

@@ -1,7 +1,7 @@
 """Decode and prefill, with all features on, compared with a plain loop of transformers.
 
 Our side computes surprisal, keeps the ledger, evicts, archives and, where the model has a
-tokenizer, flags sentence ends and decodes to text. The bare side only picks the next id.
+tokenizer, flags sentence ends and decodes to text. The plain loop only picks the next id.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def bench_decode(
     peer: LlamaCpp | None = None,
     sirllm: SirLLM | None = None,
 ) -> Iterator[Ratio]:
-    """Measure decode (also against its limit), prefill, the archive, and decode late in a stream.
+    """Yield one ratio after another: decode and prefill, compared with other ways to do them.
 
-    Late decode is measured after each number of tokens in `options.seen` above its first one.
+    Decode is compared with plain loops, with reading the weights once, and with itself: without an
+    archive, and early in a stream. Early is after the first number of tokens in `options.seen`;
+    decode after each of the other numbers is compared with it.
 
     Args:
         model: the model that is measured.
         options: sizes of the benchmark.
-        bare: the model for the bare loop; None for the same model.
+        bare: the model for the plain loop; None for the same model.
         peer: llama.cpp with the same model, if it is compared too.
         sirllm: SirLLM's released code, if it is compared too.
     """
@@ -124,7 +126,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Time the blocks of `blocks` with the compiled step switched off; yields their seconds."""
+    """Yield what `blocks` yields, seconds per token, measured without the compiled step."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -178,7 +180,8 @@ def generated_blocks(
 ) -> Iterator[float]:
     """Yield, without end, the seconds per token of blocks of generation with one eviction each.
 
-    `seen` tokens are read first (0: twice as many as the cache holds); `archive`: limit in bytes.
+    `seen` tokens are read first (0: twice as many as the cache holds). `archive` is the archive's
+    limit in bytes.
     """
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
@@ -205,7 +208,7 @@ def generated_blocks(
 
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield seconds per token for blocks of a plain greedy loop, each until the cache is full."""
+    """Yield, without end, the seconds per token of a plain greedy loop until the cache is full."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
 
     while True:
@@ -226,7 +229,7 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
-    """Yield seconds per token for reading `count` ids (0: as many as the cache) with sirchat."""
+    """Yield, without end, the seconds per token of reading `count` ids (0: `options.cache`)."""
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
@@ -255,7 +258,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield seconds per token for reading ids in one bare pass; only the last logits are kept."""
+    """Yield, without end, the seconds per token of reading ids in one plain forward pass."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         argument = cache_argument(model.module, DynamicCache(config=model.module.config))
@@ -295,7 +298,7 @@ def _engine(
 
 
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Measure decode under policies that use attention weights, against one that does not.
+    """Compare decode under each of three policies that use attention weights with one that doesn't.
 
     Raises ModelError for a model that does not expose its attention weights.
     """

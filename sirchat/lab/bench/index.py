@@ -1,9 +1,10 @@
-"""Searching an archive through an index, compared with scoring every row: speed and recall.
+"""Compares searching an archive through an index with scoring every archived token.
 
-The archive is like that of a long chat. Its conversations are generated, like those that the
-bundled model was trained on. They are read in batches by plain forward passes, each from position
-0, and all of their rows but the sinks are archived. So keys, values and surprisals are real, and no
-chat has to run. The queries are user turns of other conversations, read after their earlier turns.
+The archive is like that of a long chat. It has the tokens of generated conversations, like those
+that the bundled model was trained on. The conversations are read in batches by plain forward
+passes, each from position 0, and all of their tokens but the sinks are archived. So keys, values
+and surprisals are real, and no chat has to run. The queries are user turns of other generated
+conversations, each read after the earlier turns of its conversation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Searched:
     recall: RecallSettings
 
     def search(self, query: Query, *, index: bool) -> Ranked:
-        """Score all rows or, with `index`, only the rows that the index proposes."""
+        """Score all archived tokens or, with `index`, only those that the index proposes."""
         archive, rotations = self.archive, self.model.rotations
         search = ArchiveSearch(
             archive, archive.positions, query, self.recall, rotations, self.surprisal_of
@@ -60,7 +61,7 @@ class _Searched:
         return search.proposed() if index else search.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
-        """Yield the seconds of one search after another; append the rows found to `best`."""
+        """Yield the seconds of one search after another; append the tokens found to `best`."""
         for query in itertools.cycle(self.asked):
             start = time.perf_counter()
             ranked = self.search(query, index=index)
@@ -75,9 +76,9 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Compare the time of a search through an index with that of an exact one, per retriever.
+    """For each retriever, compare the time of a search with an index with that of an exact search.
 
-    The archive has `rows` rows. Raises UsageError if faiss is not installed, or the model is not
+    The archive has `rows` tokens. Raises UsageError if faiss is not installed, or the model is not
     `tiny`.
     """
     if not is_available():
@@ -131,7 +132,7 @@ def _recall(name: str) -> RecallSettings:
 
 
 TOKENS, SINKS = 512, 4
-"""Tokens of each conversation, and how many of its first rows are not archived."""
+"""Number of tokens of a conversation, and number of its first tokens that are not archived."""
 
 _BATCH = 16
 _MIX = Mix(
@@ -142,7 +143,7 @@ Surprisal = NDArray[np.float64]
 
 
 def archived(model: LoadedModel, count: int, seed: int = 0) -> tuple[Archive, Surprisal]:
-    """An archive of `count` rows of generated conversations, and their surprisals [count], nats."""
+    """An archive of `count` tokens of generated dialogue, and their surprisals [count] in nats."""
     archive, scores = Archive(), np.zeros(count)
     done, renderer, rng = 0, Renderer(model.tokenizer), Random(f"archived/{seed}")
     while done < count:
@@ -191,9 +192,9 @@ def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
 def _read(
     model: LoadedModel, ids: Tensor, start: int
 ) -> Iterator[tuple[Rows, NDArray[np.float32]]]:
-    """Read conversations [B, TOKENS]; yield the rows of each with their surprisals, in nats.
+    """Read conversations [B, TOKENS]; yield keys and values of each, with surprisals in nats.
 
-    The first row gets stream position `start`, the next rows the positions after it.
+    The first token gets stream position `start`, the next tokens the positions after it.
     """
     cache = DynamicCache(config=model.module.config)
     logits = model.module(

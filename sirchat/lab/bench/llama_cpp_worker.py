@@ -14,7 +14,7 @@ from typing import Any
 
 
 def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
-    """Load a model with room for `rows` rows; `rearranges`: whether to rearrange the weights."""
+    """Load a model with room for `rows` tokens; `rearranges`: whether to rearrange the weights."""
     # No module of this folder may be imported instead of one that llama_cpp needs.
     sys.path[:] = [one for one in sys.path if one != str(Path(__file__).parent)]
     import llama_cpp

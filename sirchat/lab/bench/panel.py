@@ -21,14 +21,16 @@ from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 
 COLUMNS, ROWS = 120, 40
-"""Size of the terminal."""
+"""Width and height of the terminal, in characters."""
 
 BLOCK_SECONDS = 1.0
-"""Duration of a block, long enough for several frames."""
+"""Seconds of a timed block, long enough to draw the panel several times."""
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare seconds per token with the panel and without; `note`: kB/s that each side wrote.
+    """Compare seconds per token with the panel and without it; yields one ratio.
+
+    Its `note` says how many kB per second each side wrote to the terminal.
 
     Raises UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
     """
@@ -53,7 +55,10 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Yield the seconds per token of each block of a reply that never ends."""
+    """Yield the seconds per token of one stretch of an endless reply after another.
+
+    A stretch (a block) takes BLOCK_SECONDS.
+    """
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()
@@ -80,7 +85,7 @@ def _screen(nowhere: TextIO) -> Screen:
 
 
 class _Terminal:
-    """A stream that says it is a terminal."""
+    """An output stream whose method `isatty` says that it is a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -27,7 +27,7 @@ from sirchat.models.names import locate
 
 
 class Worker:
-    """A running program that reads commands, a JSON list per line, and answers with numbers.
+    """A running program that reads commands, one JSON list a line, and answers each with a number.
 
     A context manager. Raises SettingError if it can't be started.
 
@@ -95,7 +95,7 @@ class LlamaCpp(Worker):
 
     Args:
         path: a GGUF file.
-        rows: number of rows for which its cache has room.
+        rows: number of tokens for which llama.cpp's cache has room.
         python: a Python that has llama-cpp-python.
         tries: whether to rearrange the weights when loading; the values are tried in turn.
 
@@ -133,11 +133,11 @@ class LlamaCpp(Worker):
         )
 
     def again(self) -> LlamaCpp:
-        """A new process with the same model, loaded in the way that worked."""
+        """Start a new process with the same model, loaded in the way that worked in this one."""
         return LlamaCpp(*self._made, tries=[self._rearranges])
 
     def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Yield, without end, the seconds per token of decoding blocks that fill the cache."""
+        """Yield, without end, the seconds per token of decoding until the cache is full."""
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
         while True:
@@ -184,7 +184,7 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""Settings of a model on which time depends; transformers 4.33 has them, too."""
+"""The settings of a model that its speed depends on; transformers 4.33 has them, too."""
 
 
 class SirLLM(Worker):
@@ -224,7 +224,10 @@ class SirLLM(Worker):
             ) from None
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """After `load`: yield, without end, seconds per token for reading turns at a full cache."""
+        """Yield, without end, the seconds per token of reading turns with a full cache.
+
+        `load` must have been called.
+        """
         self.ask("read", turns(model, options, options.cache))
         while True:
             yield self.ask("read", turns(model, options, options.block)) / options.block

@@ -1,7 +1,8 @@
-"""Compares the time of two sides that run in turn, block by block, in one process.
+"""Compares the time of two sides: sirchat (ours), and another way to do the same.
 
-A change of the machine's speed then affects both sides. What counts is the ratio of each pair of
-blocks, ours over the other side (below 1: ours is faster).
+Both sides run in one process, in turn, block by block, so that a change of the machine's speed
+affects both. What counts is the ratio of the times of each pair of blocks, ours over the other
+(below 1: ours is faster).
 
 Models may have random weights, to measure speed at sizes that are not bundled.
 """
@@ -43,7 +44,7 @@ class Ratio:
         high: upper quartile of the pairs' ratios.
         pairs: number of pairs.
         note: anything else that was measured, as text.
-        unit: what a time is for: a token, or a search.
+        unit: what a time is for: a token, a turn or a search.
     """
 
     name: str
@@ -62,8 +63,8 @@ class BenchOptions:
     """Sizes of a benchmark.
 
     Attributes:
-        cache: rows held in the cache while decoding.
-        rounds: pairs of blocks that are timed.
+        cache: number of tokens held in the cache while decoding.
+        rounds: number of pairs of blocks that are timed.
         seen: numbers of tokens read before decode is timed; each is compared with the first.
     """
 
@@ -73,12 +74,12 @@ class BenchOptions:
 
     @property
     def block(self) -> int:
-        """Tokens in a timed block: the number from one eviction to the next, so it has just one."""
+        """Number of tokens in a timed block: as many as from one eviction to the next."""
         return max(8, self.cache // 16)
 
 
 def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions) -> dict[str, Any]:
-    """The results, with the model, device and sizes that are needed to repeat them."""
+    """The results as a JSON object, with model, device and sizes, to repeat them."""
     return {
         "model": model.name,
         "device": str(model.device),
@@ -98,8 +99,8 @@ def compare(
 ) -> Ratio:
     """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
 
-    `make_ours` and `make_other` start a side: they return an iterator over the seconds per token of
-    its blocks.
+    A block is a piece of work whose time is measured. `make_ours` and `make_other` start a side:
+    they return an iterator over the seconds per token of its blocks.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
@@ -126,7 +127,7 @@ def compare(
 
 
 def some_ids(model: LoadedModel, count: int) -> list[int]:
-    """Random token ids, the same ones each time."""
+    """`count` random token ids, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
     return ids
@@ -169,7 +170,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 128256,
     },
 }
-"""Llama configurations by name."""
+"""Shapes of Llama models, by name, for models with random weights."""
 
 
 def bench_model(

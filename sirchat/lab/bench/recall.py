@@ -1,8 +1,9 @@
-"""What recall costs: the search by size of the archive, and a whole turn with and without recall.
+"""What recall costs: the time of the search, and of a turn with and without recall.
 
-The long chats are made, not read: texts of generated dialogues, their ids, surprisals drawn at
-random, and keys and values of zero. Retrievers that compare words take the same time for them as
-for a chat that was read; for those that compare keys, `sirchat bench index` reads one.
+The searched chats are long, and no model has read them: they have texts of generated dialogues and
+their ids, but surprisals drawn at random, and keys and values of zero. Retrievers that compare
+words take the same time for such a chat as for one that was read. Retrievers that compare keys do
+not; `sirchat bench index` measures them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _question(number: int) -> str:
 
 
 def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
-    """A session that has `tokens` tokens of generated dialogues, made and not read.
+    """A session with `tokens` tokens of generated dialogues, which the model has not read.
 
     It holds the newest tokens, as many as the budget allows; the others are archived.
     """

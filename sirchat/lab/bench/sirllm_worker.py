@@ -52,7 +52,7 @@ class Loop:
         self._entropy: Any = None
 
     def read(self, turns: list[list[int]]) -> None:
-        """Read turns; before each, evict tokens to make room for it."""
+        """Read turns; before each turn, evict tokens to make room for the turn."""
         import numpy as np
 
         for ids in turns:

@@ -1,4 +1,4 @@
-"""Times the start of a program in fresh processes, until its prompt and its first token."""
+"""Times the start of sirchat and llama.cpp in fresh processes, until prompt and first token."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class StartMeasure:
     Attributes:
         name: what was measured.
         unit: seconds, milliseconds or MiB.
-        ours, other: medians; `other` is llama.cpp's, or None.
-        ratio: median of the pairs' ratios, or None.
+        ours: median of sirchat's values.
+        other: median of llama.cpp's values, or None.
+        ratio: median of the ratios of ours to other, or None.
     """
 
     name: str
@@ -57,11 +58,11 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 def bench_start(
     model: str, device: str, dtype: str, quantize: str, rounds: int, peer: LlamaCpp | None
 ) -> list[StartMeasure]:
-    """Start sirchat, and llama.cpp if there is a `peer`, in turn, `rounds` times after a warm-up.
+    """Time the start of sirchat, and of llama.cpp if there is a `peer`, `rounds` times in turn.
 
-    The warm-up fills the disk's cache and does not count. A chat is started, too, if the system has
-    pseudo-terminals and the model a tokenizer. Raises ModelError, with a message of one line, if
-    the model can't be started.
+    A first start of each, which fills the disk's cache, does not count. A chat is started, too, if
+    the system has pseudo-terminals and the model a tokenizer. Raises ModelError, with a message of
+    one line, if the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     for _ in range(rounds + 1):

@@ -30,7 +30,14 @@ _FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tok
 
 
 class PromptFigures(TypedDict):
-    """Seconds since the start of a chat's process; for `echo`, `echo_most`: since a key press."""
+    """Times of one start of a chat, in seconds.
+
+    Attributes:
+        prompt: from the start of the process until the prompt is shown.
+        ready: from the start of the process until the model is loaded.
+        reply: from the start of the process until the first text of the reply appears.
+        echo, echo_most: from a key press until the key appears; median and longest.
+    """
 
     prompt: float
     ready: float
@@ -74,7 +81,7 @@ def time_prompt(settings: Sequence[str]) -> PromptFigures:
 
 
 class _Chat:
-    """A chat in a pseudo-terminal; `raw` is what it has written there."""
+    """A chat in a pseudo-terminal; `raw` has all bytes that the chat has written so far."""
 
     def __init__(self, settings: Sequence[str], home: str) -> None:
         self.raw = b""

@@ -1,4 +1,4 @@
-"""Starts a model for `start.py`, in a process of its own; prints time and memory as JSON."""
+"""Starts a model in a new process, and prints time and memory as JSON; `start.py` runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import TypedDict
 
 
 class StartFigures(TypedDict):
-    """The time, in seconds, and the memory, in bytes, that a start took."""
+    """Times, in seconds, and memory, in bytes, of one start.
+
+    Attributes:
+        load: time to load the model.
+        first: time from the start of the process to the first token after a short message.
+        paste: time to the first token after a long text.
+        resident: memory after the first token.
+        peak: the most memory until then.
+    """
 
     load: float
     first: float

@@ -1,4 +1,4 @@
-"""A training step with anchors: time and memory of its attention masks, dense or in blocks."""
+"""Measures a training step with anchors: its time and memory with two kinds of mask."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _SEQUENCE = 20
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """Time a step on a row of `tokens` ids: forward and backward in bfloat16, AdamW in float32.
+    """Compare a training step with a dense mask with one without a mask; yields ratios.
 
-    Compares a dense mask with none and, on a GPU, a block mask with the dense one.
+    On a GPU, also compares a block mask with the dense one. A step is on a row of `tokens` ids:
+    forward and backward in bfloat16, AdamW in float32.
     """
     model.module.float()  # as in `sirchat train anchor`
     on_gpu = model.device.type == "cuda"
@@ -68,7 +69,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
-    """Peak GPU memory of a step in bytes."""
+    """The most GPU memory that a training step takes, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     next(_steps(model, tokens, mask))
     return torch.cuda.max_memory_allocated()

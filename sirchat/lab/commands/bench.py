@@ -45,7 +45,7 @@ Model = Annotated[
     str, typer.Option(help="A model, or a Llama shape with random weights: 135m, 1b or 8b.")
 ]
 Cache = Annotated[int, typer.Option(help="Number of tokens held while decoding.", min=64)]
-Rounds = Annotated[int, typer.Option(help="Number of times that both sides are timed.", min=2)]
+Rounds = Annotated[int, typer.Option(help="Number of pairs of timings that are compared.", min=2)]
 Seen = Annotated[
     str,
     typer.Option(
@@ -55,7 +55,12 @@ Seen = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="auto|cuda|mps|cpu", help="Device on which the model runs.")
 ]
-Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16", help="Number type that the model computes with."
+    ),
+]
 Quantize = Annotated[
     str,
     typer.Option(
@@ -105,7 +110,7 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the speed with a plain transformers loop, as ratios (below 1: sirchat is faster).
+    """Compare speed with a plain loop of transformers, as ratios (below 1: sirchat is faster).
 
     Without a subcommand, this runs `decode`.
     """
@@ -134,7 +139,7 @@ def decode(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode and prefill: with and without an archive, early and late in a stream.
+    """Measure decode and prefill, also with and without an archive, early and late in a chat.
 
     Decode is also compared with `generate` with a static cache, and with reading the weights once.
 
@@ -218,7 +223,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decoding with attention counted against decoding without."""
+    """Measure decoding under policies that use attention, against decoding without."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
@@ -285,7 +290,7 @@ def archive(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the memory and disk space that the archive takes over a number of tokens."""
+    """Measure the memory and disk space that the archive takes while many tokens are read."""
     profile = _profile(model, device, dtype)
     profile = changed(profile, "--archive-limit", archive_limit=archive_limit)
     from sirchat.lab.bench.archive import bench_archive
@@ -306,7 +311,7 @@ def training(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a training step with anchors: its attention masks against no mask."""
+    """Measure a training step with anchors: with its attention mask against without a mask."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.training import bench_training

@@ -67,7 +67,7 @@ def compare(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings: answers, tokens held, agreement with full.
+    """Replay a transcript under several settings: answers, tokens held, agreement with `full`.
 
     Ctrl-C ends the comparison after the current round; the rounds compared until then are shown.
     """

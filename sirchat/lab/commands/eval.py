@@ -148,7 +148,7 @@ def policies(
     at: Annotated[int, typer.Option(help="Budget of all parts except facts.", min=1)] = 128,
     data: Data = None,
 ) -> "Study":
-    """Compare policies: facts, SirLLM's lists and games, and the perplexity of what follows."""
+    """Compare policies by facts recalled, SirLLM's shopping lists and games, and perplexity."""
     from sirchat.lab.studies.policies import Policies
 
     return Policies(
@@ -203,8 +203,16 @@ def facts_in_dialogue(
         int,
         typer.Option(help="Maximum number of tokens in a reply; 0 generates no replies.", min=0),
     ] = 32,
+    summary: Annotated[
+        str,
+        typer.Option(
+            help="Also make summaries, as /summarize does, and count the facts in them: extract, "
+            "model, or both.",
+            metavar="WAY,...",
+        ),
+    ] = "",
 ) -> "Study":
-    """Tell facts in real talk, ask for each: right choices among four, right replies, nats."""
+    """Tell facts in real talk, ask for each: right choices of four, right replies, surprisal."""
     from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 
     return FactsInDialogue(
@@ -213,6 +221,7 @@ def facts_in_dialogue(
         lengths=whole_numbers("lengths", lengths),
         facts=facts,
         reply_tokens=reply_tokens,
+        summary=tuple(filter(None, summary.split(","))),
     )
 
 
@@ -232,7 +241,10 @@ def grocery(
     scoring: Scored = "paper",
     shots: Annotated[
         str,
-        typer.Option(help="Numbers of examples (shots), each for an extra row.", metavar="1,2,3"),
+        typer.Option(
+            help="Numbers of examples (shots); each number adds a row to the table.",
+            metavar="1,2,3",
+        ),
     ] = "",
     data: Data = None,
 ) -> "Study":
@@ -377,7 +389,8 @@ def lm_eval(
     piece: Annotated[
         int | None,
         typer.Option(
-            help="Read a context in rounds of this many tokens; default: one round.", min=1
+            help="Split each context into rounds of this many tokens; default: one round.",
+            min=1,
         ),
     ] = None,
     policies: Policies = "full,sink,entropy",

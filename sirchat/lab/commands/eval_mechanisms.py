@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 
 mechanisms_app = typer.Typer(add_completion=False)
 
-Conversations = Annotated[int, typer.Option(help="Conversations.", min=1)]
+Conversations = Annotated[int, typer.Option(help="Number of conversations.", min=1)]
 Base = Annotated[int, typer.Option(help="Budget, not counting restored tokens.", min=24)]
 
 
 @study(
     mechanisms_app,
     "context",
-    Defaults("full,anchor", budgets="2048", limit=50, of="Conversations."),
+    Defaults(
+        "full,anchor", budgets="2048", limit=50, of="Number of conversations for each setting."
+    ),
 )
 def context(
     compared: Compared,
@@ -75,7 +77,7 @@ def anchor_attention(
     limit: Conversations = 50,
     facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
 ) -> "Study":
-    """Tell facts and ask for one: which rounds' anchors its answer attends to."""
+    """Tell facts and ask for one: which rounds' anchors the answer attends to."""
     from sirchat.lab.studies.anchor_attention import AnchorAttention
 
     return AnchorAttention(profile, limit=limit, facts=facts)
@@ -84,7 +86,7 @@ def anchor_attention(
 @study(mechanisms_app, "attention", None)
 def attention(
     profile: Profile,
-    limit: Annotated[int, typer.Option(help="Texts.", min=1)] = 256,
+    limit: Annotated[int, typer.Option(help="Number of texts.", min=1)] = 256,
     tokens: Annotated[int, typer.Option(help="Number of tokens read of each text.")] = 40,
     text: Annotated[
         str | None, typer.Option(help="File with one text per line; default: generated talk.")
@@ -99,9 +101,7 @@ def attention(
 @study(
     mechanisms_app,
     "uniformity",
-    Defaults(
-        "reservoir,random", budgets="96", limit=300, of="Number of random streams for each setting."
-    ),
+    Defaults("reservoir,random", budgets="96", limit=300, of="Number of seeds for each setting."),
 )
 def uniformity(
     compared: Compared,
@@ -117,7 +117,7 @@ def uniformity(
 def retrieval(
     profile: Profile,
     task: Annotated[
-        str, typer.Option(help="What is told.", metavar="stories-3|facts-12|...")
+        str, typer.Option(help="What is told and asked for.", metavar="stories-3|facts-12|...")
     ] = "facts-12",
     limit: Conversations = 200,
     base: Annotated[
@@ -165,7 +165,10 @@ def retrieval(
 def privacy(
     profile: Profile,
     task: Annotated[
-        str, typer.Option(help="What is told.", metavar="facts-12|facts-40|stories-10|...")
+        str,
+        typer.Option(
+            help="What is told and asked for.", metavar="facts-12|facts-40|stories-10|..."
+        ),
     ] = "facts-12",
     limit: Conversations = 100,
     base: Base = 72,

@@ -64,11 +64,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JS
 
 
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
-"""Settings that some policies do not use."""
+"""Settings of policies that only some policies use."""
 
 
 class Compared(TypedDict):
-    """The fields of every study that compares settings."""
+    """The arguments, by name, that every study of several settings takes."""
 
     settings: tuple[Profile, ...]
     limit: int
@@ -149,7 +149,7 @@ def repeatable(profile: Profile) -> Profile:
 def settings_of(
     profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
 ) -> tuple[Profile, ...]:
-    """A profile for each row of a comparison; settings that its policy does not use are left out.
+    """A profile for each row of a comparison, without settings that the row's policy does not use.
 
     The profile's policy options go to every policy that has them. Raises SettingError for a value
     that is not allowed, and for a sweep or an option with an unknown name.
@@ -185,7 +185,7 @@ def _swept(text: str) -> tuple[str, list[str]]:
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings in `given` that the row's policy uses, and the `shared` options that it has."""
+    """The settings in `given` that its policy uses, and the `shared` options of that policy."""
     policy = given["policy"]
     import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}

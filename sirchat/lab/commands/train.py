@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: the bundled models, anchors and scorers for any other."""
+"""The `sirchat train` commands: the bundled models; anchors or a scorer for any model."""
 
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -16,7 +16,7 @@ train_app = typer.Typer(
 
 Out = Annotated[Path, typer.Option(help="Folder for the finished model.")]
 Steps = Annotated[
-    int | None, typer.Option(help="Number of training steps; default: the whole recipe.")
+    int | None, typer.Option(help="Number of training steps; default: as many as the recipe has.")
 ]
 Seed = Annotated[
     int, typer.Option(help="Random seed for the initial weights and the generated dialogues.")
@@ -28,7 +28,9 @@ Resume = Annotated[bool, typer.Option(help="Continue from the last checkpoint.")
 def train_tiny(
     out: Out = Path("tiny"),
     steps: Steps = None,
-    size: Annotated[str, typer.Option(help="Size of the model.")] = "small",
+    size: Annotated[
+        str, typer.Option(help="Size of the model.", metavar="micro|small|medium")
+    ] = "small",
     seed: Seed = 0,
     resume: Resume = False,
     debug: Debug = False,
@@ -138,8 +140,8 @@ def train_anchor(
 ) -> None:
     """Train a model further, to compress each sentence or round into one token (AnSAN).
 
-    The defaults are the paper's. Under `torchrun --nproc-per-node 8 -m sirchat train anchor ...`
-    all GPUs, or machines, take part.
+    The defaults are those of the paper, Anchor-based LLMs. To train on all GPUs or on several
+    machines, start it with `torchrun --nproc-per-node 8 -m sirchat train anchor ...`.
     """
     from sirchat.lab.training.anchor import TRAINED, AnchorOptions, Trained
     from sirchat.lab.training.anchor_trainer import Attention, Schedule
@@ -184,8 +186,8 @@ def train_scorer(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Conversations to learn from: a transcript, or a file of the studies; can be "
-            "repeated; generated talk is added up to --tokens."
+            help="Conversations to learn from: a transcript, or a data file of `sirchat eval`; "
+            "can be repeated; generated talk is added up to --tokens."
         ),
     ] = None,
     layers: Annotated[

@@ -1,1 +1,1 @@
-"""Studies: what a model still remembers under an eviction policy. One file for each task."""
+"""Studies: what a model still remembers under an eviction policy. One module for each study."""

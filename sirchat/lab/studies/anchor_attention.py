@@ -34,14 +34,14 @@ from sirchat.text.template import Template
 
 @dataclass(frozen=True)
 class AnchorAttention(ExtendedByLimit):
-    """The study of attention to anchors.
+    """The study of which anchors an answer attends to.
 
     Attributes:
-        profile: its seed draws the conversations.
+        profile: the settings; their seed draws the conversations.
         limit: number of conversations.
         facts: number of facts in each conversation.
 
-    Raises SettingError for fewer than two facts, and for more facts than there are kinds.
+    Raises SettingError for fewer than two facts, and for more facts than there are kinds of fact.
     """
 
     profile: Profile
@@ -54,19 +54,21 @@ class AnchorAttention(ExtendedByLimit):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "anchor-attention"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         return fields_of(self) | {"profile": None, "seed": self.profile.seed}
 
     def keys(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, and records shares of attention by layer and round.
+        """A function that reads the conversation with a given key and measures attention.
+
+        Its record has, by layer, which share of the attention to anchors each round receives.
 
         Raises SettingError for a model without anchors.
         """
@@ -78,7 +80,7 @@ class AnchorAttention(ExtendedByLimit):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds (the last asks for a fact), and the number of the round that states it."""
+        """The rounds (the last asks for a fact), and the index of the round that states it."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
@@ -87,7 +89,11 @@ class AnchorAttention(ExtendedByLimit):
         return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Table by layer: the share of the round with the fact; table of the first conversation."""
+        """A table by layer: the share of attention that goes to the round that states the fact.
+
+        A second table, for the first conversation: how much attention each token of the question
+        and the answer gives to each round's anchors.
+        """
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
         rows: list[tuple[Value, ...]] = [

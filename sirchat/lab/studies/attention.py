@@ -1,4 +1,4 @@
-"""Surprisal against attention (SirLLM, section 3.2, Figure 3): do surprising tokens receive more?
+"""Surprisal against attention (SirLLM, section 3.2, Figure 3): do surprising tokens get more of it?
 
 The first tokens of many texts are read without a cache. The tokens of each text, except the first
 (a sink) and the last (which receives no attention), are divided into four segments by surprisal,
@@ -39,10 +39,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionStudy(ExtendedByLimit):
-    """The study of surprisal and attention.
+    """The study of how much attention tokens receive, by their surprisal.
 
     Attributes:
-        profile: its seed draws the texts.
+        profile: the settings; their seed draws the texts.
         limit: number of texts.
         tokens: number of tokens to read of each text.
         text: a UTF-8 file with one text on each line; None for synthetic conversations.
@@ -62,11 +62,11 @@ class AttentionStudy(ExtendedByLimit):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "attention"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         return {
             "limit": self.limit,
             "tokens": self.tokens,
@@ -75,15 +75,18 @@ class AttentionStudy(ExtendedByLimit):
         }
 
     def keys(self) -> list[str]:
-        """One unit per text, named by the text's number."""
+        """The names of the texts to read: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a text and returns `mean_by_segment` for each layer."""
+        """A function that reads the text with a given key.
+
+        Its record has for each layer what `mean_by_segment` returns.
+        """
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean weight and rank of each segment over all layers, as in the paper; and a plot."""
+        """Mean weight and mean rank of each segment over all layers; a plot of weights by layer."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
         ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
@@ -138,10 +141,10 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """Attention received by the first token, then the mean of each segment [1 + SEGMENTS].
+    """The mean attention that each segment receives, after that of the first token [1 + SEGMENTS].
 
-    `received` [n] is the attention that each token receives, `nats` [n] its surprisal; the
-    surprisal of the first token is not used.
+    A segment has a quarter of the tokens, by surprisal. `received` [n] is the attention that each
+    token receives, `nats` [n] its surprisal; the surprisal of the first token is not used.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
@@ -174,7 +177,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """Context manager: the module, switched to eager attention, which returns attention weights."""
+    """Context manager: the model, switched to eager attention, which returns attention weights."""
     original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

@@ -51,7 +51,7 @@ class Question:
 
     @property
     def unlisted(self) -> Question:
-        """The question for the scoring `text`: options are not listed; replies are their texts."""
+        """This question without listed options, for the scoring `text`; replies are their texts."""
         if not self.texts:
             return self
         return replace(self, text=self.stem, replies=self.texts, stem="", texts=())
@@ -73,7 +73,7 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 
 
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
-    """Ask without listed options, and continue with the text of the chosen one.
+    """Ask without listing options, and continue with the text of the chosen option.
 
     Returns two indices. The chosen option has the greatest sum of log-probabilities of its tokens;
     the second index is of the option with the greatest mean, which does not favour short options.
@@ -119,6 +119,6 @@ def named_option(text: str, replies: Sequence[str]) -> int | None:
 
 
 def _shared_prefix_length(scores: Sequence[ContinuationScore]) -> int:
-    """Number of ids, from the start, that are the same in all options."""
+    """Number of ids at the start of the replies that are the same in all replies."""
     columns = zip(*(one.ids for one in scores), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

@@ -1,9 +1,10 @@
 """Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
-Demonstrations are questions of the project's question bank with their answers. Their held tokens
-are reused for every question. C is how much smaller the cache is than the demonstrations. T, the
-speed-up of an answer, is given twice: against reading the demonstrations again for each question,
-and against the full cache. `max` (MaxKV) is the largest number of tokens held during an answer.
+Demonstrations are questions of the project's question bank with their answers. They are read once,
+and their held tokens are reused for every question. The paper's columns: Acc is the share of right
+answers. C is the share of the demonstrations' tokens that is not held. T, the speed-up of an
+answer, is given twice: against reading the demonstrations again for each question, and against the
+full cache. MaxKV (`max`) is the largest number of tokens held during an answer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The demonstrations study; `limit` is the number of sets of demonstrations.
+    """The study of demonstrations that are read once; `limit` is the number of their sets.
 
     Attributes:
         shots: numbers of demonstrations in a set; the table has a row for each number and setting.
@@ -55,7 +56,7 @@ class Demonstrations(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "demonstrations"
 
     def cells(self) -> list[Cell]:
@@ -73,11 +74,14 @@ class Demonstrations(Grid):
         return cells
 
     def units(self) -> list[str]:
-        """One unit per set of demonstrations, named by the set's number."""
+        """The names of the sets of demonstrations: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """Like `Grid.worker`; raises SettingError for `places` if the model has no anchor token."""
+        """A function that runs the unit (independent run) with a given key on `model`.
+
+        Raises SettingError if there are `places` and the model has no anchor token.
+        """
         if self.places and (model.anchors is None or model.anchors.token_id is None):
             raise SettingError(
                 f"--places needs an anchor token, and model {model.name!r} has none",
@@ -86,7 +90,7 @@ class Demonstrations(Grid):
         return super().worker(model)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the demonstrations, then ask each question and undo it."""
+        """Read one set of demonstrations, then ask each of its questions and undo it."""
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [
             generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
@@ -108,7 +112,7 @@ class Demonstrations(Grid):
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table with the paper's columns Acc (share of right answers), C, T and MaxKV."""
+        """A table with the paper's columns Acc, C, T and MaxKV, which the module describes."""
         findings = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
@@ -128,7 +132,7 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The findings of `full` with the number of shots of `cell`; None if `full` was not run."""
+        """The results of `full` with as many shots as `cell` has; None if it was not run."""
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one

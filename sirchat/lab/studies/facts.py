@@ -40,10 +40,12 @@ KINDS = tuple(PROBED)
 
 @dataclass(frozen=True)
 class Facts(Grid):
-    """The facts study; `limit` is the number of questions for each table cell.
+    """The study of facts that are asked for later.
+
+    `limit` is the number of questions for each table cell.
 
     Attributes:
-        facts: numbers of facts in a conversation, each of a different kind.
+        facts: numbers of facts to test; the facts of a conversation are of different kinds.
         between: distances to test: rounds of small talk between the last fact and the questions.
 
     Raises SettingError for a number of facts or a distance out of range.
@@ -67,11 +69,11 @@ class Facts(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "facts"
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by its number of facts and its own number."""
+        """The names of the conversations: number of facts and a running number, such as `4 0`."""
         return [
             f"{count} {number}"
             for count in self.facts
@@ -79,12 +81,12 @@ class Facts(Grid):
         ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; the record says for each distance which answers were right."""
+        """Run conversation `unit`; returns which answers were right, for each of `between`."""
         count, number = map(int, unit.split())
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
     def conversation(self, count: int, number: int) -> FactsDialogue:
-        """Conversation `number` with `count` facts; with the same seed it is always the same."""
+        """Conversation `number` with `count` facts; the same seed gives the same one."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = [KINDS[(number + at) % len(KINDS)] for at in range(count)]
@@ -95,7 +97,7 @@ class Facts(Grid):
         return FactsDialogue(statements, small_talk, questions)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting, fact count and distance; and the perplexity."""
+        """The share of right answers by setting, number of facts, and `between`; the perplexity."""
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -134,10 +136,10 @@ class FactsDialogue:
 
 
 def share_right(findings: Findings, count: int, between: int) -> Estimate:
-    """The share of right answers for `count` facts, `between` rounds of small talk after them.
+    """The share of right answers for `count` facts, asked `between` rounds after the facts.
 
-    Questions of one conversation are not independent, so the interval contains two: Wilson's over
-    questions, and Student's over conversations.
+    Questions of one conversation are not independent, so the interval covers two intervals:
+    Wilson's over questions, and Student's over conversations.
     """
     records = [one for one in findings.records if one["facts"] == count]
     return share_over_seeds([one["right"][str(between)] for one in records])
@@ -165,7 +167,7 @@ def _run(model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[i
 
 
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
-    """Ask a question and undo it; returns whether every token of the answer was right."""
+    """Ask a question as round `number`, then undo it; returns if every token was right."""
     question, answer = one
     checkpoint = engine.checkpoint()
     expected = [*template.assistant(answer.text).ids, template.closing[0]]
@@ -185,14 +187,16 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
 
 @dataclass(frozen=True)
 class Topics(Grid):
-    """The topics study; `limit` is the number of conversations for each setting.
+    """The study of several topics in a conversation.
+
+    `limit` is the number of conversations for each setting.
 
     Attributes:
         topics: number of topics.
         facts: number of facts in each topic.
         between: rounds of small talk after the facts of each topic.
 
-    Raises SettingError for more facts than there are kinds.
+    Raises SettingError if the topics together have more facts than there are kinds of fact.
     """
 
     topics: int = 3
@@ -210,11 +214,11 @@ class Topics(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "topics"
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
@@ -230,7 +234,7 @@ class Topics(Grid):
         return rounds, [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; returns which answers on the last and first topic were right."""
+        """Run conversation `unit`; returns which answers on the last and first topic were right."""
         rounds, questions = self.conversation(int(unit))
         model = session.model
         template = Template(model.tokenizer, model.anchors)

@@ -1,7 +1,7 @@
 """Conversations like those of SirLLM's released files, generated from the project's question bank.
 
-They use words that the bundled model knows, so that everything runs offline. In questions and
-replies the letter follows its option, because a small model copies what follows a word.
+They use only words that the bundled model knows. In questions and replies the letter follows its
+option, as in `library (B)`, because a small model copies what follows a word.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ GROCERY_ROUNDS = 20
 
 
 def dailydialog(seed: int, number: int) -> list[Question]:
-    """A conversation of 4 to 14 questions with four options each."""
+    """Conversation `number`: 4 to 14 questions, each with up to four options."""
     rng = Random(f"dailydialog/{seed}/{number}")
     return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """A request to buy an item, 20 questions with five options, and then: which of four was it?"""
+    """Conversation `number`: a request to buy an item, 20 other questions, then a question.
+
+    The last question asks which of four items was to be bought.
+    """
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(words.GROCERIES, 4)
     target = rng.randrange(4)
@@ -35,7 +38,10 @@ def grocery(seed: int, number: int) -> list[Question]:
 
 
 def question(rng: Random, count: int, group: str) -> Question:
-    """Draw a question from the bank, with `count` options, or fewer if its topic has fewer."""
+    """Draw a question from the bank with `count` options, or fewer if its topic has fewer.
+
+    `group` is the group of questions that it is counted in.
+    """
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]
     rng.shuffle(options)

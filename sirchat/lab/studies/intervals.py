@@ -54,10 +54,10 @@ RESAMPLES = 2000
 
 
 def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its interval; values that are NaN do not count.
+    """The mean of all values, with its 95 % interval; values that are NaN do not count.
 
-    `values_by_cluster` has the values of each conversation. The interval is infinite for fewer
-    than two conversations, and the mean of no values is NaN.
+    `values_by_cluster` has the values of each conversation; whole conversations are resampled. The
+    interval is infinite for fewer than two conversations, and the mean of no values is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster]
     clusters = [one[~np.isnan(one)] for one in clusters]
@@ -78,7 +78,10 @@ def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 def paired_interval(
     values: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
 ) -> Estimate:
-    """The mean of `values` minus `others`, with its interval; both are grouped by conversation."""
+    """The mean of the differences `values` - `others`, with its 95 % interval.
+
+    Both arguments have a list of values for each conversation, in the same order.
+    """
     return clustered_mean(
         [
             [a - b for a, b in zip(one, other, strict=True)]
@@ -88,12 +91,13 @@ def paired_interval(
 
 
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values; its interval is from resampling clusters, then values in each.
+    """The mean of all values, with its 95 % interval; a cluster is, for example, a conversation.
 
-    Use it for few clusters, if the values in each are themselves a sample: even a single cluster
-    gets an interval, since its values are resampled. (The hierarchical bootstrap; Davison and
-    Hinkley, Bootstrap Methods and their Application, 1997, section 3.8.) For paired settings, give
-    the differences. The interval of fewer than two values is infinite; the mean of none is NaN.
+    The interval is from resampling clusters, then values in each: the hierarchical bootstrap
+    (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). It suits few
+    clusters whose values are themselves a sample: even a single cluster gets an interval. To
+    compare two settings, give the differences of their values. The interval of fewer than two
+    values is infinite; the mean of none is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)

@@ -6,7 +6,8 @@ questions is asked and undone, to measure how well the reply fits, how surprisin
 would be, how much of the turns with the evidence is still held, and how much of the missing
 evidence each retriever would restore. The files are not part of sirchat; `long_talk` names them.
 
-The tables show means over questions; with several seeds, a question's value is its mean over them.
+The tables show means over questions; with several seeds, a question's value is its mean over
+the seeds.
 Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions in
 each. Adversarial questions have no right answer and count only in their own column.
 """
@@ -50,8 +51,8 @@ class Locomo(Grid):
         data: LoCoMo's file, or a file or a folder of Realtalk's.
         conversations: numbers of the conversations to run, from 0 in the data; empty for all.
         reply_tokens: largest number of tokens of a reply; 0 for no replies, and so no F1.
-        retrievers: retrievers to search with, after the replies.
-        counts: numbers of tokens that are restored.
+        retrievers: names of the retrievers to compare, after all questions were answered.
+        counts: numbers of tokens that a retriever restores; each number is measured.
 
     Raises SettingError for data that can't be read, a number that no conversation has, an unknown
     retriever, and a count above what a setting can recall.
@@ -86,21 +87,21 @@ class Locomo(Grid):
                 )
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
     def talks(self) -> list[LongTalk]:
-        """All conversations in the data."""
+        """All conversations in the file or folder `data`."""
         return long_talks(Path(self.data))
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "locomo"
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(n) for n in self.conversations or range(len(self.talks))]
 
     def questions(self, talk: LongTalk) -> list[TalkQuestion]:
@@ -141,7 +142,7 @@ class Locomo(Grid):
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """F1, surprisal and evidence by setting and category, paired differences, and recall."""
+        """Tables by setting: F1, surprisal, evidence held; their differences; evidence restored."""
         findings = self.findings(found)
         fit = [one for one in found.values() if one["fits"]]
         tokens = [one["tokens"] for one in fit] or [0]
@@ -183,7 +184,7 @@ def tables_of(
 ) -> tuple[Table, ...]:
     """The tables of the report; `settings[n]` is the setting of `findings[n]`.
 
-    Without replies there is no F1; with a single row there is no table of differences.
+    Without replies there is no F1; with a single setting there is no table of differences.
     """
     measured = {
         "token F1": f1,
@@ -217,35 +218,35 @@ def tables_of(
 
 
 def nats(question: Record) -> float | None:
-    """Surprisal of the right answer, in nats."""
+    """Surprisal of the right answer, in nats; None for an adversarial question."""
     value: float | None = question["nats"]
     return value
 
 
 def nats_a_token(question: Record) -> float | None:
-    """Surprisal of the right answer, in nats per token."""
+    """Surprisal of the right answer, in nats per token; None for an adversarial question."""
     return None if question["nats"] is None else question["nats"] / question["answer_tokens"]
 
 
 def f1(question: Record) -> float | None:
-    """Token F1 of the reply."""
+    """Token F1 of the reply; None without a reply, and for an adversarial question."""
     value: float | None = question["f1"]
     return value
 
 
 def held(question: Record) -> float | None:
-    """Share of the evidence that is held; None for an adversarial question."""
+    """Share of the evidence's tokens that are held; None for an adversarial question."""
     return None if question["category"] == ADVERSARIAL else question["held"]
 
 
 def abstains(question: Record) -> float | None:
-    """1 if the reply to an adversarial question says that nothing was mentioned, 0 if not."""
+    """1 if the reply says that nothing was mentioned, else 0; None if not adversarial."""
     value: float | None = question["abstains"]
     return value
 
 
 def per_question(one: Findings, measured: Measured) -> Values:
-    """For each question that has a value, the mean of its values over the seeds."""
+    """Each question's value, as a mean over the seeds; questions without a value are left out."""
     values: dict[tuple[int, int], list[float]] = {}
     for records in one.by_seed:
         for place, record in enumerate(records):
@@ -271,7 +272,7 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """Table of differences: each row minus the first, minus `sink` at its budget, minus `full`."""
+    """Table: each setting minus the first one, minus `sink` at the same budget, minus `full`."""
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):

@@ -59,7 +59,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class TalkSession:
-    """One meeting: its date in words, and its turns (at least one)."""
+    """One session of a conversation: its date in words, and its messages (at least one)."""
 
     date: str
     turns: tuple[Utterance, ...]
@@ -70,12 +70,12 @@ class TalkQuestion:
     """A question about the conversation.
 
     Attributes:
-        number: its place in the file, from 0.
+        number: the question's index in the file, from 0.
         text: the question.
         answer: the right answer; in category 1 several, separated by commas; '' if there is none.
         category: a key of CATEGORIES.
         evidence: ids of the turns with the evidence; ids that no turn has are left out.
-        adversarial: the wrong answer that an adversarial question suggests; '' for any other one.
+        adversarial: the wrong answer that an adversarial question suggests; else ''.
     """
 
     number: int
@@ -220,7 +220,7 @@ class Side:
 
 
 class TalkRound(NamedTuple):
-    """A user turn and its reply."""
+    """A user turn and its reply, each with the messages in it."""
 
     user: Side
     reply: Side

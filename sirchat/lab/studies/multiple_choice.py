@@ -41,10 +41,12 @@ class MultipleChoice(Grid):
     Attributes:
         task: `dailydialog` or `grocery`.
         scoring: how an option is chosen.
-        shots: numbers of shots; each makes a few-shot row, below the rows of the settings.
+        shots: numbers of shots (examples before each question); each number adds a few-shot row
+            below the rows of the settings.
         data: a folder with the released files, or a file like them; None for generated
             conversations.
-        answered: whether questions of general knowledge get their right replies without a choice.
+        answered: whether the right reply follows each question of general knowledge, which then
+            is not scored.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -64,12 +66,12 @@ class MultipleChoice(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return self.task
 
     @cached_property
     def conversations(self) -> list[list[Question]]:
-        """The first `limit` conversations."""
+        """The first `limit` conversations of the task, each a list of questions."""
         generate, load, files = _SOURCES[self.task]
         if self.data is not None:
             found = load(sirllm_files.require(self.data, files))[: self.limit]
@@ -87,13 +89,15 @@ class MultipleChoice(Grid):
         ]
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; the record says by group whether each chosen option was right.
+        """Run conversation `unit`; the record says of each chosen option whether it was right.
 
-        Under the scoring `text`, it also says it of the option with the best mean per token.
+        The values are grouped by `Question.group`. Under the scoring `text`, the record also says
+        for each question whether the option with the highest mean log-probability per token was
+        right.
         """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
@@ -151,7 +155,7 @@ class MultipleChoice(Grid):
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
     def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
-        """The shares by decay (the paper's Figure 6), if several decays are compared."""
+        """A plot of the share of right options by decay, if several decays are compared."""
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell, one in zip(self.cells(), findings, strict=True):
             setting = cell.setting

@@ -52,7 +52,10 @@ class NeedleDialogue:
     substring: bool = False
 
     def is_right(self, reply: str) -> bool:
-        """Whether a reply is right."""
+        """Whether a reply is right.
+
+        With `substring` it must contain the answer; else its scored part must equal the answer's.
+        """
         if self.substring:
             return _normalised(self.answer) in _normalised(reply)
         return scored_part(reply) == scored_part(self.answer)

@@ -107,7 +107,7 @@ def rock_paper_scissors() -> Table:
 
 
 def retrieval() -> Table:
-    """Retrieval-Augmented StreamingLLM, Table 1: whether one reply of Llama 2 was right."""
+    """Retrieval-Augmented StreamingLLM, Table 1: 1 if the only reply of Llama 2 was right, or 0."""
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
         ("tokens restored", "20", "50", "200"),

@@ -58,11 +58,11 @@ class Perplexity(Grid):
     """The perplexity study; `limit` is the number of tokens to read, not counting anchor tokens.
 
     Attributes:
-        text: a UTF-8 file; None for dialogue.
-        data: a file of real talk; None for synthetic dialogue, if there is no text either.
+        text: path of a UTF-8 text; None to read dialogue.
+        data: path of real conversations; None for synthetic dialogue, if `text` is None too.
         readings: number of readings, each from another start in the text.
 
-    Raises SettingError when a file can't be read, or if both are given.
+    Raises SettingError when a file can't be read, or if both `text` and `data` are given.
     """
 
     text: str | None = None
@@ -87,17 +87,17 @@ class Perplexity(Grid):
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         data = data_name(Path(self.data)) if self.data else None
         return super().parameters() | {"data": data}
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "perplexity"
 
     def units(self) -> list[str]:
-        """One unit per reading, named by the reading's number."""
+        """The names of the readings: their numbers, from 0."""
         return [str(number) for number in range(self.readings)]
 
     def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
@@ -113,7 +113,7 @@ class Perplexity(Grid):
             yield from self._chunks(model, reading)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the text; the record has the mean surprisal, in nats, of each hundredth of it."""
+        """Read the text; returns the mean surprisal, in nats per token, of each hundredth of it."""
         if self.data is not None:
             return self._nats(self._read_talk(session, int(unit)))
         model = session.model
@@ -125,7 +125,7 @@ class Perplexity(Grid):
         return self._nats(found[_is_text([i for ids in rounds for i in ids], model)])
 
     def _nats(self, found: np.ndarray) -> Record:
-        """The record of a reading, from the surprisals [n] of its tokens."""
+        """The record of a reading: the mean of each hundredth of the surprisals `found` [n]."""
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
@@ -170,7 +170,7 @@ class Perplexity(Grid):
         )
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
-        """The rounds of several conversations, as one chat."""
+        """Yield the ids of each round of several conversations, which are read as one chat."""
         template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
         conversations: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
@@ -200,7 +200,7 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts from the start of this reading on, then the parts before that start."""
+    """The parts in the order of a reading: from the reading's start on, then those before it."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
@@ -279,15 +279,15 @@ class Context(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "context"
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation; returns for each length the summed nats and the token count."""
+        """Read a conversation; returns the total nats and the token count up to each length."""
         model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))
@@ -303,7 +303,7 @@ class Context(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Perplexity at each length."""
+        """A table and a plot of the perplexity at each context length, by setting."""
         findings = self.findings(found)
         rows = {one.name: self._perplexities(one) for one in findings}
         columns = ("setting", *(f"{length:,} tokens" for length in self.lengths))

@@ -37,9 +37,11 @@ class Policies:
     Attributes:
         settings: profiles, one for each row of a table.
         limit: number of questions for each table cell, and number of rounds of all games together.
-        seed, repeats: as in `Grid`.
+        seed: random seed of conversations and moves.
+        repeats: number of seeds that a setting is run with, if its policy chooses at random.
         parts: which of `PARTS` to run.
-        facts, between: as in `Facts`.
+        facts: numbers of facts told in a conversation.
+        between: numbers of rounds between the facts and the questions.
         at: budget of lists, games and ablation, in tokens.
         data: a folder with SirLLM's released files, or one file, if only one part needs a file;
             None for generated lists and random moves.
@@ -69,7 +71,7 @@ class Policies:
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "policies"
 
     @cached_property
@@ -93,27 +95,30 @@ class Policies:
         return {part: one for part, one in asked.items() if one.settings}
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
 
     def shared(self) -> Record:
-        """The parameters that all units depend on; the results log begins with them."""
+        """The parameters that must be equal in all runs that write to the same results log."""
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: its part, then its name within that part."""
+        """The name in the results log of the unit (independent run) with this key.
+
+        It is `PART: NAME`, with the unit's name in the study of its part.
+        """
         part, _, own = key.partition(": ")
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys of the units of all parts."""
+        """The keys of all units (independent runs): `PART: KEY`; KEY is as in the part's study."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs one unit of one part."""
+        """A function that runs the unit (independent run) with a given key; returns its record."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -123,7 +128,7 @@ class Policies:
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The tables of all parts."""
+        """A report with the tables of all parts of the study."""
         tables, header = (
             [],
             [f"seed {self.seed}", f"at least {self.limit} questions for each table cell"],
@@ -136,7 +141,10 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of the setting: each turns off one of the policy's switches that are on."""
+    """Copies of the setting, one for each switch of its policy that is on.
+
+    In the copy, this switch is off.
+    """
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

@@ -1,7 +1,7 @@
-"""Conversations that a study reads: rounds in a session, or ids in an engine of its own.
+"""Reads conversations for a study, in a session or in an engine without a session.
 
-An engine reads ids round by round under one setting, without archive and recall. A session reads or
-answers rounds as a chat does, and its settings may be switched between rounds.
+A session reads or answers rounds as a chat does, and its settings may be switched between rounds.
+An engine reads token ids round by round under one setting, without archive and recall.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sirchat.text.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
-    """Create an engine that archives nothing."""
+    """Create an engine under a setting; it does not archive the tokens that it evicts."""
     settings = replace(build_cache_settings(setting), archive=0, folder=None)
     return build_engine(model, settings, setting.seed)
 
@@ -35,10 +35,10 @@ def read_ids(
     to_come: int = 0,
     roles: Sequence[Role] | None = None,
 ) -> None:
-    """Read ids [n] as round `number`, which stays open, and make room for `to_come` more ids.
+    """Read ids [n] as round `number`, and make room for `to_come` more ids of that round.
 
-    `roles` [n] are the roles of the ids, by default the user's. Raises ContextFullError when the
-    ids do not fit under a policy that evicts nothing.
+    The round stays open: the caller closes it. `roles` [n] are the roles of the ids, by default the
+    user's. Raises ContextFullError when the ids do not fit under a policy that evicts nothing.
     """
     turn = TurnRef(number, number)
     for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):
@@ -48,7 +48,7 @@ def read_ids(
 
 
 def read_round(engine: Engine, template: Template, user: str, reply: str, number: int) -> None:
-    """Read a user turn and its reply in one piece, as round `number`; round 1 begins the chat."""
+    """Read a user turn and its reply in one piece, as round `number` of the chat, from 1."""
     whole = whole_round(template, user, reply, first=number == 1)
     read_ids(engine, whole.ids, number, roles=whole.roles)
     engine.close_round()
@@ -69,20 +69,20 @@ def read_system(engine: Engine, template: Template, user: str, setting: Profile)
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
-    """The ids of a round: user turn, reply and closing tokens; a `first` round begins the chat."""
+    """The ids of a round: user turn, reply, closing tokens; `first`: whether it begins the chat."""
     user_turn = template.opening(user)[1] if first else template.user(user)
     return followed_by_reply(template, user_turn, reply)
 
 
 def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> TurnIds:
-    """The ids of a user turn, its reply and closing tokens."""
+    """The ids of a round: the given user turn, then the reply and its closing tokens."""
     reply_turn, closing = template.assistant(reply), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
     return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)
 
 
 def read(session: Session, user: str, reply: str) -> None:
-    """Read a user turn and a given reply; nothing is generated."""
+    """Read a user turn and the given reply in a session; nothing is generated."""
     for _ in session.read_user(user):
         pass
     for _ in session.read_reply(reply):
@@ -90,7 +90,7 @@ def read(session: Session, user: str, reply: str) -> None:
 
 
 def ask(session: Session, user: str) -> str:
-    """The reply that the model generates to the user's message, without blanks at its ends."""
+    """Send a user message; returns the generated reply, without blanks at its ends."""
     for event in session.ask(user):
         if isinstance(event, TurnDone) and event.role == "assistant":
             return event.text.strip()
@@ -99,7 +99,7 @@ def ask(session: Session, user: str) -> str:
 
 @contextmanager
 def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
-    """Context manager: place anchors as `per` says; None keeps the model's own places."""
+    """Context manager: inside it, anchors are placed as `per` says; None changes nothing."""
     original, anchors = session.template, session.model.anchors
     if per is None or anchors is None:
         yield

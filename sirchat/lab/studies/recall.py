@@ -24,7 +24,7 @@ from sirchat.lab.synthetic.rounds import Style, quiz
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 
 Ask = Literal["told", "corrected", "untold"]
-"""What the question asks for; see `RecallStudy`."""
+"""What the question asks for: the told fact, its corrected value, or a fact never told."""
 
 KIND_NAMES = tuple(PROBED)
 
@@ -41,7 +41,8 @@ class RecallStudy(Grid):
         kinds: kinds of fact; successive conversations go through all kinds and distances.
         ask: `told` asks for the fact; `corrected` changes the fact half-way and asks for the newer
             value; `untold` asks for a fact that was not stated, often one like the stated fact.
-        generate: whether the model answers the rounds after the fact; else right replies are read.
+        generate: whether the model answers the multiple-choice questions; else the right replies
+            are read.
 
     Raises SettingError for an unknown kind or value of `ask`.
     """
@@ -58,7 +59,7 @@ class RecallStudy(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "recall"
 
     @property
@@ -69,18 +70,18 @@ class RecallStudy(Grid):
         return tuple(kind for kind in self.kinds if PROBED[kind].updates)
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> RecallDialogue:
-        """Conversation `number`; with the same seed it is always the same."""
+        """Conversation `number`; the same number and seed give the same conversation."""
         kinds, distances = self.asked_kinds, self.between
         kind = kinds[number % len(kinds)]
         between = distances[number // len(kinds) % len(distances)]
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a conversation; returns reply, whether it is right, and number of tokens held."""
+        """Run conversation `unit`; returns reply, whether it is right, number of held tokens."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:

@@ -1,4 +1,4 @@
-"""The report of a study: tables and plots as plain data, with what is needed to repeat them.
+"""The report of a study: tables, plots, and the versions that are needed to repeat the study.
 
 A report is written to the terminal, as JSON, or as files in a folder.
 """
@@ -55,7 +55,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """Named lines of (x, y) points, some `dashed`; `log_x` makes the x axis logarithmic."""
+    """A plot of named lines of (x, y) points; `x` and `y` are the labels of the axes.
+
+    The lines named in `dashed` are dashed; `log_x` makes the x axis logarithmic.
+    """
 
     name: str
     x: str
@@ -100,7 +103,7 @@ def provenance(model: LoadedModel, task: str, command: str) -> Record:
 
 
 def revision(model: LoadedModel) -> str:
-    """The commit of a model from the hub, or a fingerprint of any other model."""
+    """The commit of a model from the hub, or a fingerprint (hash) of any other model."""
     return getattr(model.module.config, "_commit_hash", None) or fingerprint(model)
 
 
@@ -291,7 +294,7 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """The row; `expand` replaces each value in a column of `wide` by three values."""
+    """The row; each value in a column of `wide` is replaced by the three that `expand` returns."""
     return [
         one
         for number, value in enumerate(row)

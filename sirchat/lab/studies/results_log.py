@@ -1,4 +1,4 @@
-"""The results of an evaluation so far, on disk: one JSON line for each finished unit.
+"""The results of a study so far, on disk: one JSON line for each finished unit (independent run).
 
 An interrupted run resumes from this file, and its results equal those of an uninterrupted run. A
 run with further units extends the file; see `study.Extensible`.
@@ -13,17 +13,19 @@ from typing import Any
 from sirchat.errors import SettingError, format_value
 
 Record = dict[str, Any]
-"""The result of one unit, or any other JSON object."""
+"""The results of one unit (independent run) of a study, or any other JSON object."""
 
 _FORMAT = 2
 """Version of the file format; in version 1, keys were row numbers."""
 
 
 class ResultsLog:
-    """The records of finished units by key, in memory and, with a `path`, in a file.
+    """The records of finished units (independent runs), by key, in memory and in a file.
+
+    Without a `path` there is no file.
 
     `about` has the parameters that all units share; it becomes the file's first line. Raises
-    SettingError, saying what differs, if the file has another first line: it is of another run.
+    SettingError, which says what differs, if the file exists and its first line differs.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:
@@ -49,7 +51,7 @@ class ResultsLog:
         return self._done[key]
 
     def add(self, key: str, found: Record) -> None:
-        """Add the record of a finished unit; units may finish in any order."""
+        """Add the record `found` of the finished run `key`; runs may finish in any order."""
         self._done[key] = found
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -68,7 +70,7 @@ def _difference(there: Record, here: Record) -> str:
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """The lines of a file, except a last line that an interruption cut off."""
+    """The JSON objects in a file, one a line, except a last line that an interruption cut off."""
     if not path.exists():
         return []
     text = path.read_text("utf-8")

@@ -1,4 +1,6 @@
-"""How well recall restores what a small base budget has evicted, and what privacy this costs.
+"""How well recall restores tokens that were evicted, and what privacy this costs.
+
+The base budget is the budget without the restored tokens.
 
 Retrieval: a conversation is read once under `sink` with the base budget. Then its question is asked
 and undone in every cell: with n tokens recalled by a retriever, with the base budget alone, with n
@@ -46,7 +48,7 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class RecallVariant:
-    """One combination of the settings `recall_*`."""
+    """A retriever with values of `recall_weight`, `recall_span` and `recall_soft`."""
 
     retriever: str
     weight: str = "none"
@@ -62,7 +64,7 @@ class RecallVariant:
 
     @property
     def name(self) -> str:
-        """The row's name, such as `attention x surprisal, soft, span 2`."""
+        """The name of the table row, such as `attention x surprisal, soft, span 2`."""
         weighted = " x surprisal" if self.weight == "surprisal" else ""
         soft = ", soft" if self.soft else ""
         return self.retriever + weighted + soft + (f", span {self.span}" if self.span else "")
@@ -70,13 +72,13 @@ class RecallVariant:
 
 @dataclass(frozen=True)
 class Retrieval(ExtendedByLimit):
-    """The retrieval study; the module describes it.
+    """The study of how well recall restores evicted tokens; the module describes it.
 
     Attributes:
-        profile: the settings that all cells share.
+        profile: the settings that all table cells share.
         task: the conversations, one of TASKS.
         limit: number of conversations; every cell gets the same ones.
-        bases: budgets of the base policy, in tokens.
+        bases: base budgets, in tokens.
         counts: numbers of recalled tokens.
         retrievers, weights, spans, soft: values of the settings to combine; combinations that a
             retriever can't use are left out.
@@ -108,12 +110,12 @@ class Retrieval(ExtendedByLimit):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return self.task if self.data is None else Path(self.data).stem
 
     @property
     def variants(self) -> tuple[RecallVariant, ...]:
-        """Every combination of the settings that makes sense."""
+        """Every combination of the settings that its retriever can use."""
         combinations = (
             RecallVariant(retriever=name, weight=weight, span=span, soft=soft)
             for name, weight, span, soft in product(
@@ -123,7 +125,7 @@ class Retrieval(ExtendedByLimit):
         return tuple(one for one in combinations if one.makes_sense)
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
@@ -132,20 +134,21 @@ class Retrieval(ExtendedByLimit):
         return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
-        """Conversation `number`; with the same seed it is always the same."""
+        """Conversation `number`; the same number and seed give the same conversation."""
         if self.data is not None:
             return self.file_dialogues[number]
         return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         count = self.limit if self.data is None else len(self.file_dialogues)
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a conversation, and records for each cell whether it was right.
+        """A function that runs the conversation with a given key.
 
-        The record also has the number of `tokens` of the conversation.
+        Its record says for each cell of the table whether the answer was right, and has the number
+        of `tokens` of the conversation.
         """
         session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
         every = cells(self)
@@ -200,7 +203,7 @@ class RetrievalCell:
 
     @property
     def key(self) -> str:
-        """The cell's key in a record."""
+        """The key under which a record has this cell's result."""
         return f"{self.row}/{self.count}"
 
 
@@ -265,7 +268,7 @@ def read_dialogue(session: Session, one: NeedleDialogue) -> None:
 
 
 def is_answered(session: Session, one: NeedleDialogue) -> bool:
-    """Whether the model's reply to the question is right; stops generating when it is wrong."""
+    """Whether the reply to the question is right; generation stops once it can't be right."""
     parts: list[str] = []
     for event in session.ask(one.question, lambda: not one.may_become_right("".join(parts))):
         if isinstance(event, Delta):
@@ -277,13 +280,13 @@ def is_answered(session: Session, one: NeedleDialogue) -> bool:
 
 @dataclass(frozen=True)
 class Privacy(ExtendedByLimit):
-    """The privacy study; the module describes it.
+    """The study of how much recall reveals of an old turn; the module describes it.
 
     Attributes:
         profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
         task: the conversations, one of TASKS.
         limit: number of conversations.
-        base: budget of the base policy, in tokens.
+        base: the base budget, in tokens.
         counts: numbers of recalled tokens; 0 for no recall.
 
     Raises SettingError for an unknown task, and for a profile without recall.
@@ -302,19 +305,19 @@ class Privacy(ExtendedByLimit):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "privacy"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     def keys(self) -> list[str]:
-        """One unit per conversation, named by the conversation's number."""
+        """The names of the conversations to run: their numbers, from 0."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, and asks about it for each number in `counts`."""
+        """A function that reads a conversation, and asks once with each number in `counts`."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
@@ -326,7 +329,11 @@ class Privacy(ExtendedByLimit):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By number of recalled tokens: surprisal and frequency of the private answer; utility."""
+        """By number of recalled tokens: surprisal of the private answer, and two shares.
+
+        The shares: how often the model gives the private answer word for word, and how often it
+        answers a question right that needs no memory.
+        """
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
         word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()

@@ -79,11 +79,11 @@ class RockPaperScissors(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "rock-paper-scissors"
 
     def units(self) -> list[str]:
-        """One unit per match, named by the player and a number."""
+        """The names of the matches to play: player and number, such as `rock 0`."""
         return [f"{player} {number}" for number in range(self.limit) for player in self.players]
 
     def moves(self, unit: str) -> Sequence[str]:
@@ -97,7 +97,10 @@ class RockPaperScissors(Grid):
         return rng.choices(MOVES, PLAYERS[player], k=self.rounds)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Play a match; returns shares of rounds won, tied and lost (if no move is named, lost)."""
+        """Play match `unit`; returns the shares of rounds won, tied and lost.
+
+        A round in which the model names no move is lost.
+        """
         won = tied = silent = 0
         moves, user = self.moves(unit), game_opening()
         for theirs in moves:

@@ -1,4 +1,4 @@
-"""Runs a study unit by unit, logs the result of each, and prints the report."""
+"""Runs the independent runs (units) of a study, logs their results, and prints the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""Runs the units with these keys on other machines; yields (key, record) as they finish."""
+"""A function that runs a study's units (independent runs) with these keys in other processes.
+
+Yields (key, record) as each unit finishes.
+"""
 
 
 def run(
@@ -35,9 +38,10 @@ def run(
 ) -> None:
     """Run a study, with progress on stderr, and print its report to stdout.
 
-    With a folder `out`, units that an earlier run (interrupted or smaller) wrote there are not run
-    again, and the report is also written there. With `remote` the units run on a cluster. Raises
-    SettingError when the folder holds the results of another run.
+    With a folder `out`, the report is also written there, and units (independent runs) whose
+    records an earlier run wrote there are not run again. With `remote`, the units run in other
+    processes or on a cluster. Raises SettingError when the folder holds results of a run with
+    other parameters.
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)
@@ -56,7 +60,10 @@ def run_units(
     out: Path | None = None,
     remote: RemoteRunner | None = None,
 ) -> dict[str, Record]:
-    """The record of every unit, by key; units whose results are in `out` are not run again."""
+    """Run all units (independent runs) of a study; returns their records (results), by key.
+
+    Units whose records an earlier run wrote to the folder `out` are not run again.
+    """
     about = {"task": study.name, "model": model.name, "revision": revision(model)}
     path = out / f"{study.name}.jsonl" if out is not None else None
     keys = study.keys()

@@ -66,12 +66,12 @@ def no_files(data: str, names: Sequence[str]) -> SettingError:
 
 
 def dailydialog(path: Path) -> list[list[Question]]:
-    """The conversations of DailyDialog."""
+    """The conversations in a file of DailyDialog, each a list of questions."""
     return _conversations(path, lambda name: name.partition("_")[0], lambda name: DIALOGUE)
 
 
 def grocery(path: Path) -> list[list[Question]]:
-    """The conversations of Grocery Shopping: what to buy, other questions, then what it was."""
+    """The conversations in a file of Grocery Shopping: what to buy, questions, what it was."""
     return _conversations(
         path,
         lambda name: name.rpartition("_")[2],
@@ -80,7 +80,7 @@ def grocery(path: Path) -> list[list[Question]]:
 
 
 def moves(path: Path) -> list[str]:
-    """A player's moves, in order."""
+    """The moves of the player whose file this is, in order."""
     found = []
     for line in _lines(path, "user_choice"):
         texts = {one["label"]: one["text"] for one in line["question"]["choices"]}

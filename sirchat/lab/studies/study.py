@@ -1,11 +1,13 @@
-"""What a study is: units of work that are independent of each other, and a report on the results.
+"""The interface of a study, and `Grid`, the base class of studies that compare settings.
 
-A grid is a study that runs the same units under each of several settings. `run` runs the units, in
-order or several at once, and resumes where an interrupted run stopped.
+A study consists of units: runs that do not depend on each other, such as one conversation under one
+setting. Each unit has a key, and returns a record: a dict with its results. `run` runs the units,
+in order or several at once, and makes a report of their records.
 
-The first line of a results log has the parameters that all units share, and must be the same in a
-later run. The name of a unit in the log says everything else that its result depends on. So a study
-can be extended by further settings, seeds and units, and finished units are not run again.
+`run` can write the records to a results log, to resume an interrupted study. The log's first line
+has the parameters that all units share; a later run can add units only if it has the same ones. The
+name of a unit in the log says everything else that its record depends on. So a study can be
+extended by further settings, seeds and units, and finished units are not run again.
 """
 
 from __future__ import annotations
@@ -35,27 +37,27 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 RunUnit = Callable[[str], Record]
-"""Runs the unit with this key, and returns its record."""
+"""A function that takes the key of a unit (independent run), runs it, and returns its record."""
 
 
 class Study(Protocol):
-    """The interface of a study, as `run` uses it."""
+    """The methods of a study that `run` needs; a unit is one independent run of the study."""
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
 
     def keys(self) -> list[str]:
-        """The key of each unit, in order."""
+        """The key of each unit (independent run), in the order in which the units are run."""
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a unit with this model."""
+        """A function that runs the unit (independent run) with a given key; returns its record."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the results; `found` has the record of every unit, by key."""
+        """Tables and plots of the results; `found` has each independent run's record, by key."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Cell:
         setting: the profile.
         seeds: the setting is run once with each seed; only random policies have several.
         shots: number of demonstrations, in studies that have some.
-        per: where anchors are placed; None for the model's own places.
+        per: where anchor tokens are placed; None for the places that the model was trained with.
     """
 
     name: str
@@ -79,18 +81,18 @@ class Cell:
 
 @dataclass(frozen=True)
 class Findings:
-    """The records of one setting: for each seed, a list with the record of each unit."""
+    """The results of one setting: for each of its seeds, the records of all independent runs."""
 
     name: str
     by_seed: list[list[Record]]
 
     @property
     def records(self) -> list[Record]:
-        """The records of all seeds."""
+        """The records of all seeds, in one list."""
         return [one for records in self.by_seed for one in records]
 
     def share(self, key: str, **wanted: object) -> Estimate:
-        """Among the records with the values `wanted`, the share of those in which `key` is true."""
+        """The share of records in which `key` is true, among those with the values `wanted`."""
         return share_over_seeds(
             [
                 [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
@@ -100,16 +102,16 @@ class Findings:
 
 
 ON_SCREEN = ("panel", "theme", "markdown", "thinking", "attention", "save", "save_kv")
-"""Settings of what a chat shows and saves, which no study does."""
+"""Settings for what a chat shows on the screen and saves; they change nothing in a study."""
 
 SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "repetition_window", "max_new_tokens", "lookup"),
 )
-"""Settings of replies, for studies that generate none."""
+"""Settings for generating replies; they change nothing in a study that generates none."""
 
 GREEDY = ("temperature", "top_k", "top_p", "min_p")
-"""Settings of random replies, for studies whose replies are the likeliest tokens."""
+"""Settings for random replies; they change nothing in a study that takes the likeliest tokens."""
 
 WITHOUT_SESSION = (
     *ON_SCREEN,
@@ -118,21 +120,21 @@ WITHOUT_SESSION = (
     *("recall", "recall_n", "recall_weight", "recall_soft", "recall_span"),
     *("recall_scope", "recall_query", "recall_index"),
 )
-"""Settings that studies do not use that read ids in an engine of their own."""
+"""Settings of a chat session; they change nothing in a study that uses an engine directly."""
 
 UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")
-"""Settings that do not change any result, apart from rounding."""
+"""Settings that change results only by rounding; `setting_key` leaves them out."""
 
 
 @dataclass(frozen=True)
 class Grid(ABC):
-    """A study of several settings.
+    """A study that runs the same units (independent runs) under each of several settings.
 
     Attributes:
         settings: profiles, one for each row of the table.
-        limit: amount to run for each setting; each study says what it counts.
-        seed: seed that units are drawn with; every setting gets the same units.
-        repeats: number of seeds that a setting is run with, if its policy draws at random.
+        limit: how much to run for each setting; each study says what `limit` counts.
+        seed: random seed of the texts that are read; every setting reads the same ones.
+        repeats: number of seeds that a setting is run with, if its policy chooses at random.
     """
 
     settings: tuple[Profile, ...]
@@ -144,7 +146,7 @@ class Grid(ABC):
     """The largest number of tokens that a reply may have."""
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
-    """Fields that only add units: a run with other values of them extends the same results log."""
+    """Fields that only decide what is run; runs with other values can share a results log."""
 
     without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
     """Settings that change nothing in this study; the commands refuse them."""
@@ -152,22 +154,22 @@ class Grid(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
 
     @abstractmethod
     def units(self) -> Sequence[str]:
-        """The name of each unit, in order; a name contains no slash."""
+        """The names of the units (independent runs) under each setting; they contain no slash."""
 
     @abstractmethod
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run a unit in a session that has just been reset, and return its record."""
+        """Run one unit (independent run) in a session that was just reset; returns its results."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the results; `found` has the record of every unit, by key."""
+        """Tables and plots of the results; `found` has each independent run's record, by key."""
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: every field of the study."""
+        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }
@@ -181,7 +183,7 @@ class Grid(ABC):
         ]
 
     def keys(self) -> list[str]:
-        """The key of each unit, under each setting and with each seed: `ROW/SEED/UNIT`."""
+        """The keys of all units (independent runs): `ROW/SEED/UNIT`, with the row's number."""
         return [
             f"{row}/{seed}/{unit}"
             for row, cell in enumerate(self.cells())
@@ -190,17 +192,20 @@ class Grid(ABC):
         ]
 
     def shared(self) -> Record:
-        """The parameters that all units depend on; the results log begins with them."""
+        """The parameters that must be equal in all runs that write to the same results log."""
         return without(self.parameters(), self.extends)
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: `SETTING HASH/SEED/UNIT`."""
+        """The name in the results log of the unit (independent run) with this key.
+
+        It is `SETTING HASH/SEED/UNIT`, with the setting's name and hash.
+        """
         row, _, rest = key.partition("/")
         return f"{self._row_keys[int(row)]}/{rest}"
 
     @cached_property
     def _row_keys(self) -> list[str]:
-        """The name of each row in the results log; it does not depend on the other rows."""
+        """The name in the results log of each row's setting; it does not depend on other rows."""
         reply = {"longest_reply": self.longest_reply}
         return [
             setting_key(cell.setting, shots=cell.shots, per=cell.per, **reply)
@@ -208,7 +213,10 @@ class Grid(ABC):
         ]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a unit; units of the same setting and seed share a session."""
+        """A function that runs the unit (independent run) with a given key; returns its results.
+
+        Units of the same row and seed use one session, which is reset before each unit.
+        """
         cells, sessions = self.cells(), dict[str, Session]()
 
         def work(key: str) -> Record:
@@ -225,7 +233,7 @@ class Grid(ABC):
         return work
 
     def findings(self, found: Mapping[str, Record]) -> list[Findings]:
-        """The records of each setting, in the order of `cells`."""
+        """The records `found` of all independent runs, by setting, in the order of `cells`."""
         return [
             Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())
@@ -252,10 +260,11 @@ def share(right: Iterable[bool]) -> Estimate:
 
 
 def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of true answers, given the answers of each seed; NaN if there are none.
+    """The share of right answers; `answers` says for each seed which answers were right.
 
-    With several seeds the interval contains two: Wilson's over all answers together, and Student's
-    over the shares of the seeds, which shows how much the random draws matter.
+    With one seed the interval is Wilson's. With several, the share is the mean of the seeds'
+    shares, and the interval covers two others: Wilson's over all answers together, and Student's
+    over the seeds' shares, which shows how much the random choices matter. NaN for no answers.
     """
     pooled = share([one for of_seed in answers for one in of_seed])
     shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
@@ -273,7 +282,10 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise SettingError for the first given name that is not known."""
+    """Raise SettingError for the first name in `given` that is not in `known`.
+
+    `what` says in the error's text what kind of name it is, such as `retriever`.
+    """
     for name in given:
         if name not in known:
             raise SettingError(
@@ -284,38 +296,41 @@ def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> N
 
 @runtime_checkable
 class Extensible(Protocol):
-    """A study that a later run can extend, adding to the same results log."""
+    """A study whose results log can be extended: a later run may add further results to it."""
 
     def shared(self) -> Record:
-        """The parameters that all units depend on; the results log begins with them."""
+        """The parameters that must be equal in all runs that write to the same results log."""
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the log: it says what the unit depends on besides `shared`."""
+        """The name in the results log of the unit (independent run) with this key.
+
+        The name says all that the unit's results depend on, besides the parameters in `shared`.
+        """
 
 
 class ExtendedByLimit:
-    """A study of numbered units that do not depend on `limit`: a greater `limit` adds units."""
+    """A study of `limit` numbered units (independent runs): a greater `limit` only adds units."""
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
+        """The parameters, by name, that the results depend on, except the model."""
         raise NotImplementedError
 
     def shared(self) -> Record:
-        """The parameters that all units depend on: all parameters except `limit`."""
+        """The parameters that must be equal in all runs with one results log: all but `limit`."""
         return without(self.parameters(), ("limit",))
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: its number."""
+        """The name of a unit (independent run) in the results log: its number, as in its key."""
         return key
 
 
 def without(parameters: Record, names: tuple[str, ...]) -> Record:
-    """The parameters, except those with these names."""
+    """A copy of `parameters` without those in `names`."""
     return {name: value for name, value in parameters.items() if name not in names}
 
 
 def setting_key(setting: Profile, **more: object) -> str:
-    """A setting's name, such as `entropy 256`, then a hash of all that its results depend on."""
+    """A setting's name, such as `entropy 256`, and a hash of all values that change its results."""
     depends = without(setting.model_dump(mode="json"), UNLOGGED) | more
     text = json.dumps(depends, sort_keys=True)
     return f"{setting_names([setting])[0]} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Asks a question about what a session has read, scores answer and evidence, and undoes the turn.
+"""Asks about a conversation that a session has read, scores the answer, and undoes the turn.
 
 A reply is generated greedily, and scored by LoCoMo's token F1. The surprisal of the right answer is
 measured without generating. An adversarial question has no right answer, so only its reply counts:
@@ -79,16 +79,17 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """How much missing evidence each retriever restores, by the question's number.
+        """How many evidence tokens that are not held (missing) each retriever would restore.
 
-        Recall is switched on, and the budget is raised by the largest of `counts`, so the policy
-        itself holds as many tokens as before, chosen among all tokens. Each retriever ranks tokens
-        once for each question; for each n of `counts`, the first n count as restored.
+        Recall is switched on, and the budget is raised by the largest of `counts`, so that the
+        policy itself still holds as many tokens as before. Each retriever ranks the tokens once for
+        each question; for each n of `counts`, the first n count as restored.
 
         Returns:
-            By retriever and n: `share`, the share of the missing evidence tokens that are restored;
-            `any`, 1 if at least half of the missing tokens of some message are restored; `all`, 1
-            if of every message. Left out: adversarial questions, and those with all evidence held.
+            By question number, retriever and n: `share`, the share of the missing tokens that are
+            restored; `any` (`all`), 1 if at least half of the missing tokens of some (every)
+            message are restored. Adversarial questions, and those with all evidence held, are left
+            out.
         """
         session, most = self.session, max(counts)
         own = session.profile
@@ -190,7 +191,7 @@ def require_stemmer() -> None:
 
 
 def stems(text: str) -> list[str]:
-    """The stems of the words of a text, in order, without articles and `and`."""
+    """The stems of a text's words, in order, without the words a, an, the, and."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     words = re.sub(r"\b(?:a|an|the|and)\b", " ", plain).split()
     stemmed = _stemmer()(words)
@@ -198,25 +199,28 @@ def stems(text: str) -> list[str]:
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """The harmonic mean of precision and recall over stems; 0 if the texts share no stem."""
+    """The harmonic mean of precision and recall over word stems; 0 if no stem is in both texts."""
     said, wanted = Counter(stems(reply)), Counter(stems(answer))
     same = (said & wanted).total()
     return 2 * same / (said.total() + wanted.total()) if same else 0.0
 
 
 def multi_answer_f1(reply: str, answer: str) -> float:
-    """The mean F1 of the comma-separated answers, each against the best part of the reply."""
+    """The mean F1 of the parts of the answer, each compared with the best part of the reply.
+
+    Commas separate the parts of both.
+    """
     said = [part.strip() for part in reply.split(",")]
     return fmean(max(token_f1(one, part) for one in said) for part in answer.split(","))
 
 
 def scored_answer(question: TalkQuestion) -> str:
-    """The part of the right answer that counts."""
+    """The right answer as it is scored: if open-domain, only the part before a semicolon."""
     return question.answer.split(";")[0].strip() if question.category == 3 else question.answer
 
 
 def reply_score(question: TalkQuestion, reply: str) -> float:
-    """The F1 of a reply to a question that has an answer."""
+    """The token F1 of a reply; the parts of a multi-hop answer are scored one by one."""
     score = multi_answer_f1 if question.category == 1 else token_f1
     return score(reply, scored_answer(question))
 

@@ -1,4 +1,4 @@
-"""Whether a reservoir is uniform: how often each token of a stream is held, over many seeds.
+"""Whether random policies are uniform: how often each token is held, over many seeds.
 
 The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
 the newest `budget` ones are held by random choice alone, so each should be held equally often. This
@@ -27,7 +27,9 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Uniformity(Grid):
-    """The uniformity study; `limit` is the number of seeds for each setting.
+    """The study of whether random policies are uniform.
+
+    `limit` is the number of seeds for each setting.
 
     Attributes:
         rounds: number of rounds of the stream, which is the same for every seed.
@@ -39,19 +41,19 @@ class Uniformity(Grid):
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """A row for each setting, with all seeds, or one seed if its policy draws nothing."""
+        """A row for each setting: with all seeds, or with one if its policy is not random."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
-        """The name of the only unit."""
+        """The name of the only unit (run) for a setting and seed: reading the stream."""
         return ["stream"]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the stream; the record has the size of each tenth and its number of held tokens."""
+        """Read the stream; returns the size of each tenth of the stream, and how much is held."""
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
             user, reply = quiz(rng, 5)
@@ -63,7 +65,7 @@ class Uniformity(Grid):
         return {"held": counts.tolist(), "of": np.diff(edges).astype(int).tolist()}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The held share of each tenth, and the p-value of the differences between tenths."""
+        """The held share of each tenth of the stream, and the p-value of their differences."""
         findings = self.findings(found)
         columns = ("tenth of the stream", *(one.name for one in findings))
         shares = {one.name: _shares(one) for one in findings}
@@ -98,7 +100,9 @@ def _shares(one: Findings) -> list[float]:
 
 
 def _uniform(one: Findings) -> tuple[float, float]:
-    """Pearson's chi-squared over tenths, and its p-value if all tokens are held equally often.
+    """Pearson's chi-squared over tenths of the stream, and its p-value.
+
+    The hypothesis that is tested: all tokens are held equally often.
 
     The variance of a sample without replacement is smaller than that of independent draws by the
     factor 1 - share held; the statistic is corrected for that.

@@ -1,4 +1,4 @@
-"""Runs the units of a study in several processes, each with its own model.
+"""Runs the units (independent runs) of a study in several processes, each with its own model.
 
 On this machine the processes talk to the main one through pipes, so nothing listens on the network.
 If a process dies, all are started again, and the units that were running are run again, after the
@@ -31,13 +31,15 @@ from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 
 _MOST_DEATHS = 3
-"""The study fails when processes died this many times with no unit finished in between."""
+"""The study fails when processes died this many times and no run was finished in between."""
 
 
 def run_in_processes(
     study: Study, keys: Sequence[str], load: Callable[[], LoadedModel], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run units in processes that call `load` once each; yields (key, record) as units finish.
+    """Run a study's units (independent runs) in processes, which each load the model.
+
+    Yields (key, record) as each unit finishes.
 
     Raises the error that a unit raised, and SirchatError if processes keep dying.
     """
@@ -63,7 +65,10 @@ def run_in_processes(
 def _run_until_one_dies(
     shared: bytes, keys: list[str], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run units in new processes; if one dies, yield finished units, raise BrokenProcessPool."""
+    """Run a study's units (independent runs) in new processes; yield (key, record) of each.
+
+    If a process dies, yields the units that have finished, and raises BrokenProcessPool.
+    """
     # A fork of this process would share locks of torch's threads. The server has no threads, and
     # imports torch once for all processes.
     server = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
@@ -106,7 +111,7 @@ def _run_unit(shared: bytes, key: str) -> Record:
 
 @cache
 def _prepared(shared: bytes) -> RunUnit:
-    """Load this process's model; returns the function that runs units with it, on one thread."""
+    """Load this process's model; returns the function that runs a study's units on one thread."""
     study, load = pickle.loads(shared)
     model = load()
     torch.set_num_threads(1)
@@ -115,7 +120,7 @@ def _prepared(shared: bytes) -> RunUnit:
 
 
 Load = Callable[[], LoadedModel]
-"""Loads the model on a worker."""
+"""A function that loads the model in the worker's process."""
 
 _ADDRESSES = (
     "--ray auto looks for a cluster, --ray local uses processes of this machine without Ray"
@@ -140,7 +145,9 @@ class Cluster:
 def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
-    """Run units on Ray workers that call `load` once each; yields (key, record) as units finish.
+    """Run a study's units (independent runs) on Ray workers, which each load the model.
+
+    Yields (key, record) as each unit finishes.
 
     Raises UsageError if Ray is not installed or the cluster can't be reached.
     """
@@ -160,7 +167,7 @@ def run_on_ray(
 
 
 class _Worker:
-    """A Ray actor on the cluster, which runs units with its own model."""
+    """A Ray actor on the cluster, which runs the units of a study with its own model."""
 
     def __init__(self, study: Study, load: Load) -> None:
         self._run_unit = study.worker(load())

@@ -74,7 +74,7 @@ class Fact:
     number: int = 0
 
     def fill(self, template: str) -> str:
-        """The template, filled in with this fact."""
+        """The template, filled in with this fact's subject, value and number."""
         return fill(template, self.subject, self.value, self.number)
 
     @property
@@ -197,7 +197,7 @@ class Dialogue:
             yield self.small_talk()
 
     def tell(self) -> Round:
-        """Tell one or two new facts in one message, or correct an old fact."""
+        """A round in which the user tells one or two new facts, or corrects an old one."""
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
@@ -212,7 +212,7 @@ class Dialogue:
         return self.tell_one(fact, style)
 
     def correct(self, style: Style | None = None) -> Round:
-        """Tell a new value for an old fact; an unrelated round if no fact can be corrected."""
+        """A round in which the user corrects a told fact; an unrelated round if none can be."""
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if not old:
@@ -251,7 +251,7 @@ class Dialogue:
         return known
 
     def tell_one(self, fact: Fact, style: Style) -> Round:
-        """Tell one fact."""
+        """A round in which the user tells a fact, or a new value of a told fact."""
         known = self.remember(fact)
         template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
         user = style.apply(spell(self.rng, fact.fill(template)))
@@ -260,7 +260,7 @@ class Dialogue:
         return replace(one, fact=(fact.kind.key, fact.subject), value=fact.value), other
 
     def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
-        """Tell two facts in one message."""
+        """A round in which the user tells two facts in one message."""
         self.remember(fact)
         self.remember(second)
         one = fact.fill(self.rng.choice(fact.kind.tells)).rstrip(".")
@@ -269,7 +269,10 @@ class Dialogue:
         return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
-        """Ask for a told fact, or rarely for one never told; without facts, mostly small talk."""
+        """A round that asks for a told fact, or rarely for one that was never told.
+
+        Without told facts it is mostly small talk.
+        """
         roll = self.rng.random()
         if roll < 0.07 or not self.facts:
             return self.ask_untold() if roll < 0.2 else self.small_talk()
@@ -290,14 +293,14 @@ class Dialogue:
         return style.apply(spell(self.rng, fact.fill(text)))
 
     def ask(self, key: Key) -> Round:
-        """Ask for one told fact."""
+        """A round in which the user asks for a told fact, and the reply states it."""
         fact = self.facts[key]
         self.asked[key] += 1
         one, other = reply(self.question(fact), fact.answer, fact.kind.key)
         return one, replace(other, fact=key)
 
     def ask_both(self, one: Key, two: Key) -> Round:
-        """Ask for two told facts at once."""
+        """A round in which the user asks for two told facts at once."""
         first, second = self.facts[one], self.facts[two]
         user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
         self.asked[one] += 1
@@ -305,7 +308,7 @@ class Dialogue:
         return reply(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
-        """Ask for a fact that was never told, mostly one of the same kind as a told fact."""
+        """A round that asks for a fact never told, mostly of the same kind as a told fact."""
         kinds = [fact.kind for fact in self.facts.values() if fact.kind.subject]
         same_kind = bool(kinds) and self.rng.random() < 0.6
         for _ in range(8):
@@ -316,7 +319,7 @@ class Dialogue:
         return self.small_talk()
 
     def ask_bank(self) -> Round:
-        """A question from the bank, sometimes without options."""
+        """A round with a question from the question bank, sometimes without options."""
         return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
@@ -328,7 +331,7 @@ class Dialogue:
         return reply(user, joke)
 
     def small_talk(self) -> Round:
-        """A round unrelated to any fact."""
+        """A round that is unrelated to told facts: small talk, a joke, knowledge or a quiz."""
         roll = self.rng.random()
         if roll < 0.08:
             return self.joke()

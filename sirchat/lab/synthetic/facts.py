@@ -13,7 +13,7 @@ from random import Random
 from sirchat.lab.synthetic import words as w
 
 Draw = Callable[[Random], str]
-"""Draws a random text."""
+"""A function that draws a random text."""
 
 
 def pick(pool: tuple[str, ...]) -> Draw:

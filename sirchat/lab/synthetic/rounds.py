@@ -22,7 +22,7 @@ Key = tuple[str, str]  # kind and subject of a fact
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `recall` says what a reply recalls: a kind of fact, or `two`, `quiz`, ...
+    """One message; `recall` says what a reply recalls: a kind of fact, `two` facts, a `quiz`, ...
 
     `fact` is the key of the single fact that the user tells in this message, or that the reply
     recalls; `value` is the value that the user tells.
@@ -68,7 +68,7 @@ def spell(rng: Random, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How carefully a user types one message."""
+    """How carefully a user types one message: in lower case, or without punctuation (`bare`)."""
 
     lower: bool = False
     bare: bool = False  # no punctuation at the end, no apostrophes
@@ -81,7 +81,7 @@ class Style:
         )[0]
 
     def apply(self, text: str) -> str:
-        """`text` in this style."""
+        """`text` as a user types it in this style."""
         if self.bare:
             text = text.rstrip(".?!")
         if self.lower:
@@ -90,7 +90,7 @@ class Style:
 
 
 def reply(user: str, assistant: str, recall: str | None = None) -> Round:
-    """A round of a user message and a reply."""
+    """A round with this user message and this reply; `recall` is that of the reply."""
     return Message("user", user), Message("assistant", assistant, recall)
 
 
@@ -124,13 +124,13 @@ def quiz(rng: Random, count: int | None = None) -> Round:
 
 
 def open_quiz(rng: Random) -> Round:
-    """A question from the bank without options."""
+    """A round with a question from the question bank, without options."""
     question, right, _ = bank_question(rng)
     return reply(Style.draw(rng).apply(question), f"The answer is {right}.")
 
 
 def knowledge(rng: Random) -> Round:
-    """A question on common knowledge, answered in words."""
+    """A round with a question on common knowledge, which is answered in words."""
     topic = rng.randrange(4)
     if topic == 0:
         animal, sound = rng.choice(talk.SOUNDS)
@@ -150,7 +150,7 @@ REPEATABLE: tuple[str, ...] = (
 
 
 def repeat_after_me(rng: Random) -> Round:
-    """A request to repeat some words: the simplest exercise in copying."""
+    """A round in which the user asks to repeat some words, and the reply repeats them."""
     words = [
         made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
         for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
@@ -180,7 +180,8 @@ def outcome(ours: str, theirs: str) -> str:
 def game(rng: Random) -> Iterator[Round]:
     """A match of rock-paper-scissors, with a question about the user's habits now and then.
 
-    The reply wins against the user's most frequent choice; in a tie, the last choice counts.
+    The reply wins against the choice that the user made most often; if several choices were made
+    equally often, against the user's last one.
     """
     options = list(BEATS)
     rng.shuffle(options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def pool(text: str) -> tuple[str, ...]:
-    """The words of `text`."""
+    """The words in `text`, in order."""
     return tuple(text.split())
 
 

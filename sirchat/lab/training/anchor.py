@@ -1,8 +1,9 @@
-"""AnSAN: further trains any causal language model to compress each sequence into its anchor token.
+"""AnSAN: further trains any causal language model to compress text into anchor tokens.
 
+Each sequence (a sentence or a round) ends with an anchor, which must represent all of it. As in
 Anchor-based LLMs, section 4: next-token loss under the attention mask of equation (4). In the
-`<AC>` variant, the new token's embedding starts as the mean of all others. This uses transformers'
-Trainer with our own masks and loss; the model's code is unchanged.
+`<AC>` variant the anchor is a new token, whose embedding starts as the mean of all others. This
+uses transformers' Trainer with our own masks and loss; the model's code is unchanged.
 """
 
 from __future__ import annotations
@@ -56,19 +57,20 @@ TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, lo
 
 @dataclass(frozen=True)
 class AnchorOptions:
-    """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
+    """Model, data and hyperparameters of an anchor training; defaults as in the paper.
 
     Attributes:
         model: a name that `load_model` takes; GGUF weights are unpacked.
         out: folder of the trained model; checkpoints go to `<out>.checkpoints`.
         data: files to train on; empty for synthetic dialogue.
-        variant, per: see `Trained` and `Anchors`.
+        variant: the kind of anchors, or `none`; see `Trained`.
+        per: where the anchors of variant `ac` are placed, such as behind each `sentence`.
         attention: see `Attention`; `flex` needs a GPU.
         scratch: start from new random weights of the model's shape (section 7.2).
         sinks: number of first tokens of each document that all its tokens attend to.
         mix: mix of rounds in synthetic dialogue.
-        tokens: tokens in a row.
-        batch: rows in a step.
+        tokens: number of tokens in a training row.
+        batch: number of rows in a training step.
         steps: number of steps. If None: with `minutes`, train until the time is over; without,
             for one epoch of the data (synthetic dialogue: 1,000 steps).
         minutes: limit on the training time of all runs together, not counting the time to save;
@@ -125,7 +127,7 @@ class Training:
 
 
 def prepare(options: AnchorOptions) -> Training:
-    """Load the model and the data.
+    """Load the model and the data, and add the anchor token to the model if it needs one.
 
     Raises ModelError when the model can't be loaded, SettingError for settings that can't work
     together and for data that can't be read, UsageError if accelerate is missing.
@@ -184,9 +186,9 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def add_anchor(model: Any, tokenizer: Any) -> int:
-    """Add the anchor token, if there is none yet; returns its id.
+    """Add the anchor token to model and tokenizer, unless they have it; returns its id.
 
-    The embeddings of a new token start as the mean of all others.
+    The embeddings of the new token start as the mean of all others.
     """
     known = tokenizer.convert_tokens_to_ids(ANCHOR)
     if known is not None and ANCHOR in tokenizer.get_added_vocab():
@@ -268,7 +270,10 @@ def is_first() -> bool:
 
 
 def rows_at_once(options: AnchorOptions) -> int:
-    """Rows in one forward pass on all devices; SettingError if they do not divide `batch`."""
+    """Number of rows in one forward pass on all devices together.
+
+    Raises SettingError if `batch` is not a multiple of this number.
+    """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     at_once = options.per_device * processes
     if options.batch % at_once:
@@ -281,7 +286,7 @@ def rows_at_once(options: AnchorOptions) -> int:
 
 
 def arguments(options: AnchorOptions) -> TrainingArguments:
-    """The settings of transformers' Trainer."""
+    """The settings of transformers' Trainer for these options."""
     return TrainingArguments(
         output_dir=str(options.checkpoints),
         per_device_train_batch_size=options.per_device,

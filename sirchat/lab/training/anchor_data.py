@@ -1,7 +1,7 @@
 """Training rows of text with anchors: synthetic dialogue, and files of texts or conversations.
 
-A file is plain text, a transcript, or JSON Lines. Documents are packed into rows and do not attend
-to each other; the last document of a row is cut.
+A row has a fixed number of tokens, of one or more documents (texts or conversations), which do not
+attend to each other. If the last document of a row does not fit, it is cut.
 """
 
 from __future__ import annotations
@@ -132,14 +132,14 @@ def _messages(turns: Iterable[TranscriptTurn]) -> list[FileMessage]:
 
 
 ANSWER_WEIGHT = 4.0
-"""Loss weight of the tokens of a reply, in a conversation."""
+"""Loss weight of the tokens of a reply in a conversation; all other tokens have weight 1."""
 
 Row = dict[str, Tensor]
-"""The columns `input_ids`, `is_anchor`, `weight` and `document`, each [tokens]."""
+"""A training row: its columns `input_ids`, `is_anchor`, `weight`, `document`, each [tokens]."""
 
 
 class MessageLike(Protocol):
-    """A message of a conversation."""
+    """A message of a conversation: any object that has a role and a text."""
 
     @property
     def role(self) -> str:
@@ -160,14 +160,14 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into token ids; with anchors, unless `anchors` is None."""
+    """Turns texts and conversations into documents of token ids, with anchors if there are any."""
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
     def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """The ids of a conversation as in a chat; it omits replies before the first user turn."""
+        """The ids of a conversation as in a chat, without replies before the first user turn."""
         ids: list[int] = []
         weight: list[float] = []
         system, template = None, self._template
@@ -189,7 +189,7 @@ class Writer:
         return self._document(ids, weight)
 
     def text(self, text: str) -> Document:
-        """The ids of a plain text, after the BOS token if the tokenizer has one."""
+        """A plain text as ids, after the BOS token if the tokenizer has one."""
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
         ids += plain_text_ids(text, self._anchors, self._encode)

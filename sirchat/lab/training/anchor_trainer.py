@@ -109,7 +109,7 @@ def weighted_sum(logits: Tensor, row: Row) -> Tensor:
 
 
 def collate(rows: list[Row]) -> Row:
-    """A batch: the rows' columns [B, tokens], positions within each document, and labels."""
+    """Stack rows into a batch [B, tokens], and add positions within each document, and labels."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     document = batch["document"]
     batch["position"] = position_in_document(document)
@@ -158,7 +158,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._clock.finish_step(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save and stop if the time is over."""
+        """Save a checkpoint and stop the training if the time limit is reached."""
         if self._clock.is_over:
             control.should_training_stop = control.should_save = True
 
@@ -177,7 +177,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 Schedule = Literal["constant", "cosine"]
 
 ENDLESS = 1_000_000
-"""Number of steps of a training that only its time limit ends."""
+"""Number of steps, never reached, of a training that only its time limit ends."""
 
 
 class TrainingClock:
@@ -185,7 +185,7 @@ class TrainingClock:
 
     Args:
         limit: seconds that the training may take; None for no limit.
-        before: the time at the end of each step of earlier runs.
+        before: seconds of training at the end of each step of earlier runs.
         now: returns the current time in seconds.
     """
 
@@ -218,12 +218,12 @@ class TrainingClock:
 
     @property
     def share(self) -> float:
-        """The share of the time that has passed, 0 to 1; 0 without a limit."""
+        """The share of the time limit that has passed, 0 to 1; 0 without a limit."""
         return 0.0 if self._limit is None else min(1.0, self.seconds / self._limit)
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over, or one more step (as long as the last) would exceed it."""
+        """Whether one more step, as long as the last, would exceed the time limit."""
         return self._limit is not None and self.seconds + self._last_step >= self._limit
 
 

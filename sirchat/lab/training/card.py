@@ -138,7 +138,7 @@ positions in the cache it reads on without end.
 def anchor_card(
     *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[ProbedRecall]
 ) -> str:
-    """The card of `tiny-anchor`; `gathering` is the number of steps of its first phase."""
+    """The text of the model card of `tiny-anchor`; `gathering`: number of steps of phase 1."""
     card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
     if recalls:
         card += ANCHOR_MEASURED.format(asked=recalls[0].asked)
@@ -147,7 +147,10 @@ def anchor_card(
 
 
 def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
-    """Yield a Markdown table's lines: rows are kinds, columns distances; the mean comes last."""
+    """Yield the lines of a Markdown table of recall: a row a kind of fact, a column a distance.
+
+    A distance is a number of rounds between fact and question. The last rows are means.
+    """
     cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
     distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
     kinds = list(dict.fromkeys(one.kind for one in recalls))
@@ -172,7 +175,7 @@ def model_card(
     seed: int,
     recalls: Sequence[ProbedRecall],
 ) -> str:
-    """The card of `tiny`."""
+    """The text of the model card of `tiny`; `recalls` is what was measured, if anything."""
     card = HEAD.format(
         million=parameters / 1e6,
         command=command,

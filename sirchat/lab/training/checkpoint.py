@@ -35,7 +35,7 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
 def save_checkpoint(
     folder: Path, step: int, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Write `folder/step-N` atomically; keep the newest two checkpoints."""
+    """Write the checkpoint `folder/step-N` atomically, and delete all but the newest two."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:07d}"
     temporary = folder / f".{target.name}"
@@ -60,7 +60,7 @@ def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Average the weights with the ones saved at the phase's start; `share`: share of the saved."""
+    """Average the model's weights with those saved at the phase's start, which weigh `share`."""
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
     for now, then in zip(model.parameters(), before.parameters(), strict=True):
@@ -98,7 +98,7 @@ def load_checkpoint(
 def export(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
 ) -> None:
-    """Write a model folder that AutoModelForCausalLM and AutoTokenizer load: bf16 weights."""
+    """Write a folder for AutoModelForCausalLM and AutoTokenizer, with the weights in bfloat16."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = "bfloat16"

@@ -70,7 +70,7 @@ def mean_of_last(entries: Sequence[LossEntry], last: int = LAST) -> float:
 
 
 def load_losses(folder: Path) -> list[LossEntry]:
-    """The history of the model in `folder`; empty if there is none."""
+    """The loss history in a model's folder; empty if there is none."""
     path = folder / HISTORY
     if not path.is_file():
         return []

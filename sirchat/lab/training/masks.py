@@ -1,10 +1,11 @@
 """The attention mask of anchor-based attention (Anchor-based LLMs, equation 4).
 
-A sequence ends with its anchor. A token attends to its own sequence, and to the anchors of earlier
-sequences. An anchor attends to its own sequence only, so that its keys and values must represent
-all of it. Beyond the equation, documents in one row do not attend to each other; the first `sinks`
-tokens of a document are visible to all of it, as in a cache with sinks; and tokens marked as kept
-are visible like anchors (section 6.1, where the whole source text is kept).
+Text is divided into sequences, and each ends with its anchor. A token attends to its own sequence,
+and to the anchors of earlier sequences. An anchor attends to its own sequence only, so that the
+anchor's keys and values must represent all of the sequence. Beyond the equation, documents in one
+row do not attend to each other; the first `sinks` tokens of a document are visible to all of it, as
+in a cache with sinks; and tokens marked as kept are visible like anchors (section 6.1, where the
+whole source text is kept).
 
 Other masks imitate a budget: they hide the tokens that a policy would evict, because evictions
 leave gaps in a cache. A model trained with such gaps learns to represent a fact in the tokens that
@@ -114,7 +115,9 @@ class Gaps:
 
 
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
-    """Draw a budget for each row, and evict down to it at each user turn (token id `user`).
+    """Draw a random budget for each row, and hide tokens beyond it from each user turn on.
+
+    user: the id of the token that begins a user turn.
 
     losses: [rows, tokens], the loss in nats of each token of `batch` except the first of a row.
     """
@@ -162,7 +165,10 @@ def lost_answers(
     answer: NDArray[np.bool_],
     fact: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Mark the tokens of each answer that needs a masked, informative token of a fact's value."""
+    """Mark the tokens of each answer that can't be known under the mask `visible`.
+
+    That is so if a token of the fact's value is hidden and can't be guessed from the others.
+    """
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):
         value: list[int] = []

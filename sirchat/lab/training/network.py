@@ -49,7 +49,7 @@ def register_attention() -> str:
 def build_model(
     size: Size, vocab: int, seed: int, bos: int, eos: int, pad: int
 ) -> LlamaForCausalLM:
-    """A randomly initialised model; the same seed gives the same weights."""
+    """A Llama model of this size with random weights; the same seed gives the same ones."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=size.hidden,
@@ -100,7 +100,7 @@ def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> T
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    """The optimizers: Muon for the matrices inside the layers, AdamW for embeddings and norms."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in model.named_parameters():

@@ -24,12 +24,15 @@ Visible = Callable[[Tensor], Tensor]
 """A function from ids [rows, n] to the attention mask, bool [rows, 1, n, n]."""
 
 PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
-"""Every kind of fact, by key."""
+"""Every kind of fact, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedRecall:
-    """Share of exact answers about one kind of fact, after `between` rounds of small talk."""
+    """How many answers about one kind of fact were exact: `right` of `asked`.
+
+    `between` is the number of rounds of small talk between the fact and the question.
+    """
 
     kind: str
     between: int
@@ -39,7 +42,7 @@ class ProbedRecall:
 
 
 def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Message]:
-    """A fact, `between` rounds of small talk, the question, and the right answer."""
+    """Yield messages: a fact, `between` rounds of small talk, the question, the right answer."""
     talk = Dialogue(rng, SMALL_TALK)
     style = Style.draw(rng)
     fact = draw_fact(rng, kind, style)
@@ -77,7 +80,10 @@ def probe(
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
 ) -> Iterator[ProbedRecall]:
-    """Measure recall for each of `kinds` at each of `distances`, in `dialogues` dialogues each."""
+    """Measure recall of each kind of fact at each distance, in `dialogues` dialogues each.
+
+    A distance is a number of rounds of small talk between the fact and the question.
+    """
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")

@@ -33,7 +33,7 @@ VOCABULARY_MIX = Mix(tell=0.45, ask=0.2, repeat=0.1)
 
 
 def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
-    """The message texts of generated conversations (`dialogues` is their number)."""
+    """Yield the texts of all messages in `dialogues` generated conversations."""
     for index in range(dialogues):
         rng = Random(f"{seed}/vocabulary/{index}")
         for message in dialogue(rng, 20, VOCABULARY_MIX):
@@ -82,9 +82,10 @@ TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, for the length of dialog
 class Rendered:
     """One conversation as ids, as the chat template writes it.
 
-    `answer[i]` is true where token i belongs to a reply (its end token included). `span[i]` tells
-    which recall answer token i belongs to, counted from 1; 0 for none. `fact[i]` tells which fact's
-    value token i states (or recalls, in a reply), counted from 1; 0 for none.
+    For each token i: `answer[i]` is true if it belongs to a reply (end token included). Replies
+    that recall a fact are counted from 1: `span[i]` is the number of the one that the token belongs
+    to, or 0. Facts are counted from 1: `fact[i]` is the number of the fact whose value the token
+    states or recalls, or 0.
     """
 
     ids: list[int]
@@ -95,7 +96,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of packed rows: all tensors are [rows, tokens + 1]."""
+    """A batch of rows of equal length: the fields of `Rendered` as tensors [rows, tokens + 1]."""
 
     ids: Tensor
     answer: Tensor
@@ -144,7 +145,7 @@ class Renderer:
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
-        """A row of concatenated conversations; the last one is cut."""
+        """A row of `tokens` ids: conversations one after another, the last of them cut."""
         row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
             left = tokens - len(row.ids)
@@ -167,7 +168,11 @@ class Renderer:
 
 
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
-    """For each token (start and end in `offsets`), if it states the value; true in replies."""
+    """For each token of a message, whether it is part of the value that the message states.
+
+    `offsets`: start and end of each token in the text. All are true in a reply, and where the text
+    does not contain the value.
+    """
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
         return [True] * len(offsets)
@@ -176,7 +181,7 @@ def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]
 
 
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:
-    """Which recall answers are right in every token.
+    """For each answer that recalls a fact, whether it is right in every token.
 
     correct: bool [rows, tokens], the argmax is the target; span: int [rows, tokens], 0 for none.
     Returns bool [answers]. With the right tokens before each argmax, this equals greedy decoding.

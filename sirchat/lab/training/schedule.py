@@ -13,7 +13,7 @@ SizeName = Literal["micro", "small", "medium"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's shape and the number of tokens in a step."""
+    """A model's shape, and the sizes that its training has."""
 
     hidden: int
     layers: int
@@ -36,10 +36,13 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a phase; it ends when the share `until` of the phase's steps is done.
+    """A part of a phase of the training.
 
-    A row has `tokens` tokens. `gaps` is the share of the part's steps in which the mask hides
-    tokens that a budget would evict.
+    Attributes:
+        until: the stage ends when this share of the phase's steps is done.
+        tokens: number of tokens in a row.
+        mix: mix of the rounds in the generated dialogues.
+        gaps: share of the stage's steps in which the mask hides tokens that a budget would evict.
     """
 
     until: float
@@ -56,8 +59,9 @@ class Phase:
         steps: number of steps in the full recipe.
         stages: its stages, in order.
         peak: factor on the optimizers' learning rates.
-        keep: after the phase, old and new weights are averaged; the share of the old ones.
-        gathered: roles whose messages are followed by an anchor, if the model has one.
+        keep: if above 0, the weights after the phase are averaged with those before the phase;
+            `keep` is the share of the weights before.
+        gathered: roles whose messages are followed by an anchor, if the model has anchors.
     """
 
     steps: int
@@ -171,7 +175,13 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step's place in the recipe: its `phase`, its number in it (from 0), the phase's `steps`."""
+    """A training step's place in the recipe.
+
+    Attributes:
+        phase: the phase that the step belongs to.
+        step: the step's number in the phase, from 0.
+        steps: number of steps of the phase.
+    """
 
     phase: Phase
     step: int
@@ -185,14 +195,14 @@ class ScheduledStep:
 
     @property
     def learning_rate(self) -> float:
-        """The factor on the optimizers' rates: warm-up, plateau, then linear decay to 3 %."""
+        """The factor on the optimizers' learning rates: it rises, stays, then falls linearly."""
         warmup = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
         left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
         return self.phase.peak * warmup * max(0.03, min(1.0, left))
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The place of a step (from 0) in the recipe; `steps`: number of steps of all phases."""
+    """The place in the recipe of a step (from 0) of a training that has `steps` steps in all."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

@@ -1,9 +1,10 @@
-"""Trains a scorer: predicts from hidden states what KVzip measures by reading everything twice.
+"""Trains a scorer, which predicts from hidden states how much the model needs each token.
 
-The target is the logarithm of the highest attention weight that a token receives while the whole
-conversation is read again, behind a request to repeat it: the mean over heads and layers. The
-inputs are the token's hidden states after a few layers. The fit is ridge regression with
-standardised inputs, in closed form. Every fourth conversation is held out, to test the scorer.
+The target is KVzip's: the logarithm of the highest attention weight that a token receives while the
+whole conversation is read again, after a request to repeat it, as a mean over heads and layers. The
+inputs are the token's hidden states after a few layers, so that a chat needs no second reading. The
+fit is ridge regression with standardised inputs, in closed form. Every fourth conversation is held
+out, to test the scorer.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class ScorerOptions:
 
     Attributes:
         model: name of the model.
-        data: files of conversations; what they lack of `tokens` is synthetic dialogue.
-        layers: numbers of the layers, from 1; empty for the default.
-        tokens: tokens to read, those held out included.
-        out: file of the scorer; None for where a chat finds it.
+        data: files of conversations; if they are too short, synthetic dialogue is added.
+        layers: numbers of the layers to predict from, from 1; empty for the default.
+        tokens: number of tokens to read, including those held out for the test.
+        out: file of the scorer; None for the path where chats look for it.
         seed: seeds the order of the data and the synthetic dialogue.
     """
 
@@ -88,10 +89,10 @@ class ScorerTest:
     """How well a scorer predicts the scores of conversations that were held out.
 
     Attributes:
-        source: which conversations.
-        tokens: number of their tokens.
+        source: whether the conversations were given in files or generated.
+        tokens: number of tokens that were scored.
         r2: share of the variance of the log scores that is explained.
-        spearman: rank correlation.
+        spearman: rank correlation of predicted and measured scores.
     """
 
     source: Source
@@ -124,7 +125,7 @@ class Ridge:
         self._xy += x.T @ y
 
     def solve(self, penalty: float) -> tuple[Tensor, float]:
-        """Weights [d] and bias, for x as it was given, both float64."""
+        """Weights [d] and bias, both float64, to use on x as it is, without standardising it."""
         mean, mean_y = self._x / self._count, self._y / self._count
         covariance = self._xx - self._count * mean.outer(mean)
         deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
@@ -160,7 +161,7 @@ class ScorerTrainer:
         self.conversations = list(gathered(options, model))
 
     def read(self, number: int) -> None:
-        """Read conversation `number`, to fit the scorer or to test it."""
+        """Read conversation `number`: every fourth is to test the scorer, the others to fit it."""
         one = self.conversations[number]
         x, y = observed(self._model, one.ids, self._request, self._layers)
         if number % _HELD_OUT == _HELD_OUT - 1:
@@ -204,7 +205,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
-    """Conversations of `options.tokens` tokens: of the data, then synthetic; held-out ones too."""
+    """Yield conversations of `options.tokens` tokens in all: the data's, then synthetic ones."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
     given = [one for file in options.data for one in load_dialogues(file)]
@@ -231,7 +232,7 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
 def _cut(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
-    """Conversations of at most `length` tokens; a round that is longer alone is left out."""
+    """Yield the rounds of conversations of at most `length` tokens; longer rounds are left out."""
     found: list[TurnIds] = []
     for user, reply in rounds:
         ids = whole_round(template, user, reply, first=not found)
@@ -247,9 +248,10 @@ def _cut(
 def observed(
     model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states [m, layers x d] and log scores [m] (float64) of a conversation's tokens.
+    """Inputs and targets of the fit: hidden states [m, layers x d], log scores [m] in float64.
 
-    `ids` [n] are read, and then `request` and `ids` once more. The sinks are left out.
+    They are of the m tokens of `ids` [n] that are no sinks. `ids` are read, then `request` and
+    `ids` once more; a score is the highest attention weight in the second reading.
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)

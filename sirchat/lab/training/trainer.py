@@ -37,7 +37,7 @@ from sirchat.lab.training.schedule import (
 )
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""A function like `token_losses`."""
+"""A function with the arguments and the results of `token_losses`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TrainStep:
 
 
 def check(options: TrainOptions) -> None:
-    """Raise SettingError for options that cannot work."""
+    """Raise SettingError for a negative number of steps, and for an unknown size."""
     if options.steps < 0:
         raise SettingError(f"steps is {options.steps}, must be 0 or more")
     if options.size not in SIZES:
@@ -86,7 +86,7 @@ def check(options: TrainOptions) -> None:
 
 
 class Trainer:
-    """Model, optimizers and data of one training; `step` advances them by one batch."""
+    """Model, optimizers and data of one training; `step` trains on one batch."""
 
     phases: ClassVar[tuple[Phase, ...]] = PHASES
     """The phases of the training, in order."""
@@ -130,7 +130,7 @@ class Trainer:
                 group["lr"] = optimizer.defaults["lr"] * factor
 
     def step(self, step: int) -> tuple[float, float, float | None]:
-        """Train on one batch; returns loss, loss on answers, and recall."""
+        """Train on the batch of a step; returns loss, loss of reply tokens, and recall."""
         batch = self.batch(step)
         scheduled = self.schedule_at(step)
         if scheduled.step == 0:
@@ -149,7 +149,7 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """If a phase with `keep` ended with step `done`, average old and new weights."""
+        """If a phase with `keep` ends after `done` steps, average old and new weights."""
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
@@ -161,13 +161,13 @@ class Trainer:
         self.optimizers = build_optimizers(self.model)
 
     def forward(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Losses in nats, and whether the argmax is right, both [rows, tokens]."""
+        """Each token's loss, in nats, and whether it was predicted right; both [rows, tokens]."""
         visible = None if visible is None else visible.to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The batch's mask, and which tokens have no loss; both None if the step has no gaps."""
+        """The batch's mask, and which tokens have no loss; both None if no tokens are hidden."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
@@ -177,7 +177,7 @@ class Trainer:
         return gaps.visible, gaps.lost
 
     def save(self, done: int) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint of the training after `done` steps."""
         save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
 
     def restore(self) -> int:
@@ -211,7 +211,7 @@ class Trainer:
 def summary(
     losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
 ) -> tuple[float, float, float | None]:
-    """Mean loss, mean loss on answers, and the share of recall answers that are exactly right."""
+    """Mean loss, mean loss of reply tokens, share of exact answers to questions about facts."""
     span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
     hits = span_matches(correct, span[:, 1:])
     recall = float(hits.float().mean()) if len(hits) else None

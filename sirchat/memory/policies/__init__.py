@@ -1,10 +1,10 @@
-"""The eviction policies: one file each, the file name is the policy's name.
+"""The eviction policies; each is in a file of its own, named after the policy.
 
 Other packages add policies through the entry point group `sirchat.policies`, and a user can name a
 class by its path `package.module:Class`. Listing names imports no policy, and so no torch.
 
 Using such a path runs a module's code, so only paths that the user typed are accepted.
-`refuse_untrusted` checks files for paths, because a file may come from somebody else.
+`refuse_untrusted` refuses paths in files, because a file may come from somebody else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sirchat.memory.policies.base import Policy
 
 ALIASES = {"stream": "sink", "attention": "h2o"}
-"""Other names of policies."""
+"""Additional names of policies, each with the policy that it stands for."""
 
 _REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES)
 
@@ -44,9 +44,10 @@ def is_path(name: str) -> bool:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy class called `name`; raises SettingError when there is none.
+    """The policy class with this name, alias or path `module:Class`.
 
-    A module in the current folder is found only after `import_typed`.
+    Raises SettingError if there is none. A module in the current folder is found only if
+    `import_typed` was called for it before.
     """
     from sirchat.memory.policies.base import Policy
 
@@ -56,9 +57,10 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def import_typed(name: str) -> None:
-    """Import the module of a `module:Class` that the user typed; it may be in the current folder.
+    """Import the module of a policy that the user typed as `module:Class`.
 
-    Other names and failed imports are ignored here; `policy_class` reports these errors.
+    The module may be in the current folder. Does nothing for a name without a colon, or if the
+    import fails; `policy_class` then raises the error.
     """
     if not is_path(name):
         return
@@ -71,7 +73,10 @@ def import_typed(name: str) -> None:
 
 
 def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> None:
-    """Raise SettingError if a file, `source`, names a `module:Class` that is not `trusted`."""
+    """Raise SettingError if the policy `name` is a `module:Class` that is not in `trusted`.
+
+    `source` is the file that names the policy.
+    """
     if isinstance(name, str) and ":" in name and name not in trusted:
         shown = format_value(name)
         raise SettingError(

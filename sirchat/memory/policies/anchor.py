@@ -1,4 +1,4 @@
-"""Policy `anchor`: the ends of finished sequences, and the sequence under way."""
+"""Policy `anchor`: keeps the last token of each finished sequence, and the sequence being read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Anchor(ScorePolicy):
     Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once an anchor,
     the last token of a sequence, is read or generated, all other tokens of its sequence are
     evicted. By equation (4), an anchor does not attend to earlier sequences. The model must have
-    learnt to gather a sequence in its anchor (`sirchat train anchor`); for other models, `lazy`
-    evicts only when room is needed. If even the anchors need too much room, the oldest are evicted.
+    been trained to gather a sequence in its anchor (`sirchat train anchor`); for other models, the
+    option `lazy` evicts only when room is needed. If there are too many anchors for the budget, the
+    oldest anchors are evicted.
     """
 
     source: ClassVar[str] = "Anchor-based LLMs, arXiv:2402.07616"
@@ -45,7 +46,7 @@ class Anchor(ScorePolicy):
 
 
 def _is_current(rows: HeldRows) -> Tensor:
-    """Mask [n] of the rows after the last anchor."""
+    """Mask [n] of the rows after the last anchor: they belong to the unfinished sequence."""
     ends = rows.is_anchor.nonzero()
     last_end = int(ends[-1, 0]) if len(ends) else -1
     return torch.arange(len(rows)) > last_end

@@ -1,8 +1,9 @@
-"""What a policy is: it names the held rows that stay, and sees nothing but ledger rows.
+"""The base classes of eviction policies, which choose the tokens that stay in the KV cache.
 
-Most policies are a score: the author writes `score`, and the base class does protection, top-k and
-ties. A policy's options are the fields of its dataclass. It holds no other state, so that it can be
-switched at any moment.
+A policy sees only the ledger's rows: what is known of each token in the cache, one row per token.
+Most policies are a score: the author writes `score`; the base class keeps the protected rows and
+those with the highest scores, and decides ties. A policy's options are the fields of its dataclass.
+It has no other state, so that it can be switched at any moment.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from sirchat.memory.ledger import HeldRows, KeyValueStat
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Chooses which held rows stay when room is needed.
+    """Chooses which of the tokens in the cache (rows) stay when room is needed.
 
     Class attributes:
-        source: where the idea is from.
-        uses: the shared settings that change what the policy keeps.
+        source: the paper that the idea is from.
+        uses: names of the settings, besides its own options, that change what the policy keeps.
         honours_sinks, honours_pins: whether sinks and pinned rows are protected.
         bounded: False for a policy that never evicts.
         needs_attention: True for a policy that can't do without attention statistics.
@@ -56,35 +57,41 @@ class Policy(ABC):
 
     @property
     def key_value_stats(self) -> tuple[KeyValueStat, ...]:
-        """Which statistics of keys and values the policy uses; they cost time at each ranking."""
+        """Names of the statistics of keys and values that the policy uses.
+
+        They are computed anew, which takes time, whenever the policy ranks rows.
+        """
         return ()
 
     @property
     def repeat_layers(self) -> int | None:
-        """Number of layers whose attention counts when a finished round is read again; 0 for all.
+        """Number of layers whose attention is recorded when a finished round is read again.
 
-        None if rounds are not read again.
+        0 for all layers; None if the policy does not need rounds to be read again.
         """
         return None
 
     def newest_room(self, evictable: int) -> int:
-        """How many of the `evictable` rows, which the policy decides about, are for new tokens.
+        """Maximum number of cache rows for the newest tokens, out of `evictable` rows.
 
-        At most half of this is for the ids read next, at most half for the round's protected rows.
+        `evictable` is the number of rows that the policy decides about: all but sinks and pins. At
+        most half of the returned number is used for the ids that are read next, and at most half
+        for the newest rows of the current round, which are protected.
         """
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """Row numbers (int64, ascending) that stay after an anchor is read; others are evicted.
+        """Called right after an anchor is read; returns the numbers of the rows that stay.
 
-        None if all stay.
+        They are int64 and ascending; all other rows are evicted. None if all rows stay.
         """
         return None
 
     @abstractmethod
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Row numbers [num_keep] (int64) that stay: sorted, unique, all protected rows among them.
+        """Choose the rows that stay; all others are evicted.
 
+        Returns `num_keep` row numbers: int64, ascending, unique, with those of all protected rows.
         `num_keep` is at least the number of protected rows and at most `len(rows)`.
         """
 
@@ -102,17 +109,20 @@ class ScorePolicy(Policy):
 
     @abstractmethod
     def score(self, rows: HeldRows) -> Tensor:
-        """One score [n] for each row."""
+        """The scores [n] of the rows; rows with higher scores stay."""
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        """Logarithms [n] of factors that explain the score in `/why`, by name; may be empty."""
+        """The factors that the score is a product of, by name; the command `/why` shows them.
+
+        Each is a tensor of logarithms [n], one for each row. Empty if there are none to show.
+        """
         return {}
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         return highest(self._ranking(rows), rows.protected, num_keep)
 
     def _ranking(self, rows: HeldRows) -> Tensor:
-        """The numbers [n] that order unprotected rows; rows with higher numbers stay."""
+        """The numbers [n] by which unprotected rows are ranked; rows with higher numbers stay."""
         return self.score(rows)
 
 
@@ -127,9 +137,9 @@ class RecentScorePolicy(ScorePolicy):
 
 
 def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
-    """Row numbers [num_keep], ascending, of the rows highest in `ranking` [n]; newer rows win ties.
+    """The numbers [num_keep], ascending, of the rows with the highest `ranking` [n].
 
-    Rows in the mask `protected` [n] come before all others.
+    Rows in the mask `protected` [n] come before all others. Of equal rows, the newer one is chosen.
     """
     newest_first = ranking.double().flip(0)
     order = torch.argsort(newest_first, descending=True, stable=True)

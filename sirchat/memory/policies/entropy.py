@@ -1,4 +1,4 @@
-"""Policy `entropy`: the tokens of highest surprisal."""
+"""Policy `entropy`: keeps the tokens of highest surprisal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Entropy(RecentScorePolicy):
 
     SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1). Its "token entropy" is
     the surprisal -log p(token | what was held), in nats; after each round every score so far is
-    multiplied by `decay`. Known deviation: the paper has no recent window (`recent` 0 gives it).
+    multiplied by `decay`. Known deviation: the paper does not keep the newest tokens; to do the
+    same, set `recent` to 0.
     """
 
     source: ClassVar[str] = "SirLLM, arXiv:2405.12528"

@@ -24,7 +24,7 @@ class Full(Policy):
     bounded: ClassVar[bool] = False
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Raises ContextFullError: nothing may be evicted."""
+        """Raise ContextFullError: `keep` is called when room is needed, but nothing is evicted."""
         raise ContextFullError(
             f"the model's context is full: {len(rows)} tokens held, and policy full evicts none",
             hint="choose another policy, such as /policy entropy, or start anew with /reset",

@@ -1,4 +1,4 @@
-"""Policy `h2o`: the tokens that received most attention."""
+"""Policy `h2o`: keeps the tokens that received most attention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class H2o(RecentScorePolicy):
 
     H2O (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1): the score is the sum of the attention
     weights from all queries since the token was read; after each round it is multiplied by `decay`.
-    `lifetime` divides the sum by the number of these queries, so that age alone adds nothing.
-    `values` multiplies the sum by |v|, the L1 norm of the token's value (VATP, Guo et al. 2024,
-    arXiv:2406.12335: "H2O w/ VATP"). Known deviation: one choice of tokens serves all heads and
-    layers, by the mean over heads and over `layers` evenly spaced layers; |v| is the mean over all.
+    The option `lifetime` divides the sum by the number of these queries, so that a token's age
+    alone does not raise its score. The option `values` multiplies the sum by |v|, the L1 norm of
+    the token's value (VATP, Guo et al. 2024, arXiv:2406.12335: "H2O w/ VATP"). Known deviation: all
+    heads and layers keep the same tokens. Their score is the mean over heads and over `layers`
+    evenly spaced layers; |v| is the mean over all heads and layers.
     """
 
     source: ClassVar[str] = "H2O, arXiv:2306.14048"

@@ -1,4 +1,4 @@
-"""Policy `interval`: evenly spaced ones of the held tokens."""
+"""Policy `interval`: keeps every n-th of the held tokens."""
 
 from __future__ import annotations
 

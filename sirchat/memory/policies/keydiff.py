@@ -1,4 +1,4 @@
-"""Policy `keydiff`: the tokens whose keys differ most from the others."""
+"""Policy `keydiff`: keeps the tokens whose keys differ most from the other keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Keydiff(RecentScorePolicy):
     """Keeps the sinks, the tokens with the most distinctive keys, and the `recent` newest.
 
     KeyDiff (Park et al. 2025, arXiv:2504.15364): the score is -cos(k, a), where the anchor a is the
-    mean of k / |k| over all tokens that compete; keys are taken as attention reads them, with their
-    rotary position, as in kvpress. Known deviations: one choice of tokens serves all heads and
-    layers, by the mean over heads and layers; the newest tokens always stay.
+    mean of k / |k| over all tokens that are ranked; keys are taken as attention reads them, with
+    their rotary position, as in kvpress. Known deviations: all heads and layers keep the same
+    tokens, by the mean score over heads and layers; the newest tokens always stay.
     """
 
     source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"

@@ -1,4 +1,4 @@
-"""Policy `knorm`: the tokens with the shortest keys."""
+"""Policy `knorm`: keeps the tokens whose keys have the smallest norm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Knorm(RecentScorePolicy):
     """Keeps the sinks, the tokens whose keys have the smallest norm, and the `recent` newest.
 
     L2 norm-based compression (Devoto et al. 2024, arXiv:2406.11430): a key of low L2 norm usually
-    gets much attention, so the score is -|k|. Known deviations: one choice of tokens serves all
-    heads and layers, by the mean over heads and layers; the first two layers, which the released
-    code can leave whole, count like the others; the newest tokens always stay.
+    gets much attention, so the score is -|k|. Known deviations: all heads and layers keep the same
+    tokens, by the mean score over heads and layers; tokens are evicted from the first two layers,
+    too, which the released code can exempt; the newest tokens always stay.
     """
 
     source: ClassVar[str] = "L2 norm, arXiv:2406.11430"

@@ -1,4 +1,4 @@
-"""Policy `random`: a random choice of the held tokens."""
+"""Policy `random`: keeps a random choice of the held tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from sirchat.memory.random_numbers import Purpose, uniform
 class Random(ScorePolicy):
     """Keeps the sinks and a random choice of the other held tokens, drawn anew at each eviction.
 
-    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token must survive every draw,
-    so old tokens are kept less often than new ones; `reservoir` does not have this bias.
+    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token stays only if every
+    eviction so far has chosen it, so old tokens stay less often than new ones; the policy
+    `reservoir` does not have this bias.
     """
 
     source: ClassVar[str] = "SirLLM's RandomLLM, arXiv:2405.12528"

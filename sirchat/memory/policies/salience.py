@@ -1,4 +1,4 @@
-"""Policy `salience`: whole words of high surprisal, with the tokens beside them."""
+"""Policy `salience`: keeps whole words of high surprisal, with the tokens beside them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ _LEAST = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 
 @dataclass(frozen=True)
 class Salience(RecentScorePolicy):
-    """Keeps the sinks, the tokens of the highest product of the following factors, and the newest.
+    """Keeps the sinks, whole words of high surprisal, the tokens beside them, and the newest.
 
-    Ours, from SirLLM's token entropy. Each factor is switched by the option of its name:
+    Ours, from SirLLM's token entropy. A token's score is the product of these factors, each of
+    which is switched on or off, or set, by the option with its name:
 
-    - `whole_words`: the summed surprisal, after the decays, of all tokens of the row's word, in
-      place of the row's own. A name, a number or a rare word is several tokens, and only the first
-      is a surprise, so `entropy` keeps only a part of the word.
+    - `whole_words`: each token of a word gets the sum of the surprisals, after the decays, of all
+      tokens of the word. A name, a number or a rare word is several tokens, of which only the first
+      has a high surprisal, so the policy `entropy` keeps only a part of the word.
     - `template`: 0 for the chat template's tokens, which are always the same.
-    - `neighbours`: at least half of the score of the token right before or after, so that what
-      stands beside a surprising word stays with it.
-    - `user_weight` (default 1): factor on the scores of what the user said.
+    - `neighbours`: raises a token's score to half of the score of the token right before or after
+      it, so that the tokens beside a surprising word stay, too.
+    - `user_weight` (default 1): factor on the scores of the tokens that the user wrote.
 
     Why: on SmolLM2-135M and real talk (`sirchat eval facts-in-dialogue`, 1,000 tokens, budget 256,
     200 questions, seed 0; paired, 95 %) 0.68 of the questions are answered correctly. The share is
     0.14 less (0.08 to 0.18) without `whole_words`, and 0.15 less (0.10 to 0.20) with `entropy`:
-    whole words make nearly all of the difference. It is 0.03 less (0.01 to 0.06; 35 of the 40
-    conversations) without `template`, and 0.01 less (-0.02 to 0.04) without `neighbours`, but the
-    right reply is then less likely by 0.6 nats. A `user_weight` of 2 adds 0.05 (0.02 to 0.08) for
-    facts that the user tells, but evicts the assistant's words first, so the default is 1.
+    whole words make nearly all of the difference. The share is 0.03 less (0.01 to 0.06; with 35 of
+    the 40 conversations) without `template`, and 0.01 less (-0.02 to 0.04) without `neighbours`,
+    but then the log-probability of the right reply is 0.6 nats less. A `user_weight` of 2 adds 0.05
+    (0.02 to 0.08) to the share for facts that the user tells, but evicts the assistant's words
+    first, so the default is 1.
     """
 
     source: ClassVar[str] = "ours"

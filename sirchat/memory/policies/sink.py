@@ -1,4 +1,4 @@
-"""Policy `sink`: the first and the most recent tokens."""
+"""Policy `sink`: keeps the first and the most recent tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sirchat.memory.policies.base import ScorePolicy
 class Sink(ScorePolicy):
     """Keeps the attention sinks and the most recent tokens.
 
-    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453, section 3.2); positions are counted inside the
-    cache, as there. Also known as `stream`.
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453, section 3.2). As in the paper, a token's
+    position is its place in the cache. The policy's other name is `stream`.
     """
 
     source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"

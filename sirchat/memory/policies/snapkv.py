@@ -1,4 +1,4 @@
-"""Policy `snapkv`: the tokens that a window of newest queries attends to most."""
+"""Policy `snapkv`: keeps the tokens that the newest queries attend to most."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Snapkv(RecentScorePolicy):
     """Keeps the sinks, the tokens that the newest queries attend to most, and the `recent` newest.
 
     The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
-    sum of the attention weights from the newest `window` queries. Known deviations: the window is
-    the newest queries before each eviction, whoever speaks, while the paper compresses the prompt
-    once; the paper's pooling over neighbours is left out; one choice of tokens serves all heads and
-    layers, by the mean over heads and over `layers` evenly spaced layers.
+    sum of the attention weights from the newest `window` queries. Known deviations: tokens are
+    chosen anew at each eviction, by the queries before it, of the user's or the model's tokens; the
+    paper chooses once, after the prompt. The paper's pooling over neighbouring tokens is left out.
+    All heads and layers keep the same tokens, by the mean score over heads and over `layers` evenly
+    spaced layers.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"

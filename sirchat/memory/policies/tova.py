@@ -1,4 +1,4 @@
-"""Policy `tova`: the tokens that the last query attends to most."""
+"""Policy `tova`: keeps the tokens that the last query attends to most."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Tova(RecentScorePolicy):
     """Keeps the sinks, the tokens with most attention from the last query, and the `recent` newest.
 
-    TOVA (Oren et al. 2024, arXiv:2401.06104, section 3.2). Known deviation: one choice of tokens
-    serves all heads and layers, by the mean over heads and over `layers` evenly spaced layers.
+    TOVA (Oren et al. 2024, arXiv:2401.06104, section 3.2). Known deviation: all heads and layers
+    keep the same tokens, by the mean attention over heads and over `layers` evenly spaced layers.
     """
 
     source: ClassVar[str] = "TOVA, arXiv:2401.06104"

@@ -1,4 +1,4 @@
-"""Policy `vase`: the tokens whose values span most, and a random draw weighted by attention."""
+"""Policy `vase`: keeps tokens whose values span most, and a random draw weighted by attention."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Vase(RecentScorePolicy):
     """Keeps the sinks, the tokens whose values span most, a random draw, and the `recent` newest.
 
     VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928, and its released code): sinks, pins and the
-    newest tokens stay; of the other room, `large` percent go to the tokens with the largest
-    max(v) - min(v). The other tokens are drawn anew at each eviction, without replacement, each
-    with a probability proportional to the attention from the newest `window` queries, averaged over
-    5 adjacent tokens. The score is log(u) / w, where u is a uniform draw and w the attention: the
-    tokens with the largest scores are such a sample (Efraimidis and Spirakis 2006). Known
-    deviations: one choice of tokens serves all heads and layers, by the mean over heads and layers
-    (for attention, `layers` evenly spaced ones); `large` is a share of the room, 25 % by default,
-    while the released code has a number of tokens.
+    newest tokens stay; of the remaining room, `large` percent go to the tokens with the largest
+    max(v) - min(v) of their value v. The rest of the room goes to tokens that are drawn anew at
+    each eviction, without replacement, each with a probability proportional to the attention from
+    the newest `window` queries, averaged over 5 adjacent tokens. The score is log(u) / w, where u
+    is a uniform random number and w the attention: the tokens with the largest scores are such a
+    sample (Efraimidis and Spirakis 2006). Known deviations: all heads and layers keep the same
+    tokens, by the mean over heads and layers (for attention, `layers` evenly spaced layers);
+    `large` is a share of the room, 25 % by default, while the released code has a number of tokens.
     """
 
     source: ClassVar[str] = "VaSE, arXiv:2606.03928"

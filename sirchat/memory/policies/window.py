@@ -1,4 +1,4 @@
-"""Policy `window`: the most recent tokens, nothing else."""
+"""Policy `window`: keeps only the most recent tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Window(ScorePolicy):
     """Keeps the most recent tokens; ignores sinks and pins.
 
     Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1) as a cache policy.
-    Most models write no sensible text once the first tokens are evicted, so this is a baseline.
+    Once the first tokens are evicted, most models write text without sense, so this policy is only
+    a baseline.
     """
 
     source: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"

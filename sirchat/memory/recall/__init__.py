@@ -1,4 +1,6 @@
-"""The retrievers, which choose what is restored for a turn: one file each, named after it.
+"""The retrievers, which score evicted tokens: the best are restored to the cache for one turn.
+
+Each retriever is in a file of its own, named after it.
 
 Other packages add retrievers through the entry point group `sirchat.retrievers`. Neither listing
 names nor importing a retriever imports torch, so that settings can be checked without it.
@@ -26,6 +28,6 @@ def is_retriever(name: str) -> bool:
 
 
 def retriever(name: str) -> Retriever:
-    """The retriever called `name`; raises SettingError when there is none."""
+    """The retriever called `name`; raises SettingError if there is none."""
     found: Retriever = _REGISTRY.find(name, Retriever)()
     return found

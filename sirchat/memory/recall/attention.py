@@ -1,4 +1,4 @@
-"""The attention weight that the turn's queries would give to archived tokens."""
+"""Retriever `attention`: scores tokens by the attention weight from the turn's queries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class Attention(LayerRetriever):
-    """The attention weight that the turn's queries would give to archived tokens.
+    """Scores tokens by the attention weight that the turn's queries would give to them.
 
-    The softmax of q k / sqrt(d) is over the archive alone; the score is the maximum over the turn's
-    tokens, then the mean over heads. The rotary positions of keys and queries are undone first.
+    The weight is a softmax of q k / sqrt(d) over the archived tokens alone, where the rotary
+    positions of q and k are undone. A token's score in a layer is the largest weight from any of
+    the turn's queries, as a mean over heads.
     """
 
     needs_queries = True

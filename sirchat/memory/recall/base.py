@@ -1,7 +1,8 @@
-"""What a retriever is: it scores archived rows for a turn, and says what it needs to do so.
+"""The base classes of retrievers, which score archived tokens (rows) for a turn.
 
-Settings are checked against a retriever's needs, also by commands that load no model. So these
-modules import torch only for types, or where something is computed.
+A retriever's class attributes say what it needs. Settings are checked against them, also by
+commands that load no model. So these modules import torch only for types, or where something is
+computed.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ if TYPE_CHECKING:
 
 
 class Retriever(ABC):
-    """Scores archived rows for a turn; has no state. A docstring's first line is shown as help.
+    """Scores archived tokens (rows) for a turn; the rows with the highest scores are restored.
+
+    A retriever has no state. The first line of its class's docstring is shown to users as help.
 
     Class attributes:
-        needs_turn: whether the turn is read once to search, for its keys and values. (Reading it
-            may evict rows; the search can find the evicted rows, too.)
+        needs_turn: whether the turn is read once before the search, for its keys and values.
+            (Reading it may evict rows; the search can find the evicted rows, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
-        needs_words: whether it needs a score for each turn, by words shared with the new turn.
-        wide_words: whether that score also counts pairs of words and words of similar meaning.
-        index_probes: number of lists that are visited in a search index; 0 if it can't use one.
-            (A retriever that uses one must need queries, or be a `SimilarityRetriever`.)
-        takes_weight: whether `recall_weight` applies to its scores.
-        takes_soft: whether `recall_soft` applies to its scores.
+        needs_words: whether it needs a word score for each turn: by words shared with the new turn.
+        wide_words: whether a word score also counts pairs of words and words of similar meaning.
+        index_probes: how many lists of a faiss index each query visits; 0 if the retriever can't
+            use an index. (To use one, it must need queries, or be a `SimilarityRetriever`.)
+        takes_weight: whether the setting `recall_weight` applies to its scores.
+        takes_soft: whether the setting `recall_soft` applies to its scores.
     """
 
     needs_turn: ClassVar[bool] = True
@@ -42,9 +45,9 @@ class Retriever(ABC):
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
-        """Scores of the candidates, [layers, n], or [1, n] where all layers have the same.
+        """The scores of the n candidates: [layers, n], or [1, n] if all layers have the same.
 
-        Raises LookupError if the model can't give what the retriever needs.
+        Raises LookupError if the model can't provide what the retriever needs.
         """
 
 
@@ -59,19 +62,23 @@ class LayerRetriever(Retriever):
 
     @abstractmethod
     def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
-        """Scores of the candidates in one layer, [n], float32."""
+        """The scores [n] of the candidates in layer number `layer`, as float32."""
 
 
 class SimilarityRetriever(LayerRetriever):
-    """Similarity of keys and values: equations (1) to (3) of Retrieval-Augmented StreamingLLM.
+    """Scores rows by the similarity of keys and values to those of the turn's tokens.
+
+    These are equations (1) to (3) of Retrieval-Augmented StreamingLLM.
 
     Keys and values are compared as first written, with the rotary position undone, so that
     distance in the conversation plays no part. Vectors are compared head by head: inner products
-    are averaged over keys, values and heads, and the score is their maximum over the turn's tokens.
+    are averaged over keys, values and heads; the score is the largest such average over the turn's
+    tokens.
 
     Class attributes:
         cosine: whether vectors are first scaled to length 1.
-        mean: True to compare rows with the turn's mean key and value; False: with every token's.
+        mean: True to compare rows with the mean key and mean value of the turn; False to compare
+            them with those of every token of the turn.
     """
 
     cosine: ClassVar[bool] = True
@@ -94,11 +101,14 @@ class SimilarityRetriever(LayerRetriever):
         return torch.cat(scores)
 
     def vectors(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., D] as they are compared."""
+        """The keys and values [..., D] as they are compared: of length 1 if `cosine` is true."""
         return (unit(keys), unit(values)) if self.cosine else (keys, values)
 
     def vectors_of_query(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The turn's keys and values [..., m, D] as they are compared; m = 1 for their mean."""
+        """The turn's keys and values [..., m, D] as they are compared with rows.
+
+        If `mean` is true, their mean [..., 1, D] is returned instead.
+        """
         if self.mean:
             keys, values = keys.mean(-2, keepdim=True), values.mean(-2, keepdim=True)
         return self.vectors(keys, values)
@@ -111,9 +121,9 @@ class TurnRetriever(Retriever):
     takes_weight = False
 
     def score(self, candidates: Candidates) -> Tensor:
-        """Give each row its turn's score, and each chat template token a score below all others.
+        """Give each row the score of its turn; but rows of the chat template get the lowest score.
 
-        Template tokens carry no content, and are a sixth of a short turn.
+        Template tokens carry no content, but are a sixth of a short turn.
         """
         import torch
 
@@ -123,11 +133,11 @@ class TurnRetriever(Retriever):
 
     @abstractmethod
     def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
-        """A score for each turn of the conversation."""
+        """The scores of all turns of the conversation so far, one for each."""
 
 
 class WordRetriever(TurnRetriever):
-    """A retriever that scores turns by words alone: nothing is read to search."""
+    """A retriever that scores turns by words alone, so the new turn need not be read to search."""
 
     needs_turn = False
 
@@ -136,17 +146,20 @@ class WordRetriever(TurnRetriever):
 
     @abstractmethod
     def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A score [n] for each turn, from the scores [n] by the words shared with the new turn."""
+        """The final scores [n] of all turns, from their word scores `words` [n].
+
+        A word score counts the words that a turn shares with the new turn.
+        """
 
 
 _SHORTEST = 1e-12  # so that a zero vector stays a zero vector
 
 NEIGHBOUR = 0.5
-"""Part of a turn's score that is added to each of the two turns beside it."""
+"""The fraction of a turn's score that is added to the scores of the turns before and after it."""
 
 
 def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scores [n] of consecutive turns; each gets a part of the scores of the turns beside it."""
+    """Add to each of the scores [n] of consecutive turns half of those of the turns beside it."""
     shared = scores.copy()
     shared[1:] += NEIGHBOUR * scores[:-1]
     shared[:-1] += NEIGHBOUR * scores[1:]

@@ -1,4 +1,4 @@
-"""Whole turns, by the words that they have in common with the new turn."""
+"""Retriever `bm25`: scores whole turns by the words that they share with the new turn."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 class Bm25(WordRetriever):
-    """Whole turns, by the words that they have in common with the new turn.
+    """Scores whole turns by the words that they share with the new turn.
 
-    A turn's score is its score by words (`chat.recall.WordIndex`) plus a part of its neighbours'.
+    A turn's score is its word score (`chat.word_index.WordIndex`) plus half of the word scores of
+    the turns before and after it.
     """
 
     def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Cosine similarity to the turn's mean key and mean value."""
+"""Retriever `cosine`: scores tokens by similarity to the turn's mean key and mean value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sirchat.memory.recall.base import SimilarityRetriever
 
 
 class Cosine(SimilarityRetriever):
-    """Cosine similarity to the turn's mean key and mean value.
+    """Scores tokens by cosine similarity to the turn's mean key and mean value.
 
     Retrieval-Augmented StreamingLLM, equation (2).
     """

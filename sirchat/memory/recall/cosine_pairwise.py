@@ -1,4 +1,4 @@
-"""Cosine similarity to the keys and values of the turn's most similar token."""
+"""Retriever `cosine-pairwise`: scores tokens by similarity to the turn's most similar token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from sirchat.memory.recall.base import SimilarityRetriever
 
 
 class CosinePairwise(SimilarityRetriever):
-    """Cosine similarity to the keys and values of the turn's most similar token.
+    """Scores tokens by cosine similarity to the turn's most similar token, by keys and values.
 
-    Retrieval-Augmented StreamingLLM, equation (1). The text calls the mean of the two cosines, of
-    keys and of values, harmonic; in the equation it is arithmetic, and this follows the equation.
+    Retrieval-Augmented StreamingLLM, equation (1). The mean of the cosine of keys and the cosine of
+    values is arithmetic, as in the paper's equation; the paper's text calls it harmonic.
     """
 
     mean = False

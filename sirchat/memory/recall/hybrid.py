@@ -1,4 +1,4 @@
-"""Whole turns, by words and by keys."""
+"""Retriever `hybrid`: scores whole turns by shared words and by similar keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from sirchat.memory.retrieval import Candidates
 
 KEYS = 0.4
-"""Weight of the score by keys; the score by words has the weight 1."""
+"""Weight of a turn's score by keys in the sum of its two scores; the score by words has 1."""
 
 
 class Hybrid(TurnRetriever):
-    """Whole turns, by the words and the keys that they have in common with the new turn.
+    """Scores whole turns by the words that they share with the new turn, and by similar keys.
 
-    Both scores are counted in standard deviations from the mean of the archived turns. The keys are
-    those of the layer in the middle.
+    A turn's score is the sum of a score by words and one by keys, each in standard deviations from
+    its mean over the archived turns. The keys are those of the middle layer.
     """
 
     def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
@@ -37,7 +37,10 @@ class Hybrid(TurnRetriever):
 
 
 def _said(candidates: Candidates, layer: int) -> Tensor:
-    """A layer's keys [H, m, D] of the turn without the chat template, scaled to length 1."""
+    """A layer's keys [H, m, D] of the new turn's tokens, scaled to length 1.
+
+    Tokens of the chat template are left out.
+    """
     from sirchat.memory.retrieval import unrotated_keys
 
     keys = unrotated_keys(layer, candidates.query.rows, candidates.rotations[layer])
@@ -48,10 +51,11 @@ def _said(candidates: Candidates, layer: int) -> Tensor:
 
 
 def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.float64]:
-    """Similarity [t] to the keys `sought` [H, m, D], of length 1, of each turn with archived rows.
+    """Scores [t] of the t turns that have archived tokens, by the keys `sought` [H, m, D].
 
-    For each of these keys, the largest cosine in each turn is counted in standard deviations from
-    the mean over turns, so that a key close to every turn counts no more than one close to few.
+    The keys have length 1. For each of them, the largest cosine with a key of a turn is expressed
+    in standard deviations from the mean over all turns, so that a key that is close to every turn
+    counts no more than a key that is close to few. A turn's score is the sum over all keys.
     """
     turns = candidates.turns
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
@@ -72,7 +76,10 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
 
 
 def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Scores in standard deviations from the mean of turns `among` [k]; 0 if all are equal."""
+    """The scores, expressed in standard deviations from the mean of the turns `among` [k].
+
+    All are 0 if the scores of these turns are equal.
+    """
     deviation = float(scores[among].std())
     standard: NDArray[np.float64] = (scores - scores[among].mean()) / (deviation or np.inf)
     return standard

@@ -1,4 +1,4 @@
-"""Inner products with the turn's mean key and mean value."""
+"""Retriever `mips`: scores tokens by inner products with the turn's mean key and mean value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sirchat.memory.recall.base import SimilarityRetriever
 
 
 class Mips(SimilarityRetriever):
-    """Inner products with the turn's mean key and mean value.
+    """Scores tokens by inner products with the turn's mean key and mean value.
 
     Retrieval-Augmented StreamingLLM, equation (3).
     """

@@ -1,4 +1,4 @@
-"""A random choice: the baseline."""
+"""Retriever `random`: chooses tokens at random, as a baseline for the other retrievers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Random(Retriever):
-    """A random choice: the baseline. It chooses among the same tokens as the other retrievers."""
+    """Chooses tokens at random, among the same as the other retrievers; for comparison."""
 
     takes_weight = False
 

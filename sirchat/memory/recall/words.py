@@ -1,4 +1,4 @@
-"""Whole turns, by the new turn's words, by pairs of them, and by words of similar meaning."""
+"""Retriever `words`: scores whole turns by shared words, pairs of words, and similar words."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Words(WordRetriever):
-    """Whole turns, by the new turn's words, by pairs of them, and by words of similar meaning.
+    """Scores whole turns by the new turn's words, pairs of them, and words of similar meaning.
 
-    `chat.word_index.WideIndex` computes the score, which includes the turns beside it. Words of
-    similar meaning are found by the model's input embeddings.
+    `chat.word_index.WideIndex` computes a turn's score, in which the turns before and after it
+    count, too. Words of similar meaning are found by the model's input embeddings.
     """
 
     wide_words = True

@@ -6,6 +6,7 @@ import json
 import warnings
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,7 +274,7 @@ def test_the_value_lies_within_the_statement(talk: Path) -> None:
 @pytest.mark.slow
 def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
     settings = tuple(Profile(policy=policy, budget=96) for policy in ("full", "entropy", "sink"))
-    few = {"limit": 2, "facts": 2, "reply_tokens": 2}
+    few: dict[str, Any] = {"limit": 2, "facts": 2, "reply_tokens": 2}
     study = FactsInDialogue(settings, data=str(talk), lengths=(200, 250), **few)
     keys, work = study.keys(), study.worker(load_model("tiny"))
     found = {key: work(key) for key in keys}
@@ -298,3 +299,26 @@ def test_the_report_compares_with_entropy_and_with_full(talk: Path) -> None:
         assert getattr(rows["full"]["value held"], "value", None) == 1
         assert getattr(rows["full"]["said"], "value", None) is not None
     assert report.header[0] == "seed 0"
+
+
+@pytest.mark.slow
+def test_summaries_are_made_after_the_questions_and_count_the_values_in_them(talk: Path) -> None:
+    few: dict[str, Any] = {"limit": 2, "facts": 2, "reply_tokens": 0}
+    setting, model = Profile(policy="sink", budget=128), load_model("tiny")
+    plain = FactsInDialogue((setting,), data=str(talk), lengths=(250,), **few)
+    study = FactsInDialogue(
+        (setting,), data=str(talk), lengths=(250,), summary=("extract", "model"), **few
+    )
+    assert "summary" not in plain.shared()  # so results of before can be extended
+    (key,) = study.keys()
+    found, usual = study.worker(model)(key), plain.worker(model)(key)
+    for answer, other in zip(found["answers"], usual["answers"], strict=True):
+        ways = {way: answer.pop(f"in {way}") for way in study.summary}
+        assert answer == other
+        assert all(isinstance(one, bool) for one in ways.values())
+        answer |= {"in extract": True, "in model": False}
+    (table,) = study.report({key: found}).tables
+    assert table.columns[-2:] == ("in extract", "in model")
+    assert [getattr(one, "value", None) for one in table.rows[0][-2:]] == [1.0, 0.0]
+    with pytest.raises(SettingError, match="there is no summary 'modle'"):
+        FactsInDialogue((setting,), data=str(talk), summary=("modle",), **few)

@@ -1,4 +1,4 @@
-"""One conversation of the study: facts told in real dialogue, and a question for each fact.
+"""Conversations of the study: facts told in real dialogue, and a question for each fact.
 
 The dialogue comes from a file: SirLLM's DailyDialog, LoCoMo's and Realtalk's conversations, or any
 transcript that sirchat reads.
@@ -46,7 +46,7 @@ class ToldFact:
         told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
         question: the user turn that asks for it.
-        replies: one for each option.
+        replies: the replies to choose from, four of them.
         right: index of the right reply.
         corrected: whether another value was told before; that value is one of the wrong options.
     """
@@ -63,7 +63,7 @@ class ToldFact:
 
 @dataclass(frozen=True)
 class FactDialogue:
-    """Rounds of dialogue and facts (user turn and reply), and the facts that are asked for."""
+    """A conversation: its rounds (user turn and reply), and the facts that it tells."""
 
     rounds: Dialogue
     facts: tuple[ToldFact, ...]
@@ -112,7 +112,7 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Random distinct numbers below `last`: for fact n, `counts[n]` numbers in ascending order."""
+    """Draw distinct numbers below `last`: for each fact n, `counts[n]` numbers that ascend."""
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:
@@ -121,7 +121,7 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
 
 
 def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """Draw a fact; returns its sentences (the last has the right value) and the fact."""
+    """Draw a fact; returns its sentences (the last has the right value), and the fact."""
     values: list[str] = []
     while len(values) < OPTIONS:
         value = kind.values(rng)
@@ -175,7 +175,7 @@ _ROUNDS_OF_TRANSCRIPT = 12
 
 
 def load_dialogues(path: Path) -> list[Dialogue]:
-    """The conversations of a file; raises SettingError for a file that has none."""
+    """The conversations in a file or folder; raises SettingError if there are none."""
     if path.is_dir():
         return _of_weeks(path)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 Values = Callable[[Random], str]
-"""A function that draws a value of a fact; it also draws the wrong options."""
+"""A function that draws a random value of a fact, for the fact itself and for wrong options."""
 
 
 def one_of(text: str) -> Values:
@@ -90,11 +90,11 @@ class Kind:
     """One kind of fact.
 
     Attributes:
-        name: its name in results.
+        name: the kind's name in results.
         told: sentences that tell the fact.
         asked: questions that ask for the fact.
         answer: the reply that gives the value.
-        values: draws a value.
+        values: a function that draws a random value.
         who: possible values of `{who}`; only '' if no sentence contains `{who}`.
         corrected: a sentence that corrects an earlier value; empty if the kind is never corrected.
     """

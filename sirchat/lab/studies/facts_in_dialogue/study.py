@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from sirchat.chat.events import TurnDone
+from sirchat.chat.events import Event, TurnDone
 from sirchat.chat.session import Session
+from sirchat.chat.summary import WAYS, summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
@@ -35,7 +36,15 @@ from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import read, switch, whole_round
 from sirchat.lab.studies.report import Report, Table, Value
 from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
+from sirchat.lab.studies.study import (
+    GREEDY,
+    Cell,
+    Findings,
+    Grid,
+    data_name,
+    refuse_unknown,
+    without,
+)
 from sirchat.memory.ledger import Role
 from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import TokenTexts, tokens_spelling
@@ -49,16 +58,18 @@ class FactsInDialogue(Grid):
     `limit` is the number of questions for each length.
 
     Attributes:
-        data: the file of real talk.
+        data: path of a file or folder with real conversations.
         lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
         reply_tokens: largest number of tokens of a reply; 0 for no replies.
+        summary: ways to sum up the conversation, after the questions; see `chat.summary`.
     """
 
     data: str = ""
     lengths: tuple[int, ...] = (1000,)
     facts: int = 5
     reply_tokens: int = 32
+    summary: tuple[str, ...] = ()
 
     extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
     without_effect = (*Grid.without_effect, *GREEDY)
@@ -68,23 +79,25 @@ class FactsInDialogue(Grid):
             raise SettingError(f"facts is {self.facts}, must be 1 to 12")
         if min(self.lengths) < 200:
             raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
+        refuse_unknown("summary", self.summary, WAYS)
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "facts-in-dialogue"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model."""
-        return super().parameters() | {"data": data_name(Path(self.data))}
+        """The parameters, by name, that the results depend on, except the model."""
+        found = super().parameters() | {"data": data_name(Path(self.data))}
+        return found if self.summary else without(found, ("summary",))  # as in older results
 
     def units(self) -> list[str]:
-        """One unit per conversation, named by its length and its number."""
+        """The names of the conversations to read: length in tokens and number, such as `1000 0`."""
         count = math.ceil(self.limit / self.facts)
         return [f"{length} {number}" for length in self.lengths for number in range(count)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation, and ask for each of its facts."""
+        """Read the conversation named `unit`, and ask for each fact; `asked` scores the answers."""
         length, number = map(int, unit.split())
         switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         talk = self.dialogue(session.template, length, number)
@@ -103,6 +116,10 @@ class FactsInDialogue(Grid):
                 asked(session, fact, at[statement], at[value], generate=self.reply_tokens > 0)
                 | {"closed": self._closed_book(session, fact)}
             )
+        for way in self.summary:
+            text = _summary(session, way)
+            for fact, answer in zip(talk.facts, answers, strict=True):
+                answer[f"in {way}"] = says(text, fact.value)
         return {
             "length": length,
             "answers": answers,
@@ -112,7 +129,7 @@ class FactsInDialogue(Grid):
         }
 
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
-        """Conversation `number` of at most `length` tokens; with the same seed always the same."""
+        """Conversation `number` of at most `length` tokens; the same seed gives the same one."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
         overhead = len(whole_round(template, "a", "a").ids) - 2
 
@@ -123,7 +140,7 @@ class FactsInDialogue(Grid):
         return draw_dialogue(rng, self._dialogues, self.facts, length, size)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Right answers, nats and held tokens, by length and setting."""
+        """By length and setting: right answers, surprisal of the right replies, and held tokens."""
         tokens = [one["tokens"] for one in found.values()]
         header = (
             f"seed {self.seed}",
@@ -134,7 +151,9 @@ class FactsInDialogue(Grid):
         )
         findings = self.findings(found)
         return Report(
-            header, tables(findings, self.settings, self.lengths), details=self.parameters()
+            header,
+            tables(findings, self.settings, self.lengths, self.summary),
+            details=self.parameters(),
         )
 
     @cached_property
@@ -143,7 +162,7 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """Results of `_closed_book` by question, reply and system prompt, for all policies."""
+        """What `_closed_book` returned, by question with reply and by system prompt."""
         return {}
 
     def _closed_book(self, session: Session, fact: ToldFact) -> float:
@@ -161,7 +180,7 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """Where, among the `ids` of a user turn's text, the tokens of a told fact and its value are."""
+    """Where in `ids`, a user turn's text, the fact's sentence is, and where the fact's value is."""
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
@@ -211,13 +230,26 @@ def asked(
     return found
 
 
+def _summary(session: Session, way: str) -> str:
+    """The summary that `/summarize` would show; the session does not change."""
+    text = ""
+
+    def events() -> Iterator[Event]:
+        nonlocal text
+        text = yield from summary(session, way)
+
+    for _ in events():
+        pass
+    return text
+
+
 def says(reply: str, value: str) -> bool:
     """Whether a reply contains a value as whole words, in upper or lower case."""
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
 
 
 REFERENCE = "entropy"
-"""Others are compared with this policy at the same budget; if it is not run, with the first one."""
+"""The policy that others are compared with at the same budget; if not run, the first policy."""
 
 _COLUMNS = (
     "setting",
@@ -233,17 +265,24 @@ _COLUMNS = (
 
 
 def tables(
-    findings: Sequence[Findings], settings: Sequence[Profile], lengths: Sequence[int]
+    findings: Sequence[Findings],
+    settings: Sequence[Profile],
+    lengths: Sequence[int],
+    ways: Sequence[str] = (),
 ) -> tuple[Table, ...]:
     """One table for each length.
 
-    The column `nats gained` is the right reply's surprisal closed-book minus its surprisal here;
-    `nats below full` is its surprisal here minus that under `full`, if `full` was run.
+    The column `nats gained` is the right reply's surprisal closed-book (asked without the
+    conversation) minus its surprisal under the setting; `nats below full` is its surprisal under
+    the setting minus that under `full`, if `full` was run. For each of the `ways` to make a
+    summary, a column has the share of the values that stand in it.
     """
-    return tuple(_table(findings, settings, length) for length in lengths)
+    return tuple(_table(findings, settings, length, ways) for length in lengths)
 
 
-def _table(findings: Sequence[Findings], settings: Sequence[Profile], length: int) -> Table:
+def _table(
+    findings: Sequence[Findings], settings: Sequence[Profile], length: int, ways: Sequence[str]
+) -> Table:
     full = next((f for f, s in zip(findings, settings, strict=True) if s.policy == "full"), None)
     rows: list[tuple[Value, ...]] = []
     for one, setting in zip(findings, settings, strict=True):
@@ -268,9 +307,11 @@ def _table(findings: Sequence[Findings], settings: Sequence[Profile], length: in
                 paired_interval(_values(one, length, "closed"), nats),
                 below,
                 math.fsum(record["nats"] for record in of_length) / len(of_length),
+                *(clustered_mean(_values(one, length, f"in {way}")) for way in ways),
             )
         )
     columns = tuple(name.format(reference=_name(settings)) for name in _COLUMNS)
+    columns += tuple(f"in {way}" for way in ways)
     return Table(f"{length:,} tokens", columns, tuple(rows), digits=2)
 
 
@@ -281,7 +322,7 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The findings that a setting is compared with: the reference policy at the same budget."""
+    """The results that a setting is compared with: those of `_name(settings)` at its budget."""
     if setting.policy == "full":
         return None
     wanted = _name(settings)
@@ -301,6 +342,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `reference` with its first seed, repeated as often as `one` has seeds."""
+    """The values of `key` of `reference` with its first seed, once for each seed of `one`."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

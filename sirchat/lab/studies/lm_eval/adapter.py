@@ -1,4 +1,4 @@
-"""A model under a setting, behind lm-eval's interface for models.
+"""Lets lm-eval use a model under a sirchat setting, by lm-eval's interface for models.
 
 https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same context, such as the
 options of one question, share one prefill. Under a policy that evicts nothing, a context that
@@ -32,13 +32,13 @@ _LONGEST_REPLY = 256
 
 
 class HarnessAdapter:
-    """The methods of lm-eval's `LM`, without its base class, which `language_model` adds.
+    """The methods that lm-eval's class `LM` requires; `language_model` adds `LM` as a base class.
 
     A request is lm-eval's Instance: its `args` are a context with a continuation, a text, or a
     context with generation options.
 
     Attributes:
-        truncated: number of contexts and texts so far that were too long.
+        truncated: number of contexts and texts that were cut so far because they were too long.
     """
 
     def __init__(self, reader: TextReader, texts: TextEncoder) -> None:
@@ -64,14 +64,14 @@ class HarnessAdapter:
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """For each text its log-probability, in nats, after the prefix token."""
+        """For each text its log-probability, in nats, after the BOS (or else EOS) token."""
         return [
             self._rolling_log_probability(self._texts.encode(*one.args, special=False))
             for one in requests
         ]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """For each context the greedy reply, up to one of the task's stop strings.
+        """For each context the greedy reply, up to the first of the task's stop strings.
 
         Raises SettingError for a task that samples its replies.
         """
@@ -80,12 +80,12 @@ class HarnessAdapter:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages rendered by the chat template, as a context."""
+        """The text of a conversation, rendered by the model's chat template, as a context."""
         return self._texts.conversation(chat_history, prompt=add_generation_prompt)
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the tokenizer that the chat template belongs to."""
+        """A name for the tokenizer: the model's name, with `__` in place of each slash."""
         return self._reader.model.name.replace("/", "__")
 
     def _rolling_log_probability(self, ids: Ids) -> float:
@@ -122,7 +122,7 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """The end of a context, cut so that `more` further tokens fit into the model's context."""
+        """A context, without its start if `more` further ids would exceed the context length."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -140,7 +140,7 @@ def language_model(reader: TextReader, texts: TextEncoder) -> Any:
     from lm_eval.api.model import LM
 
     class BudgetedLM(HarnessAdapter, LM):  # type: ignore[misc]
-        """A language model under a budget."""
+        """lm-eval's `LM` with the methods of HarnessAdapter."""
 
     return BudgetedLM(reader, texts)
 
@@ -160,7 +160,7 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """Largest number of tokens that fit if the policy evicts nothing; None if it evicts."""
+        """The model's context length if the policy evicts nothing; None (no limit) if it evicts."""
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
@@ -180,19 +180,19 @@ class TextReader:
     def score_continuation(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[ContinuationScore]:
-        """The score of each continuation (not empty) after a context, which is read once."""
+        """Score each continuation (not empty) after the context, which is read only once."""
         engine = self.read(context)
         return [engine.reader.score_continuations([ids])[0] for ids in continuations]
 
     def log_probability(self, context: Sequence[int], ids: Sequence[int]) -> float:
-        """The log-probability, in nats, of ids [n], n > 0, read after a context."""
+        """The log-probability, in nats, of ids [n], n > 0, that follow a context."""
         engine = self.read([*context, *ids[:-1]])
         surprisals = engine.ledger.column("surprisal")[len(context) : engine.ledger.seen]
         (last,) = engine.reader.score_continuations([ids[-1:]])[0].log_probabilities
         return last - float(surprisals.sum(dtype=np.float64))
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
-        """Generate ids greedily after a context: until a stop id, at most `longest` ids."""
+        """Yield the ids of a greedy reply to a context, up to a stop id, at most `longest` ids."""
         number = 1 + (len(context) - 1) // (self.piece or len(context))
         for record in self.read(context, longest).generate(
             Sampler(Sampling()),

@@ -1,6 +1,6 @@
 """Runs tasks of lm-eval under several settings, with the same documents, examples and metrics.
 
-A unit is one task under one setting.
+A unit of the study is one task under one setting.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class LmEval:
         harness: how the tasks are run.
         piece: number of tokens in a round; None reads a context as one round.
 
-    Raises UsageError if lm-eval is not installed, SettingError for an unknown task and a setting
-    without effect.
+    Raises UsageError if lm-eval is not installed, SettingError for an unknown task and for a
+    setting that has no effect.
     """
 
     settings: tuple[Profile, ...]
@@ -58,7 +58,7 @@ class LmEval:
 
     @property
     def name(self) -> str:
-        """The study's name, which also names its files."""
+        """The study's name; the names of its result files begin with it."""
         return "lm-eval"
 
     def parameters(self) -> Record:
@@ -72,20 +72,26 @@ class LmEval:
         }
 
     def shared(self) -> Record:
-        """The parameters that all units depend on; the results log begins with them."""
+        """The parameters that must be equal in all runs that write to the same results log.
+
+        Only settings and tasks may differ.
+        """
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
-        """The name of a unit in the results log: the setting, its hash, and the task."""
+        """The name of a task under a setting in the results log: setting, its hash, and task."""
         row, _, task = key.partition("/")
         return f"{setting_key(self.settings[int(row)])}/{task}"
 
     def keys(self) -> list[str]:
-        """The key of every task under every setting."""
+        """A key `ROW/TASK` for each task under each setting; ROW is the setting's number."""
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs a task; raises SettingError for a budget above the context."""
+        """A function that runs on `model` the task, under the setting, that a key names.
+
+        Raises SettingError for a budget above the model's context length.
+        """
         for setting in self.settings:
             check_budget(setting, model, "budget")
         encoder = TextEncoder(model.tokenizer, chat=self.harness.chat, anchors=model.anchors)
@@ -117,7 +123,7 @@ class LmEval:
         return Report(tuple(one for one in header if one), (table,), details=details)
 
     def _rows(self, task: str, found: Mapping[str, Record]) -> list[tuple[Value, ...]]:
-        """The rows of a task, grouped by metric."""
+        """The table rows of a task, grouped by metric."""
         names = setting_names(self.settings)
         scores = [found[f"{row}/{task}"]["scores"] for row in range(len(names))]
         numbers = ("value", "stderr", "documents", "shots")
@@ -129,7 +135,7 @@ class LmEval:
 
 
 def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
-    """Raise SettingError for a setting that would have no effect."""
+    """Raise SettingError if recall is on, or if decay is not 1 and contexts are one round."""
     if setting.recall != "off":
         raise SettingError(
             f"recall is {setting.recall}, must be off: nothing is restored while a context is read",
@@ -151,7 +157,7 @@ _SEED, _OTHER_SEED = 0, 1234
 
 @dataclass(frozen=True)
 class Harness:
-    """How tasks are run.
+    """How lm-eval runs its tasks.
 
     Attributes:
         shots: number of examples before each question; None for the task's own number.
@@ -178,9 +184,10 @@ class Harness:
                 raise SettingError(f"lm-eval has no task {format_value(name)}", hint=near)
 
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
-        """The scores of a language model on a task, or on each task of a group.
+        """Run a task, or each task of a group; returns a record for each metric of each task.
 
-        Raises SirchatError for a task that can't be loaded, UsageError for one that runs code.
+        Raises SirchatError for a task that can't be loaded, UsageError for one that runs code
+        written by a model.
         """
         from lm_eval.evaluator import evaluate
 
@@ -231,7 +238,7 @@ def _silenced() -> Iterator[None]:
 
 
 def harness_version() -> str:
-    """The version of lm-eval."""
+    """The version of the installed lm-eval."""
     return version("lm-eval")
 
 
@@ -246,7 +253,7 @@ def _index(folder: str | None) -> Any:
 
 
 def _scores(results: Record) -> Iterator[Record]:
-    """A record for each task and metric; `stderr` is None if lm-eval gives none."""
+    """Yield a record for each metric of each task; `stderr` is None if lm-eval gives none."""
     for task, found in results["results"].items():
         for key, value in found.items():
             metric, _, rest = key.partition(",")
@@ -264,6 +271,6 @@ def _scores(results: Record) -> Iterator[Record]:
 
 
 def _number(value: object) -> float | None:
-    """The value as a finite number, or None."""
+    """The value as a float; None if it is not a finite number."""
     number = float(value) if isinstance(value, float | int | np.number) else math.nan
     return number if math.isfinite(number) else None

@@ -24,7 +24,7 @@ Ids = list[int]
 
 
 class TextEncoder:
-    """Encodes contexts and continuations.
+    """Encodes contexts, and the continuations of contexts, as token ids.
 
     `chat`: whether contexts were rendered by the chat template. If the model has an anchor token,
     it is placed after each example of a context: after a blank line, which separates examples in
@@ -55,7 +55,7 @@ class TextEncoder:
         self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
 
     def encode(self, text: str, *, special: bool = True) -> Ids:
-        """The ids of a text; `special` adds the tokenizer's own BOS, unless the text has one."""
+        """The ids of a text; `special` adds the tokenizer's BOS, unless the text begins with it."""
         if self._chat:
             has_prefix = text.startswith(self._tokenizer.decode([self.prefix]))
             return self._encode(text, special and not has_prefix)
@@ -64,7 +64,7 @@ class TextEncoder:
         return self._encode(text, special)
 
     def context(self, text: str) -> Ids:
-        """The ids of a context, with anchors if the model has them."""
+        """The ids of a context, with an anchor after each example if the model has anchors."""
         if self._anchor is None or self._chat:
             return self.encode(text)
         first, *others = _AFTER_BLANK_LINE.split(text)

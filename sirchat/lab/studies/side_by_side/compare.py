@@ -103,12 +103,12 @@ def _run_round(
 
 
 OnLogits = Callable[[int, Tensor], None]
-"""Called with the stream position of the first of m tokens, and the logits [m, V] of all m."""
+"""A function of the stream position of the first of m tokens, and the logits [m, V] of all m."""
 
 
 @dataclass
 class ReferenceRound:
-    """Answer and predictions of `full` in the current round; None once `full` has ended."""
+    """Answer and predictions of `full` in the current round; None after `full` had to stop."""
 
     answer: Answer | None = None
     predictions: Predictions | None = None
@@ -148,7 +148,7 @@ class ComparedSession:
         return not self._is_reference, -self._session.budget
 
     def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
-        """Answer a user turn, and continue with that answer."""
+        """Let the model answer a user turn; both turn and answer stay in the conversation."""
         with self._ends_on_error(reference):
             answer, events = self._ask(user)
             self._note(events)
@@ -157,10 +157,11 @@ class ComparedSession:
     def continue_with_reply(
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
-        """Answer a user turn, undo turn and answer, and read the turn again with `reply`.
+        """Let the model answer a user turn, undo this, then read the user turn and a given reply.
 
-        If `reply` is None, the answer takes its place. Returns the text that was read as the reply,
-        or `reply` if this session ends here.
+        The given reply is `reply` or, if `reply` is None, the model's answer. Returns the given
+        reply, which the next session then reads too. If an error ends this session, returns
+        `reply` unchanged.
         """
         with self._ends_on_error(reference):
             answer, _ = self._ask(user)
@@ -171,7 +172,7 @@ class ComparedSession:
         return reply
 
     def result(self) -> SettingResult:
-        """The result, up to the last finished round."""
+        """The result of this setting, up to its last finished round."""
         seen = self._rounds[-1].seen if self._rounds else 0
         rows, spans = self._session.tokens(range(seen)), self._spans.spans(seen)
         tokens = tuple(
@@ -282,7 +283,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 OnPass = Callable[[Tensor, BoundedCache], None]
-"""Called with the logits [m, V] and the cache of a forward pass, before the pass returns."""
+"""A function of the logits [m, V] and the cache, called at the end of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -310,19 +311,19 @@ def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
 
 
 class Predictions:
-    """The predictions with the full cache in one round, from stream position `start` on."""
+    """The predictions of `full` for the tokens of one round, from stream position `start` on."""
 
     def __init__(self, start: int) -> None:
         self._end = start
         self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Add logits [m, V] of the m tokens from `position` on; chunks come in order."""
+        """Add logits [m, V] of the m tokens from `position` on; to be called in order."""
         self._chunks.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """Log-probabilities [m, V] of `count` tokens from `start` on; fewer at the round's end."""
+        """Log-probabilities [m, V] after `count` tokens from `start`; fewer at the round's end."""
         end = min(start + count, self._end)
         return torch.cat(
             [
@@ -348,7 +349,7 @@ class Agreement:
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || other) in nats, [m], never below 0.
+    """The KL divergence [m] of m predictions from the reference, in nats, never below 0.
 
     Args:
         reference: log-probabilities [m, V].

@@ -1,4 +1,4 @@
-"""A transcript in rounds, and what a comparison found, as plain values."""
+"""Plain values: a transcript in rounds, and the results of a comparison of settings."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class RoundResult:
         differs_at: index of the first token at which the answer differs from that of `full`; None
             if both answers are the same, or `full` has no answer.
         same: whether both answers are the same; None if `full` has no answer.
-        nats: mean KL divergence over the round's tokens; None if it was not measured.
+        nats: mean KL divergence from `full`, in nats, over the round's tokens; None if unmeasured.
         held, seen: number of tokens held after the round, and number read so far.
         shares: for every turn so far, how many of its tokens are held.
         turns: indices, in `shares`, of this round's turns.
@@ -163,7 +163,7 @@ class Token:
 
     Attributes:
         id, text, turn, role, surprisal: as in the events; surprisal in nats.
-        nats: KL divergence of the distribution of the next token, None if it was not measured.
+        nats: KL divergence of the next token's prediction from `full`, in nats; None if unmeasured.
         held: the spans of the stream in which the token was held.
     """
 
@@ -190,7 +190,7 @@ class SettingResult:
 
     @property
     def nats(self) -> float | None:
-        """Mean KL divergence over the tokens for which it was measured; None if there are none."""
+        """Mean KL divergence in nats over the tokens that have one; None if no token has one."""
         known = [one.nats for one in self.tokens if one.nats is not None]
         return sum(known) / len(known) if known else None
 
@@ -213,7 +213,7 @@ class SettingResult:
         return _rate(sum(len(a.ids) for a in answers), sum(a.seconds_out for a in answers))
 
     def kept(self, number: int) -> float | None:
-        """Share of a round's tokens that is held at the end; None for a round that was not run."""
+        """Share of a round's tokens that is held after the last round; None if it was not run."""
         if number >= len(self.rounds):
             return None
         shares = [self.rounds[-1].shares[turn] for turn in self.rounds[number].turns]

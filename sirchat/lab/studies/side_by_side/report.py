@@ -145,7 +145,7 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """A list for each property of the tokens; in `held`, each token has start, end, start, end."""
+    """For each property a list of all tokens' values; spans in `held` are start, end, start, ..."""
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],

@@ -1,0 +1,257 @@
+"""Whether a family of models runs under a budget: checked with a small model of random weights.
+
+An engine reads ids, evicts and restores rows. Its cache and its next logits must equal those that
+the model itself computes, over transformers' own cache, for the same rows at the same positions.
+Each family is checked in a process of its own, with a limit of time and memory.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from textwrap import shorten
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from sirchat.engine.engine import Engine
+from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.errors import ModelError
+from sirchat.memory.ledger import Role
+from sirchat.memory.policies.sink import Sink
+from sirchat.models.model import (
+    LoadedModel,
+    caches_latents,
+    require_comparable_queries,
+    wrap_model,
+)
+from sirchat.models.probe import cache_argument, refuse_stateful_layers
+from sirchat.models.progress import quiet_libraries
+from sirchat.models.small import build_small, causal_families, language_model_of, small_config
+
+Status = Literal["runs", "refused", "not built", "wrong"]
+
+SECONDS = 30
+"""Time that the check of one family may take, in seconds."""
+
+_MEMORY = 4 << 30  # bytes that the check of one family may allocate
+_TURNS = 40, 60, 100  # ids read
+_BUDGET = 64  # rows held at last
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class FamilyCheck:
+    """The result for one family.
+
+    Attributes:
+        family: name of the family, the `model_type` of its configuration.
+        status: `runs`; `refused`: sirchat does not run it; `not built`: no small model could be
+            built here; `wrong`: it runs, but its cache or its logits differ.
+        note: the limits of a family that runs; for the others, the reason. One line.
+    """
+
+    family: str
+    status: Status
+    note: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """Status and note as one phrase, such as `runs; compressed keys`."""
+        between = "; " if self.status == "runs" else ": "
+        return f"{self.status}{between if self.note else ''}{self.note}"
+
+
+def check_families(
+    families: Iterable[str] | None = None,
+    *,
+    check: Callable[[str], FamilyCheck] | None = None,
+    seconds: float = SECONDS,
+) -> Iterator[FamilyCheck]:
+    """Check each family in a process of its own; all that are installed if `families` is None.
+
+    `check` replaces `check_family`; a process that takes longer than `seconds` is ended.
+    """
+    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+    for family in causal_families() if families is None else families:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_report, args=(check or check_family, family, theirs))
+        process.start()
+        theirs.close()
+        try:
+            yield ours.recv() if ours.poll(seconds) else _ended(family, f"{seconds:g} s")
+        except EOFError:
+            process.join()
+            yield _ended(family, f"exit code {process.exitcode}")
+        finally:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _ended(family: str, why: str) -> FamilyCheck:
+    return FamilyCheck(family, "not built", f"the check did not end ({why})")
+
+
+def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) -> None:
+    """In a process of its own: check, and send the result. An interrupt is left to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    torch.set_num_threads(1)
+    try:
+        to.send(check(family))
+    except MemoryError:
+        to.send(_ended(family, "MemoryError"))
+
+
+@quiet_libraries()
+def check_family(family: str) -> FamilyCheck:
+    """Check one family, in this process."""
+    try:
+        config = small_config(family)
+        refuse_stateful_layers(config.get_text_config(decoder=True), "it")
+        module = build_small(family)
+    except ModelError as error:
+        return FamilyCheck(family, "refused", _in_short(error))
+    except Exception as error:  # transformers raises all kinds of errors
+        has_text = language_model_of(family) is not None
+        note = "reads images, too; its text part is checked" if has_text else _in_short(error)
+        return FamilyCheck(family, "not built", note)
+    try:
+        model = wrap_model("it", module, None)
+        worst, shifted = _largest_difference(model)
+        limits = list(_limits(model))
+    except ModelError as error:
+        return FamilyCheck(family, "refused", _in_short(error))
+    except Exception as error:
+        return FamilyCheck(family, "wrong", _in_short(error))
+    if _TOLERANCE < worst <= 100 * shifted <= 1:
+        limits.append("attention depends a little on how many tokens are held")
+    elif not worst <= _TOLERANCE:  # so, too, if it is NaN
+        return FamilyCheck(family, "wrong", f"differs from recomputation by {worst:.0e}")
+    return FamilyCheck(family, "runs", ", ".join(limits))
+
+
+def _in_short(error: Exception) -> str:
+    """An error in one short line: without its hint, the model's name, and details in brackets."""
+    text = " ".join(str(error.args[0] if error.args else error).split()) or type(error).__name__
+    if isinstance(error, ModelError):
+        text = re.sub(r"^\([^)]*\) | \(.*\)$", "", text.removeprefix("it "))
+    return shorten(text, 120, placeholder=" ...")
+
+
+def _limits(model: LoadedModel) -> Iterator[str]:
+    """What a model that runs does not support."""
+    if not model.exposes_attention:
+        yield "no attention weights"
+    if caches_latents(model):
+        yield "compressed keys"
+        return
+    try:
+        require_comparable_queries(model)
+    except ModelError:
+        yield "no recall by attention"
+
+
+def _largest_difference(model: LoadedModel) -> tuple[float, float]:
+    """Largest relative difference between the engine and the model's own computation.
+
+    The second number is the difference between two computations of the model for the same ids, at
+    positions that differ: nearly 0 if only the distance of two positions matters.
+
+    Two turns are read, the second one while the rows of the first are evicted. Then these are
+    restored, so the rows of the second turn move. A third turn is read under a smaller budget.
+    """
+    draw = random.Random(0)
+    first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)
+    roomy = CacheSettings(Sink(), budget=256, sinks=0, archive=1 << 30)
+    engine, own = Engine(model, roomy), _OwnCache(model.module)
+    _feed(engine, first, 0)
+    own.read(first)
+    rows = np.arange(len(first))
+    engine.contents.exclude(rows)
+    _feed(engine, second, 1)
+    pairs = [(_logits(engine), own.read_alone(second)[-1])]
+    engine.contents.exclude(rows, False)
+    engine.contents.switch(replace(roomy, budget=300))
+    for layer, (keys, values) in own.rows():
+        pairs.append((engine.cache.layer_keys(layer).clone(), keys))
+        pairs.append((engine.cache.layer_values(layer).clone(), values))
+    pairs.append((model.forward(third[:3], engine.cache), own.read(third[:3])))
+    engine.contents.switch(CacheSettings(Sink(), budget=_BUDGET))
+    _feed(engine, third, 2)
+    if engine.resident > _BUDGET or not _logits(engine).isfinite().all():
+        raise RuntimeError(f"a budget of {_BUDGET} tokens is not kept")
+    shifted = _difference(_OwnCache(model.module).read(second)[-1], pairs[0][1])
+    return max(_difference(ours, theirs) for ours, theirs in pairs), shifted
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+
+
+class _OwnCache:
+    """What the model itself computes, over transformers' cache, from which nothing is evicted."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._cache = DynamicCache(config=module.config)
+        for at, layer in enumerate(self._cache.layers):
+            if isinstance(layer, DynamicLayer):  # with a sliding window, it would drop rows
+                self._cache.layers[at] = DynamicLayer()
+        self._read = 0
+
+    @torch.inference_mode()
+    def read(self, ids: list[int]) -> Tensor:
+        """Read ids [m] after all rows; returns logits [m, V]."""
+        positions = torch.arange(self._read, self._read + len(ids))[None]
+        self._read += len(ids)
+        out = self._module(
+            input_ids=torch.tensor([ids]),
+            position_ids=positions,
+            use_cache=True,
+            **cache_argument(self._module, self._cache),
+        )
+        return torch.as_tensor(out.logits[0])
+
+    def read_alone(self, ids: list[int]) -> Tensor:
+        """Read ids as `read` does, at the same positions, but without seeing the rows before."""
+        before = dict(self.rows())
+        for layer in before:
+            self._cache.layers[layer] = DynamicLayer()
+        logits = self.read(ids)
+        for layer, after in dict(self.rows()).items():
+            self._cache.layers[layer] = DynamicLayer()
+            self._cache.layers[layer].update(
+                *(torch.cat(both, dim=2) for both in zip(before[layer], after, strict=True))
+            )
+        return logits
+
+    def rows(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Number, keys and values of each layer that has some."""
+        for at, layer in enumerate(self._cache.layers):
+            if isinstance(layer, DynamicLayer) and layer.keys is not None:
+                yield at, (layer.keys, layer.values)
+
+
+def _feed(engine: Engine, ids: list[int], turn: int) -> None:
+    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn, turn)))
+
+
+def _logits(engine: Engine) -> Tensor:
+    if engine.logits is None:
+        raise RuntimeError("nothing was read")
+    return engine.logits

@@ -1,0 +1,202 @@
+"""A summary of the whole chat: taken from it or written by the model, then pinned as a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from chatting import babbler, session, tiny
+from sirchat.chat.events import Event, Notice, Reading
+from sirchat.chat.last_reply import SUMMARY
+from sirchat.chat.rereading import undo_summaries
+from sirchat.chat.session import Session
+from sirchat.chat.summary import WAYS, pin_summary, summary
+from sirchat.errors import SettingError, UsageError
+from sirchat.models.model import LoadedModel
+
+FACT = "Dr. Halvorsen lives at 42 Mill Lane."
+
+
+def told(model: LoadedModel | None = None, after: int = 12, **settings: Any) -> Session:
+    """A chat in which a fact was told long ago."""
+    chosen = {"policy": "sink", "budget": 192, "max_new_tokens": 4, **settings}
+    chat = session(model or babbler(), **chosen)
+    list(chat.ask(f"Hello there! {FACT} I like it."))
+    for number in range(after):
+        list(chat.read_user(f"The weather is fine, and we walk in garden {number % 3}."))
+        list(chat.read_reply("Oh, I see. That is nice to hear."))
+    return chat
+
+
+def never() -> bool:
+    return False
+
+
+def made(
+    chat: Session, way: str = "extract", stops: Callable[[], bool] = never
+) -> tuple[str, list[Event]]:
+    """The summary, and the events on the way to it."""
+    events: list[Event] = []
+
+    def run() -> Generator[Event, None, str]:
+        return (yield from summary(chat, way, stops))
+
+    running = run()
+    while True:
+        try:
+            events.append(next(running))
+        except StopIteration as end:
+            return str(end.value), events
+
+
+def state(chat: Session) -> tuple[Any, ...]:
+    """All of a session: ledger, keys and values, text, undo points, settings."""
+    saved, rows = chat.save(), chat.rows()
+    assert rows is not None
+    assert saved.logits is not None
+    columns = [saved.rows[name] for name in saved.rows.dtype.names or ()]
+    arrays = (*columns, saved.held, saved.logits, rows.positions, rows.written_at)
+    return (
+        [one.tobytes() for one in arrays],
+        [one.numpy().tobytes() for one in rows.tensors],
+        deepcopy(chat.conversation),
+        [(one.text, one.turns) for one in chat.undoable],
+        chat.profile,
+        chat.last_reply,
+        chat.recalled,
+        chat.attention_paid(len(chat.turns) - 1),
+    )
+
+
+def pinned(chat: Session, turn: int) -> int:
+    rows = chat.snapshot().rows
+    return sum(row.turn == turn and "pinned" in row.flags for row in rows)
+
+
+@pytest.mark.parametrize("archive", ["ram", "off"])
+def test_a_fact_that_was_evicted_long_ago_stands_in_the_extract(archive: str) -> None:
+    chat = told(archive=archive)
+    assert "Halvorsen" not in "".join(row.text for row in chat.snapshot().rows)
+    text, _ = made(chat)
+    assert FACT in text
+
+
+def test_an_extract_is_whole_sentences_once_each_in_the_order_they_were_said() -> None:
+    chat = told(budget=320)
+    list(chat.read_user("My code is tangerine77. Is it?"))
+    list(chat.read_reply("<think>The zebra counts 999 quaggas.</think>It is tangerine77, yes."))
+    text, _ = made(chat)
+    assert text.index(FACT) < text.index("My code is tangerine77.")
+    assert text.count("garden 1") <= 1
+    assert "zebra" not in text
+    chat.erase("Halvorsen")
+    assert "Halvorsen" not in made(chat)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", [{}, {"recall": "bm25"}, {"archive": "off"}])
+def test_making_a_summary_leaves_the_conversation_bit_for_bit_as_it_was(
+    way: str, settings: dict[str, Any]
+) -> None:
+    chat = told(**settings)
+    list(chat.ask("Where does Dr. Halvorsen live?"))
+    before = state(chat)
+    assert made(chat, way)[0]
+    assert state(chat) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("budget", [128, 192, 1024])
+def test_a_summary_takes_at_most_a_quarter_of_the_budget(way: str, budget: int) -> None:
+    chat = told(budget=budget, after=24)
+    turn = len(chat.turns)
+    list(pin_summary(chat, made(chat, way)[0]))
+    assert chat.turns[turn].text.startswith(SUMMARY)
+    assert 8 < pinned(chat, turn) <= budget // 4
+
+
+def test_the_model_reads_the_whole_chat_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, asked = told(after=120), list[str]()
+    usual = Session.ask
+
+    def ask(self: Session, text: str, *rest: Any, **more: Any) -> Any:
+        asked.append(text)
+        return usual(self, text, *rest, **more)
+
+    monkeypatch.setattr(Session, "ask", ask)
+    text, events = made(chat, "model")
+    assert text
+    first = [one for one in asked if "User: " in one]
+    assert len(first) > 2
+    assert FACT in first[0]
+    assert sum(one.count("garden") for one in first) == 120
+    shares = [event.done / event.total for event in events if isinstance(event, Reading)]
+    assert len(shares) == len(events)
+    assert shares[:2] == [0.0, sorted(shares[:3])[1]]
+    assert shares[-1] == 1.0
+
+
+def test_a_stopped_model_leaves_no_summary() -> None:
+    chat, count = told(), iter(range(10**6))
+    before = state(chat)
+    assert made(chat, "model", lambda: next(count) > 5)[0] == ""
+    assert state(chat) == before
+
+
+def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
+    chat = told()
+    before, turn = state(chat), len(chat.turns)
+    events = list(pin_summary(chat, "Halvorsen: 42 Mill Lane."))
+    notes = [event.text for event in events if isinstance(event, Notice)]
+    assert notes == [f"the summary is turn {turn}, which is now pinned; /undo removes it"]
+    assert [one.role for one in chat.turns[turn:]] == ["user", "assistant"]
+    assert chat.turns[turn].text == SUMMARY + "Halvorsen: 42 Mill Lane."
+    assert pinned(chat, turn)
+    chat.undo()
+    assert state(chat)[:5] == before[:5]
+
+
+def test_it_is_said_if_the_policy_ignores_the_pin() -> None:
+    chat = told(policy="window")
+    first, *_ = (one for one in pin_summary(chat, "Mill Lane.") if isinstance(one, Notice))
+    assert first.text == "policy window ignores pins"
+
+
+def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
+    chat = told(budget=320)
+    turn = len(chat.turns)
+    list(pin_summary(chat, made(chat)[0]))
+    list(chat.ask("My code is tangerine77."))
+    second = len(chat.turns)
+    text, _ = made(chat)
+    assert FACT in text
+    assert "Noted" not in text
+    assert SUMMARY not in text
+    *_, note = list(pin_summary(chat, text))
+    assert "the former summary is no longer pinned" in str(note)
+    assert (pinned(chat, turn), pinned(chat, second)) == (0, pinned(chat, second))
+    assert pinned(chat, second)
+    chat.undo()
+    assert pinned(chat, turn)
+    list(pin_summary(chat, text))
+    undo_summaries(chat)  # as /retry and /edit do
+    assert len(chat.turns) == second
+    assert pinned(chat, turn)
+
+
+def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
+    with pytest.raises(UsageError, match="nothing to summarize"):
+        made(session(babbler()))
+    chat = told(tiny(), after=1, budget=64, recent=16)
+    with pytest.raises(SettingError, match="a quarter of it; a summary needs at least"):
+        made(chat)
+    chat = told(after=2)
+    chat.pin("turn 0")
+    chat.pin("turn 2")
+    before = state(chat)
+    with pytest.raises(SettingError, match="would be pinned, but budget 192 allows only 96"):
+        list(pin_summary(chat, "many words " * 40))
+    assert state(chat) == before

@@ -1,0 +1,99 @@
+"""`sirchat models families`: which families run, and that a wrong one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import __version__ as installed
+
+import sirchat.models
+from command import run
+from sirchat.engine import families
+from sirchat.engine.families import FamilyCheck, check_families, check_family
+from sirchat.memory.cache import LayerRotation
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.small import causal_families
+
+README = Path(sirchat.models.__file__).with_name("README.md")
+SAMPLE = [
+    *causal_families()[::16],
+    *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "gptj"),
+    *("helium", "mamba", "minicpm3", "nanochat"),
+]
+
+
+def table() -> dict[str, str]:
+    """For each family, what the README says of it."""
+    rows = re.findall(
+        r"^\| ((?:runs|refused|not built)[^|]*) \| (`.*`) \|$", README.read_text(), re.M
+    )
+    return {name: said for said, names in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def test_the_readme_names_every_family_of_the_installed_transformers() -> None:
+    assert sorted(table()) == sorted(causal_families()), f"transformers {installed} has others"
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_what_the_readme_says_of_a_family_is_so(family: str) -> None:
+    """For all families: `sirchat models families`, which takes about a minute."""
+    assert check_family(family).in_words == table()[family]
+
+
+def test_keys_that_do_not_move_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_a_rotation(*args: object) -> LoadedModel:
+        model = wrap_model(*args)  # type: ignore[arg-type]
+        return replace(model, rotations=[*model.rotations[:-1], LayerRotation(None)])
+
+    monkeypatch.setattr(families, "wrap_model", without_a_rotation)
+    found = check_family("llama")
+    assert found.status == "wrong"
+    assert found.note.startswith("differs from recomputation by")
+
+
+def difficult(family: str) -> FamilyCheck:
+    """A check that dies, never ends, or takes too much memory, as the name says."""
+    if family == "dies":
+        os._exit(3)
+    if family == "never ends":
+        time.sleep(60)
+    if family == "too large":
+        return FamilyCheck(family, "runs", str(len(bytearray(1 << 36))))
+    return FamilyCheck(family, "runs")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_family_that_dies_or_hangs_or_is_too_large_is_one_line_and_the_next_follows() -> None:
+    names = ["dies", "never ends", "too large", "well"]
+    found = list(check_families(names, check=difficult, seconds=0.5))
+    assert [one.family for one in found] == names
+    assert [one.in_words for one in found] == [
+        "not built: the check did not end (exit code 3)",
+        "not built: the check did not end (0.5 s)",
+        "not built: the check did not end (MemoryError)",
+        "runs",
+    ]
+
+
+def test_the_command_prints_a_line_for_each_family_and_counts_them() -> None:
+    done = run("models", "families", "minicpm3", "gpt2")
+    assert done.returncode == 0
+    runs, refused = done.stdout.splitlines()
+    assert re.fullmatch(r"minicpm3 +runs; compressed keys", runs)
+    assert re.match(r"gpt2 +refused: can't run with a limited cache", refused)
+    assert done.stderr == f"transformers {installed}: 1 runs, 1 refused\n".replace("runs", "run")
+    data = json.loads(run("models", "families", "llama", "--json").stdout)
+    assert data == [{"family": "llama", "status": "runs", "note": ""}]
+
+
+def test_an_unknown_family_is_one_line() -> None:
+    done = run("models", "families", "lama")
+    assert done.returncode == 2
+    assert "there is no family 'lama'" in done.stderr.replace('"', "'")
+    assert "did you mean llama?" in done.stderr
