@@ -71,6 +71,12 @@ class EventBuilder:
                 f"as the budget is {self.engine.budget}, these are the newest held tokens"
             )
             notices.append(Notice(text))
+        if model.kinds is not None:
+            text = (
+                "some layers of this model keep no tokens but a state, which has read every token: "
+                "a token that is evicted still has left its trace there"
+            )
+            notices.append(Notice(text))
         notices += self.clamped(profile.recall_n)
         notices += self.untrained(model.anchors)
         return [opening, *notices, *self.uncounted(model)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -73,7 +74,8 @@ def search(
     checkpoint, recorder = engine.checkpoint(), QueryRecorder()
     with engine.store.unlimited():
         try:
-            with observed_by(model.module, recorder) if needs.needs_queries else nullcontext():
+            attention = partial(observed_by, model.module, recorder, model.layer_numbers)
+            with attention() if needs.needs_queries else nullcontext():
                 for _ in engine.feed(ids[-longest:], roles[-longest:], at):
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)

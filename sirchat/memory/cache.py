@@ -13,10 +13,12 @@ A forward pass writes its new rows after the last row. They become held rows onl
 interrupted pass leaves the cache unchanged.
 
 A recurrent or convolution layer has a state of constant size, which has read every token. Evictions
-do not change it. `roll_back`, before each pass, removes what a pass that was not committed left.
+do not change it. `begin_pass` removes from it what a pass that was not committed has left.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from sirchat.memory.cache_layers import (
     LayerRotation,
     RowLayer,
     StateLayer,
-    new_layer,
+    new_layers,
 )
 from sirchat.memory.rope import CosSin
 from sirchat.memory.segments import Positions, Rows
@@ -44,10 +46,15 @@ class BoundedCache(Cache):  # type: ignore[misc]
     Held row number i is in slot i of every layer, unless extra rows are inserted before it.
 
     Args:
-        rotations: rotary position embedding of the keys and values, one entry per layer.
+        rotations: rotary position embedding of the keys and values, one entry for each layer that
+            has some. Only these layers are counted by all methods.
         capacity: number of rows to allocate.
         dtype: number type of the buffers; None for that of the first keys and values written.
-        kinds: the kind of each layer; None if all have keys and values only.
+        kinds: the kind of each layer of the model; None if all have keys and values only.
+        reads_singly: whether the model can continue a state by one token at a time only.
+
+    Attributes:
+        row_layers: the layers with keys and values, in order.
     """
 
     in_stream = False
@@ -59,18 +66,19 @@ class BoundedCache(Cache):  # type: ignore[misc]
         capacity: int,
         dtype: torch.dtype | None = None,
         kinds: list[LayerKind] | None = None,
+        reads_singly: bool = False,
     ) -> None:
+        self.reads_singly = reads_singly
         self._cursor = Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
         self._inserted = range(0)  # slots of the inserted rows
-        layers = [
-            new_layer(kind, self._cursor, rotation, dtype)
-            for kind, rotation in zip(kinds or [(True, 0)] * len(rotations), rotations, strict=True)
-        ]
+        layers = new_layers(kinds, self._cursor, rotations, dtype)
+        self.row_layers = [layer for layer in layers if isinstance(layer, RowLayer)]
         self._with_state = [layer for layer in layers if isinstance(layer, StateLayer)]
         self._state: CacheState = tuple({} for _ in self._with_state)
+        self._is_clean = True  # whether no pass has begun since the last commit
         super().__init__(layers=layers)
 
     @property
@@ -91,29 +99,41 @@ class BoundedCache(Cache):  # type: ignore[misc]
     @property
     def _tensors(self) -> list[CachedTensor]:
         """The tensors of the layers with keys and values: key of the first, its value, ..."""
-        return [tensor for layer in self._with_rows for tensor in layer.tensors]
+        return [tensor for layer in self.row_layers for tensor in layer.tensors]
 
     @property
-    def _with_rows(self) -> list[RowLayer]:
-        """The layers with keys and values."""
-        return [layer for layer in self.layers if isinstance(layer, RowLayer)]
+    def has_state(self) -> bool:
+        """Whether there are recurrent or convolution layers."""
+        return bool(self._with_state)
 
     @property
     def state(self) -> CacheState:
-        """The state of the recurrent and convolution layers; to go back to it, assign it."""
+        """The state of the recurrent and convolution layers; to go back to it, assign it.
+
+        The empty tuple stands for the state before the first token.
+        """
         return self._state
 
     @state.setter
     def state(self, state: CacheState) -> None:
-        self._state = state
+        self._state = state or tuple({} for _ in self._with_state)
+        self._is_clean = False
         self.roll_back()
 
     @torch.no_grad()
     def roll_back(self) -> None:
         """Undo what a pass that was not committed has changed in the state."""
+        if self._is_clean:
+            return
         self._cursor.written = 0
         for layer, state in zip(self._with_state, self._state, strict=True):
             layer.set_state(state)
+        self._is_clean = True
+
+    def begin_pass(self) -> None:
+        """Call this before each forward pass: what a pass without a commit has left is undone."""
+        self.roll_back()
+        self._is_clean = not self._with_state
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +142,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         buffers += [tensor for layer in self._state for tensor in layer.values()]
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    def commit(self, count: int, positions: Positions | range | None = None) -> None:
+    def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
         """Add to the held rows the `count` rows that a forward pass has written after them.
 
         `positions` [count] are the new rows' stream positions; by default they follow the last one.
@@ -133,7 +153,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
                 raise RuntimeError("a pass over layers with a state is committed as a whole")
             with torch.no_grad():
                 self._state = tuple(layer.copy_state() for layer in self._with_state)
-            self._cursor.written = 0
+            self._cursor.written, self._is_clean = 0, True
         if positions is None:
             first = int(self._stream[start - 1]) + 1 if start else 0
             positions = range(first, first + count)
@@ -168,7 +188,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         end, count = self.length, len(layers[0])
         self.grow_to(end + count)
         slots = torch.arange(start, start + count)
-        for layer, rows in zip(self._with_rows, layers, strict=True):
+        for layer, rows in zip(self.row_layers, layers, strict=True):
             new = torch.from_numpy(rows.positions) if self.in_stream else slots
             moves = CosSin(torch.from_numpy(rows.written_at), new)
             for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
@@ -298,8 +318,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         A list of tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, ...
         """
         slots = self.slots_of(rows)
-        with_rows = [at for at, one in enumerate(self.layers) if isinstance(one, RowLayer)]
-        views = [self._view(at, which)[0] for at in with_rows for which in (0, 1)]
+        views = [self._view(at, which)[0] for at in range(len(self.row_layers)) for which in (0, 1)]
         if len(slots) == self.length:
             return views
         return [one.index_select(1, slots.to(one.device)) for one in views]
@@ -309,10 +328,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return self._view(layer, 1)
 
     def _view(self, layer: int, which: int) -> Tensor:
-        one = self.layers[layer]
-        if not isinstance(one, RowLayer):
-            raise LookupError(f"layer {layer} has no keys and values")
-        buffer = one.tensors[which].buffer
+        buffer = self.row_layers[layer].tensors[which].buffer
         if buffer is None:
             raise LookupError(f"layer {layer} has not been written yet")
         view: Tensor = buffer[0, :, :, : self.length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,9 +217,24 @@ class RowAndStateLayer(StateLayer, RowLayer):
         LinearAttentionCacheLayerMixin.__init__(self, states)
 
 
-def new_layer(kind: LayerKind, cursor: Cursor, *args: Any) -> Any:
-    """An empty layer of that kind; `args` are those of `RowLayer` after the cursor."""
-    has_rows, states = kind
-    if states:
-        return RowAndStateLayer(states, cursor, *args) if has_rows else StateLayer(states)
-    return RowLayer(cursor, *args) if has_rows else DummyLayer()
+def new_layers(
+    kinds: list[LayerKind] | None,
+    cursor: Cursor,
+    rotations: Sequence[LayerRotation],
+    dtype: torch.dtype | None,
+) -> list[Any]:
+    """Empty layers of these kinds; `rotations` has one entry for each layer with rows."""
+    rest, layers = iter(rotations), list[Any]()
+    for has_rows, states in [(True, 0)] * len(rotations) if kinds is None else kinds:
+        of_rows = (cursor, next(rest), dtype) if has_rows else ()
+        if states:
+            layers.append(RowAndStateLayer(states, *of_rows) if has_rows else StateLayer(states))
+        else:
+            layers.append(RowLayer(*of_rows) if has_rows else DummyLayer())
+    return layers
+
+
+def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """The number of each layer with rows among those layers, by its number in the model."""
+    with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
+    return {number: at for at, number in enumerate(with_rows)}

@@ -8,7 +8,7 @@ result to the observers. No module is patched, and the logits do not change.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class AttentionCall:
     """The arguments and the result of one layer's attention in one forward pass.
 
     Attributes:
-        layer: the layer's number, from 0.
+        layer: the layer's number, from 0, among those with keys and values.
         queries: [1, H_q, m, D], rotated; they belong to the last m rows of the keys.
         keys: [1, H, n, D], rotated.
         mask: as the model passes it, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to
@@ -94,7 +94,7 @@ class QueryRecorder:
         """The unrotated queries of each layer; the list ends before a layer that was not observed.
 
         Args:
-            rotations: one for each layer of the model.
+            rotations: one for each layer with keys and values.
         """
         out = []
         for layer, rotation in enumerate(rotations):
@@ -109,17 +109,22 @@ class QueryRecorder:
         return out
 
 
-_OBSERVERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("observers", default=())
+_Observing = tuple[AttentionObserver, Mapping[int, int]]  # with the numbers of the layers
+
+_OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
 
 
 @contextmanager
-def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
+def observed_by(
+    module: Any, observer: AttentionObserver, numbers: Mapping[int, int] | None = None
+) -> Iterator[None]:
     """Within this block, `observer` receives the attention of each forward pass of `module`.
 
-    It receives nothing if the model's attention function cannot be replaced.
+    It receives nothing if the model's attention function cannot be replaced. If some layers have no
+    keys and values, `numbers` are the numbers of the others, see `layer_numbers`.
     """
     install_hook(module)
-    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    token = _OBSERVERS.set((*_OBSERVERS.get(), (observer, numbers or {})))
     try:
         yield
     finally:
@@ -160,8 +165,8 @@ def _hooked(usual: str) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
-        for observer in _OBSERVERS.get():
-            layer = int(module.layer_idx)
+        for observer, numbers in _OBSERVERS.get():
+            layer = numbers.get(int(module.layer_idx), int(module.layer_idx))
             observer.observe(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
         return out
 

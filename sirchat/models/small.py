@@ -53,6 +53,7 @@ _LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attenti
 _ATTENTION = ["full_attention"]
 _LINEAR = ["linear_attention"]
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3, 5]},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4}
