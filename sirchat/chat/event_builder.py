@@ -71,7 +71,7 @@ class EventBuilder:
                 f"as the budget is {self.engine.budget}, these are the newest held tokens"
             )
             notices.append(Notice(text))
-        if model.kinds is not None:
+        if model.has_state:
             text = (
                 "some layers of this model keep no tokens but a state, which has read every token: "
                 "a token that is evicted still has left its trace there"

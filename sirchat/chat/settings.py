@@ -206,7 +206,7 @@ def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
 
     An anchor attends to its own sequence only, but a state has read all tokens.
     """
-    if model.kinds is not None and build_policy(profile).compacts_at_anchors:
+    if model.has_state and build_policy(profile).compacts_at_anchors:
         raise SettingError(
             f"{source}: policy can't be {profile.policy}: {model.name} has layers with a state, "
             "which read every token",

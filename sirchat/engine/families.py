@@ -22,7 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, TurnRef
@@ -211,7 +216,11 @@ class _OwnCache:
         self._module, self._singly = model.module, model.reads_singly
         self._cache = DynamicCache(config=model.module.config)
         for at, layer in enumerate(self._cache.layers):
-            if isinstance(layer, DynamicSlidingWindowLayer):  # it would drop rows
+            # With a sliding window, a layer would drop rows.
+            if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
+                states = LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+                self._cache.layers[at] = states
+            elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._cache.layers[at] = DynamicLayer()
         self._read = 0
 

@@ -85,6 +85,11 @@ class QueryRecorder:
         """Whether no layer was observed yet."""
         return not self._parts
 
+    @property
+    def passes(self) -> list[int]:
+        """How often each layer was observed, in the order of their numbers."""
+        return [len(self._parts[layer]) for layer in sorted(self._parts)]
+
     def observe(self, call: AttentionCall) -> None:
         start = call.keys.shape[2] - call.queries.shape[2]
         self._parts.setdefault(call.layer, []).append((call.queries[0].clone(), start))
@@ -165,8 +170,9 @@ def _hooked(usual: str) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
-        for observer, numbers in _OBSERVERS.get():
-            layer = numbers.get(int(module.layer_idx), int(module.layer_idx))
+        layer = module.layer_idx
+        for observer, numbers in _OBSERVERS.get() if layer is not None else ():
+            layer = numbers.get(int(layer), int(layer))
             observer.observe(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
         return out
 

@@ -74,8 +74,8 @@ class LoadedModel:
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
-        kinds: for a hybrid model, the kind of each layer; None if all have keys and values only.
-        reads_singly: whether the state of a hybrid model continues by one token at a time only.
+        kinds: the kind of each layer; None if all have keys and values only.
+        reads_singly: whether layers with a state continue it by one token at a time only.
     """
 
     name: str
@@ -85,8 +85,8 @@ class LoadedModel:
     context_length: int
     window: int | None
     scorer: Scorer
-    kinds: list[LayerKind] | None = None
-    reads_singly: bool = False
+    kinds: list[LayerKind] | None
+    reads_singly: bool
 
     @property
     def vocab_size(self) -> int:
@@ -110,8 +110,13 @@ class LoadedModel:
 
     @cached_property
     def layer_numbers(self) -> dict[int, int]:
-        """For a hybrid model, see the function `layer_numbers`; else empty."""
+        """See the function `layer_numbers`; empty if `kinds` is None."""
         return layer_numbers(self.kinds or [])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are recurrent or convolution layers, whose state has read every token."""
+        return any(states for _, states in self.kinds or [])
 
     @cached_property
     def device(self) -> torch.device:
@@ -180,7 +185,8 @@ class LoadedModel:
         """Whether attention weights can be observed; tested once, by a forward pass."""
         recorder = QueryRecorder()
         self.forward([0], self.new_cache(1), observer=recorder)
-        return not recorder.is_empty
+        once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
+        return once if self.has_state else not recorder.is_empty
 
     @cached_property
     def anchors(self) -> Anchors | None:
@@ -257,7 +263,7 @@ class LoadedModel:
         positions: Sequence[int] | None,
     ) -> dict[str, Any]:
         cache.begin_pass()
-        if self.kinds and visible is not None:
+        if visible is not None and self.has_state:
             raise ModelError(f"{self.name} has layers with a state, which read every token")
         if self.kinds and positions is None:  # some do not count what the cache holds
             positions = range(cache.length, cache.length + len(ids))

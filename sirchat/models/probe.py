@@ -74,7 +74,7 @@ def sliding_window(config: Any) -> int | None:
     if (
         window
         and getattr(config, "use_sliding_window", True)
-        and (not kinds or "sliding_attention" in kinds)
+        and (not kinds or any("sliding" in str(kind) for kind in kinds))
     ):
         return int(window)
     return None

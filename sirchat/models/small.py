@@ -70,6 +70,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", *_ATTENTION] * 3,
     },
+    "granitemoehybrid": {"layer_types": [*_LINEAR, *_ATTENTION] * 3},
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "hrm_text": {"num_hidden_layers": 16},
     "lfm2": {"layer_types": ["conv", *_ATTENTION] * 3},

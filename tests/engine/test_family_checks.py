@@ -16,7 +16,7 @@ import sirchat.models
 from command import run
 from sirchat.engine import families
 from sirchat.engine.families import FamilyCheck, check_families, check_family
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.small import causal_families
 
