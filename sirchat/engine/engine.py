@@ -41,6 +41,8 @@ from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.segments import Positions, Rows
 
+_REBUILT_AT_ONCE = 256  # ids in one pass
+
 
 class Engine:
     """Reads and generates the ids of one conversation; has its KV cache and its ledger.
@@ -250,16 +252,28 @@ class Engine:
     def rebuild_state(self) -> None:
         """For layers with a state: let them read the whole stream again, without erased tokens.
 
-        Meanwhile attention sees the newest tokens, as many as the budget allows. Held rows stay.
+        Meanwhile attention sees the sinks and the newest tokens, as many as the budget allows. Held
+        rows stay.
         """
         if not self.cache.has_state:
             return
         self.cache.state = ()
-        flags, budget = self.ledger.column("flags"), self.contents.budget
+        flags, total = self.ledger.column("flags"), self.contents.budget.total
         stay = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
-        ids = self.ledger.column("token_id")[stay].tolist()
+        sinks = min(self.contents.budget.sinks, total // 2)
+        size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
+        cache = self._model.new_cache(min(total, len(stay)))
+        cache.in_stream = self.cache.in_stream
         with self._model.several_passes():
-            self.cache.state = self.reader.state_after(ids, stay, budget.total, budget.sinks)
+            for start in range(0, len(stay), size):
+                at = stay[start : start + size]
+                leaving = max(0, cache.length + len(at) - total)  # so many rows after the sinks
+                slots = torch.arange(cache.length)
+                cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
+                ids, positions = self.ledger.column("token_id")[at].tolist(), at.tolist()
+                self._model.read(ids, cache, positions=positions if cache.in_stream else None)
+                cache.commit(len(at), at)
+        self.cache.state = cache.state
 
     def save(self) -> EngineState:
         """Return all that a saved conversation needs to continue, except keys and values."""

@@ -25,9 +25,7 @@ from sirchat.engine.attention_tracker import (
 from sirchat.engine.records import ContinuationScore, TurnRef
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.segments import Positions
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
@@ -137,8 +135,9 @@ class Reader:
 
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
         self._model, self._cache, self._ledger = model, cache, ledger
-        most = max(1, PASS_BYTES // (4 * model.vocab_size))
-        self._rows_per_pass = 1 if cache.reads_singly else most
+        self._rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
+        if cache.reads_singly:
+            self._rows_per_pass = 1
         self.logits: Tensor | None = None
         self._ahead: _Ahead | None = None
 
@@ -366,26 +365,6 @@ class Reader:
             cache.keep(rows)
             cache.state = state
         return torch.cat(logits)
-
-    def state_after(
-        self, ids: Sequence[int], positions: Positions, most: int, sinks: int
-    ) -> CacheState:
-        """The state of recurrent and convolution layers after `ids` [n], at stream `positions` [n].
-
-        Meanwhile attention sees at most `most` tokens: the first `sinks` ones and the newest. The
-        tokens that are held and those that count as read stay the same.
-        """
-        cache = self._model.new_cache(min(most, len(ids)))
-        cache.in_stream, size = self._cache.in_stream, max(1, (most - sinks) // 4)
-        size = min(size, self._rows_per_pass)
-        for start in range(0, len(ids), size):
-            part, at = ids[start : start + size], positions[start : start + size]
-            room = max(0, cache.length + len(part) - most)  # so many rows after the sinks leave
-            slots = torch.arange(cache.length)
-            cache.keep(slots[(slots < sinks) | (slots >= sinks + room)])
-            self._model.read(part, cache, positions=self._in_stream(at.tolist()))
-            cache.commit(len(part), at)
-        return cache.state
 
     def _read(
         self,

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,7 +29,7 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
-from sirchat.models.names import locate
+from sirchat.models.names import locate, unloadable
 from sirchat.models.packed import SharedWeights, can_pack_four_bits, pack_module, packed_buffers
 from sirchat.models.probe import (
     cache_argument,
@@ -110,7 +109,7 @@ class LoadedModel:
 
     @cached_property
     def layer_numbers(self) -> dict[int, int]:
-        """See the function `layer_numbers`; empty if `kinds` is None."""
+        """See `cache_layers.layer_numbers`; empty if `kinds` is None."""
         return layer_numbers(self.kinds or [])
 
     @property
@@ -443,14 +442,6 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def unloadable(name: str, error: Exception) -> ModelError:
-    """The ModelError that says, in one line, why a model can't be loaded."""
-    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
-    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)
 
 
 def no_attention_reason(model: LoadedModel) -> str:

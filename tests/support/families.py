@@ -132,6 +132,7 @@ _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "layer_types": _MIXED,
+        "head_dim": 16,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
