@@ -92,6 +92,8 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
 
 def state_kinds(config: Any) -> list[LayerKind] | None:
     """The kind of each layer of a hybrid model; None if all layers have keys and values only."""
+    if not hasattr(config, "num_hidden_layers"):
+        return None
     kinds = layer_kinds(config)
     return None if all(kind == (True, 0) for kind in kinds) else kinds
 
@@ -107,7 +109,11 @@ def refuse_unsupported_layers(config: Any, name: str) -> None:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; sirchat runs causal language models")
-    if not any(has_rows for has_rows, _ in layer_kinds(config)):
+    try:
+        own = state_kinds(config)
+    except KeyError as error:
+        raise ModelError(f"{name} has {error.args[0]} layers; sirchat doesn't know them") from error
+    if own is not None and not any(has_rows for has_rows, _ in own):
         raise ModelError(
             f"{name} has no attention layers, so there is nothing to evict",
             hint="choose a model with attention, or with attention beside recurrent layers",

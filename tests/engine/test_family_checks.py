@@ -24,7 +24,7 @@ README = Path(sirchat.models.__file__).with_name("README.md")
 SAMPLE = [
     *causal_families()[::16],
     *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "gptj"),
-    *("helium", "mamba", "minicpm3", "nanochat"),
+    *("helium", "jamba", "lfm2", "mamba", "minicpm3", "nanochat", "qwen3_next", "zamba2"),
 ]
 
 
