@@ -1,1 +1,1 @@
-"""A conversation with one model: turns in, events out, settings that switch in the middle."""
+"""A conversation with one model: reads and answers turns, yields events, switches settings."""

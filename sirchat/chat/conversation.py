@@ -1,4 +1,4 @@
-"""The state of a conversation beside the engine's: turns, rounds, pending ids, costs, undo."""
+"""The state of a conversation that the engine does not hold: turns, costs, undo points."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sirchat.chat.events import Finish
 from sirchat.engine.records import EngineCheckpoint
 
 UNDO_DEPTH = 64
-"""Number of user turns that can be undone; without an archive only one can."""
+"""The most user turns that can be undone; if the archive is off, only the last one can be."""
 
 
 @dataclass
 class TurnStats:
-    """What one turn cost so far."""
+    """What one turn took so far: tokens read, generated and evicted, and time in seconds."""
 
     index: int
     role: str
@@ -28,7 +28,7 @@ class TurnStats:
 
 @dataclass
 class Turn:
-    """One message: who spoke, the text, and why it ended."""
+    """One message: the role that wrote it, its text, and why it ended."""
 
     role: str
     text: str = ""
@@ -37,18 +37,21 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The state of a session, without its engine's state.
+    """The state of a conversation, but for its tokens and cache, which the engine has.
 
     Attributes:
         turns: all messages; the last one may be incomplete.
         round: number of user turns so far.
-        in_round: whether the reply to the last user turn is not yet complete.
+        in_round: true until the reply to the last user turn is complete.
         system: stream positions of the current system prompt.
         prompt: text of the current system prompt.
-        reply: cost of the current reply, or of the last one.
-        pending_ids: closing ids to read before the next turn, to keep the conversation well-formed.
-        totals: costs of the whole conversation.
+        reply: tokens and seconds of the current reply, or of the last one.
+        pending_ids: ids of the chat template that a turn lacks because it was cut off; they are
+            read before the next turn.
+        totals: generated tokens, and seconds, of the whole conversation.
         attempt: number of retries of the last turn.
+        repinned: if the chat was read anew, how many of the tokens that the user had pinned were
+            pinned again, and how many were not.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -60,6 +63,7 @@ class Conversation:
     pending_ids: list[int] = field(default_factory=list)
     totals: TurnStats = field(default_factory=lambda: TurnStats(0, ""))
     attempt: int = 0
+    repinned: tuple[int, int] = (0, 0)
 
     @property
     def roles(self) -> list[str]:
@@ -72,13 +76,13 @@ class Conversation:
         return max(0, len(self.turns) - 1)
 
     def begin(self, role: str) -> TurnStats:
-        """Begin a turn of this role; returns the record of its costs, all of them 0."""
+        """Begin a turn of this role; returns its counts of tokens and seconds, which are all 0."""
         stats = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
         return stats
 
     def finish(self, stats: TurnStats, text: str) -> None:
-        """Store the text of a turn, and add its cost to the totals."""
+        """Store the text of a turn, and add its tokens and seconds to the totals."""
         self.turns[stats.index] = Turn(stats.role, text, stats.finish)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
@@ -87,10 +91,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class UndoPoint:
-    """The state at the beginning of a user turn with this `text`, for undo.
+    """The state just before a user turn, to which undo returns; `text` is what that turn says.
 
-    `pin_system` and `budget` are the settings at that time. Of the turns only their number is
-    kept, because earlier turns never change.
+    `pin_system` and `budget` are the settings at that time. `turns` is the number of earlier turns;
+    the turns themselves are not copied, because they never change.
     """
 
     checkpoint: EngineCheckpoint
@@ -104,7 +108,7 @@ class UndoPoint:
     def of(
         now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool, budget: int
     ) -> UndoPoint:
-        """An undo point for the present state."""
+        """Make an undo point of the present state: `now`, and the engine's `checkpoint`."""
         turns = now.turns
         now.turns = []
         try:
@@ -113,5 +117,5 @@ class UndoPoint:
             now.turns = turns
 
     def conversation(self, now: Conversation) -> Conversation:
-        """The conversation at this undo point; `now` is the present one, whose turns are used."""
+        """The conversation as it was at this undo point; its turns are taken from `now`."""
         return replace(self.state, turns=now.turns[: self.turns])

@@ -1,4 +1,4 @@
-"""Makes events from the engine's records and the conversation's counts."""
+"""Makes the events of a session from what the engine reports and the conversation counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
-    """Makes events from what happened in one engine.
+    """Makes the events of a session from what its engine reports.
 
     Args:
         engine: the engine that the events are about.
@@ -50,12 +50,12 @@ class EventBuilder:
     with_tokens: bool
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
-        """A record of each token at these stream positions (ascending), held or not."""
+        """A record of each token at these stream positions (ascending), in the cache or not."""
         scores = policy_scores(self.engine, positions)
         return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
     def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
-        """The event that begins a session, and notices about problems of this model and profile."""
+        """The event that begins a session; then notices of settings that do not suit this model."""
         opening = Started(
             version=__version__,
             model=model.name,
@@ -67,8 +67,8 @@ class EventBuilder:
         notices = []
         if model.window is not None and self.engine.budget > model.window:
             text = (
-                f"some layers of this model see only the newest {model.window} tokens; "
-                f"as the budget is {self.engine.budget}, these are the newest held tokens"
+                f"some layers of this model attend only to the newest {model.window} held tokens, "
+                f"not to all {self.engine.budget} that the budget allows"
             )
             notices.append(Notice(text))
         if model.has_state:
@@ -82,11 +82,11 @@ class EventBuilder:
         return [opening, *notices, *self.uncounted(model)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
-        """The event for rows that were evicted during a turn."""
+        """The event for tokens that were evicted during the turn with index `turn`."""
         return Evicted(turn, **self._counts(record))
 
     def moved(self, turn: int, records: Sequence[EvictedRows | RestoredRows]) -> list[Event]:
-        """The events for rows that were evicted or restored after a turn."""
+        """One event for each record of tokens that were evicted or restored after turn `turn`."""
         return [
             self.evicted(turn, record)
             if isinstance(record, EvictedRows)
@@ -103,7 +103,10 @@ class EventBuilder:
         turns: tuple[RecalledTurn, ...],
         seconds: float,
     ) -> Recalled:
-        """The event for rows recalled for a turn; `released`: positions recalled before it."""
+        """The event for archived tokens that were restored to the cache for a turn.
+
+        `released` are the positions of tokens that were restored for the turn before.
+        """
         positions = self.engine.contents.recalled_positions
         return Recalled(
             turn=turn,
@@ -119,7 +122,7 @@ class EventBuilder:
         )
 
     def done(self, stats: TurnStats, text: str) -> TurnDone:
-        """The event for a turn that is over."""
+        """The event for a finished turn with this `text`; `stats` has its tokens and seconds."""
         return TurnDone(
             text=text,
             resident=self.engine.resident,
@@ -130,7 +133,7 @@ class EventBuilder:
         )
 
     def ended(self, now: Conversation) -> Ended:
-        """The event that ends the session of this conversation."""
+        """The event that ends a session, with the totals of the conversation `now`."""
         return Ended(
             turns=len(now.turns),
             seen=self.engine.ledger.seen,
@@ -141,7 +144,10 @@ class EventBuilder:
         )
 
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
-        """One event per changed setting; the first event says how many rows were `restored`."""
+        """One event for each changed setting, and notices of settings that have no effect.
+
+        The first event gives `restored`, the number of archived tokens that the change restored.
+        """
         events: list[Event] = []
         for name in type(before).model_fields:
             old, new = getattr(before, name), getattr(after, name)
@@ -158,7 +164,7 @@ class EventBuilder:
         return events
 
     def clamped(self, recall_n: int | str) -> list[Notice]:
-        """A notice if fewer than `recall_n` tokens can be recalled; none if it is "auto"."""
+        """A notice if the budget lets recall restore fewer than `recall_n` tokens, a number."""
         settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
         if settings.recall is None or not settings.policy.bounded:
             return []
@@ -172,7 +178,7 @@ class EventBuilder:
         ]
 
     def untrained(self, anchors: Anchors | None) -> list[Notice]:
-        """A notice if the policy needs anchors and the model was not trained with anchors."""
+        """A notice if the policy needs anchor tokens, and the model was not trained with any."""
         if not self.engine.settings.policy.compacts_at_anchors or anchors is not None:
             return []
         return [
@@ -185,14 +191,14 @@ class EventBuilder:
         ]
 
     def uncounted(self, model: LoadedModel) -> list[Notice]:
-        """A notice if the policy uses attention and the model does not expose it."""
+        """A notice if the policy uses attention weights, and the model does not expose them."""
         if self.engine.settings.attention_stats is None or model.exposes_attention:
             return []
         policy = type(self.engine.settings.policy).__name__.lower()
         return [Notice(f"{no_attention_reason(model)}; policy {policy} works without them")]
 
     def problems(self) -> list[Notice]:
-        """Notices of archive problems since the last call; they do not end the conversation."""
+        """Notices of errors of the archive since the last call; the chat goes on after them."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:

@@ -6,22 +6,24 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
-"""Why a turn ended. In the order of the names: an end token, a control token that does not belong
-in a reply (it is neither shown nor held), the length limit, Ctrl-C, a full context, or `read`: the
-turn was read, not generated."""
+"""Why a turn ended.
+
+`stop`: the model generated an end token. `control`: it generated a control token that does not
+belong in a reply, and is neither shown nor held. `length`: the reply has `max_new_tokens` tokens.
+`interrupt`: Ctrl-C. `context`: the model's context is full. `read`: the turn was not generated.
+"""
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token of the ledger.
+    """One token of the conversation, in the cache or not.
 
     Attributes:
         position: index in the stream, from 0.
         surprisal: in nats; null for the first token of the stream.
-        decayed_surprisal: surprisal after the decays so far, in nats.
-        score: the policy's score, which ranks the held tokens; null for a policy without
-            scores.
-        arrival_key: random, uniform in [0, 1).
+        decayed_surprisal: the surprisal times the decay factors of the rounds since, in nats.
+        score: the policy's score: low ones are evicted first; null for a policy without scores.
+        arrival_key: the token's own random number, uniform in [0, 1).
         flags: names of the token's other properties, such as `sink` and `pinned`.
         attention: attention received so far; null if attention was never counted.
     """
@@ -40,7 +42,7 @@ class TokenRow:
 
     @property
     def rank_key(self) -> float:
-        """The number by which tokens are ordered: the score, or, without one, the surprisal."""
+        """The number by which tokens are ordered: `score`, or, if null, `decayed_surprisal`."""
         return self.decayed_surprisal if self.score is None else self.score
 
     @property
@@ -52,14 +54,18 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all records; `kind` is "event" in the JSON, or empty for a record not printed."""
+    """Base class of all events.
+
+    `kind` is the value of the field "event" in the JSON; it is empty if `--json` prints no line for
+    such events.
+    """
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class Reading(Event):
-    """Progress of reading a turn, in tokens."""
+    """Progress of reading a turn: `done` of its `total` tokens are read."""
 
     done: int
     total: int
@@ -87,10 +93,11 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class TurnDone(Event):
-    """A turn was read or generated completely, its closing ids included.
+    """A turn was read or generated completely, up to the end tokens of the chat template.
 
-    In this turn, `tokens_in` tokens were read, `tokens_out` generated and `evicted` evicted;
-    `resident` tokens are held now; `seen` were read since the start. `finish`: why the turn ended.
+    In this turn, `tokens_in` tokens were read, `tokens_out` generated and `evicted` evicted. Now
+    `resident` tokens are held, of which recall restored `recalled` for this round; `seen` tokens
+    were read or generated since the start. `finish` is the reason why the turn ended.
     """
 
     kind: ClassVar[str] = "turn"
@@ -123,7 +130,7 @@ class Evicted(Event):
 
 @dataclass(frozen=True)
 class Restored(Event):
-    """Archived tokens at these stream positions are held again, after turn `turn`."""
+    """Archived tokens at these stream positions were restored to the cache after turn `turn`."""
 
     kind: ClassVar[str] = "restore"
     turn: int
@@ -135,10 +142,10 @@ class Restored(Event):
 
 @dataclass(frozen=True)
 class RecalledTurn:
-    """A turn of which `tokens` tokens were restored.
+    """An earlier turn, of index `turn`, of which recall restored `tokens` tokens.
 
-    `words` are those of the new turn that it shares, the rarest first; empty if words were not
-    compared.
+    `words` are words that this turn shares with the new turn, the rarest first; empty if recall did
+    not compare words.
     """
 
     turn: int
@@ -150,10 +157,10 @@ class RecalledTurn:
 class Recalled(Event):
     """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
-    `scores` are the retriever's weighted scores: how well each token fits the turn. The tokens at
-    `released`, restored for the turn before, were evicted first. With scope layer a token may be
-    restored in some layers only. `turns` are the turns that they belong to, in order. `seconds` is
-    the time that all this took, the search included.
+    `scores` has one number for each position: how well the token fits the turn. `released` are the
+    positions of tokens that were restored for the turn before, and were evicted first. `turns` are
+    the turns of the restored tokens, in order. `seconds` is the time of search and restoring. If
+    the setting `recall_scope` is layer, a token may be restored in some layers only.
     """
 
     kind: ClassVar[str] = "recall"
@@ -171,7 +178,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """A setting changed; `restored` is the number of archived tokens that are held again."""
+    """The setting `what` changed; `restored`: number of archived tokens restored by this change."""
 
     kind: ClassVar[str] = "switch"
     what: str
@@ -183,7 +190,7 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """Tokens were pinned or unpinned; `tokens` is their number."""
+    """Tokens were pinned, or, if `pinned` is false, unpinned; `tokens` is their number."""
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -202,7 +209,7 @@ class Erased(Event):
 
 @dataclass(frozen=True)
 class Undone(Event):
-    """The turn of index `turn` and all later ones were undone; `text` is what the user had said."""
+    """The user turn of index `turn`, which says `text`, and all later turns were undone."""
 
     kind: ClassVar[str] = "undo"
     turn: int
@@ -213,7 +220,7 @@ class Undone(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """Something the user should know."""
+    """A message to the user, such as that a setting has no effect."""
 
     kind: ClassVar[str] = "notice"
     text: str
@@ -221,7 +228,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends; the event has the seconds that reading and generating took."""
+    """A session ends: its turns and tokens, and the seconds spent on reading and on generating."""
 
     kind: ClassVar[str] = "end"
     turns: int
@@ -236,7 +243,7 @@ _RENAMED = {"old": "from", "new": "to"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The record as a JSON object; its field `tokens` is left out if it is None."""
+    """The event as a dictionary for JSON; the field `tokens` is left out if it is None."""
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)

@@ -1,4 +1,4 @@
-"""The last reply: what it attended to, and the same message answered once under other settings."""
+"""Shows what the last reply attended to, and answers its message again under other settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # that module imports this one
     from sirchat.chat.session import Session
 
 SUMMARY = "Summary of our conversation so far, by the assistant: "
-"""How a turn begins that the model wrote for `/summarize`, and not the user."""
+"""The beginning of every summary; a summary is a user turn that `/summarize` adds."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Reply:
 
 
 def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
-    """Indices of the user's last message that has a reply, and of the reply; None without any.
+    """The indices of the last user turn that has a reply, and of this reply; None if there is none.
 
-    Summaries, which the user did not write, are left out.
+    Summaries, which are user turns that the user did not write, are skipped.
     """
     for index in range(len(turns) - 1, 0, -1):
         asked = turns[index - 1]
@@ -51,7 +51,7 @@ def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
 
 
 def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
-    """The last of these turns, if it is a reply."""
+    """The last of these turns as a Reply; None if it is not a turn of the model."""
     if not turns or turns[-1].role != "assistant":
         return None
     is_said = ledger.column("role") == Role.ASSISTANT
@@ -65,9 +65,9 @@ class AttentionPaid:
 
     Attributes:
         start: stream position of the reply's first token.
-        held: positions held when the reply ended; None if that is not known.
-        shares: by position, the attention that held tokens got; 1 is the mean of these tokens.
-            None if the model exposes no attention.
+        held: positions of the tokens in the cache when the reply ended; None if not known.
+        shares: by position, the attention that each held token got, divided by the mean of these
+            tokens. None if the model exposes no attention.
     """
 
     start: int
@@ -78,11 +78,12 @@ class AttentionPaid:
 def attention_paid(
     engine: Engine, turn: int, at_reply: tuple[int, Positions], sinks: int
 ) -> AttentionPaid:
-    """The attention that the reply `turn` paid; the reply is read once more, and nothing changes.
+    """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    Sinks and the template's tokens are left out: models attend to them whatever they say.
-    `at_reply` are the number of tokens seen when the last reply of this run ended, and positions
-    held then: only these count. If more was read or undone since, all that are held now count.
+    To measure it, the reply is read once more; this changes nothing. The first `sinks` tokens and
+    the chat template's tokens are left out: models attend to these whatever the text is. `at_reply`
+    is the number of tokens seen when the last reply ended, and the positions held then. If nothing
+    was read or undone since, only those positions count; else all that are held now.
     """
     ledger, (seen, held_then) = engine.ledger, at_reply
     then = frozenset(held_then.tolist()) if seen == engine.ledger.seen else None
@@ -104,9 +105,10 @@ def attention_paid(
 
 
 def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...]] | None:
-    """The turn before turn `asked` that shares most words with it, and these words, rarest first.
+    """The turn before turn `asked` that shares the most words with it: its index and these words.
 
-    Words that tell little do not count; a question counts half. None if no word is shared.
+    Rare words count more, and come first; common English words do not count. For a turn that ends
+    with a question mark, the score is halved. None if no earlier turn shares a word.
     """
     texts = [_telling(turn.text) for turn in turns[:asked]]
     wanted = _telling(turns[asked].text)
@@ -128,9 +130,11 @@ def _telling(text: str) -> set[str]:
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
-    """Settings under which all tokens are held that the model's context has room for; and a note.
+    """The settings to change so that `/retry full` holds as many tokens as the context allows.
 
-    No settings if nothing was evicted. Raises UsageError if what was evicted is not archived.
+    Also returns a note, which is empty unless the chat is longer than the model's context. The
+    settings are empty if no token is evicted now. Raises UsageError if the archive is off, because
+    evicted tokens then can't be restored.
     """
     profile, model = session.profile, session.model
     if session.resident == session.seen:
@@ -138,7 +142,7 @@ def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     if profile.archive == "off":
         raise UsageError(
             "/retry full: the archive is off, so what was evicted can't be restored",
-            hint="/set archive ram archives from now on",
+            hint="/set archive ram archives the tokens that are evicted from now on",
         )
     to_come = profile.max_new_tokens + len(session.template.closing)
     if session.seen + to_come <= model.context_length:
@@ -153,11 +157,11 @@ def retry_under(
     describe: Callable[[Session], str],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Answer the last message once under the settings `updates`; then all is as it was before.
+    """Answer the user's last message again, this once under the settings `updates`.
 
-    The new reply takes the place of the old one: the cache holds what it would hold if the model
-    had given this reply under the usual settings. For this the turn is read, and the reply written
-    token by token, a second time. `describe` returns a note, called while the settings hold.
+    The new reply replaces the old one. Afterwards the settings are as before, and the cache is as
+    if the model had given the new reply under them: for this, the message is read and the reply is
+    generated a second time. `describe` is called while `updates` hold; its text becomes a notice.
 
     Raises UndoError and SettingError, changing nothing. If answering fails, the old reply stays.
     """
@@ -182,6 +186,9 @@ def retry_under(
 
 
 def retriever_for_retry(session: Session, name: str) -> str:
-    """The retriever that `/retry recall NAME` means; without a name the present one or the best."""
+    """The retriever for `/retry recall NAME`: `name`, if given.
+
+    Else the one that the chat uses, or, if recall is off, the best one.
+    """
     usual = session.profile.recall
     return name or (recall.BEST if usual == "off" else usual)

@@ -1,4 +1,4 @@
-"""Settings that follow the model where the user has set none: sampling, the budget, recall."""
+"""Defaults that depend on the model: sampling, budget and recall, where the user set none."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ SAMPLING_PARAMETERS = (
 
 
 SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
-"""Sampling for a model whose files name none: likely tokens, but no endless repetition."""
+"""Sampling settings for a model whose files have none: likely tokens, with little repetition."""
 
 
 MOST_BUDGET = 4096
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
-    """The profile; the model's own settings replace the defaults that the user left unchanged.
+    """The profile, in which this model's defaults replace the settings that the user did not set.
 
-    The bundled models keep the built-in defaults. The budget becomes half of the model's context,
-    at most 4,096 tokens, and not less than the built-in budget if the context is that long. Recall
-    is on, unless the other settings leave it nothing to restore or nothing to search with.
+    The bundled models keep the built-in defaults. For others, the budget becomes half of the
+    model's context, at most 4,096 tokens, but not less than the built-in budget if the context is
+    that long. Recall is switched on, unless the policy, the archive or the settings of recall rule
+    it out.
     """
     if model.name in BUNDLED:
         return profile
@@ -48,14 +49,18 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 
 def _can_recall(profile: Profile) -> bool:
-    """Whether recall can be on with the other settings."""
+    """Whether recall can work: the policy evicts words, which are archived and can be searched."""
     searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
     evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
     return evicts_words and searches_turns and profile.archive != "off"
 
 
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
-    """The budget of a profile for the model `name`; it may depend on the model's context length."""
+    """The budget, in tokens, for the model `name`, whose context has `context_length` tokens.
+
+    This is the budget that the user set. If the user set none, and the model is not bundled, it is
+    about half of the context: `with_model_defaults` gives the limits.
+    """
     if not follows_model(profile, name):
         return profile.budget
     usual = min(profile.budget, context_length)
@@ -63,12 +68,12 @@ def budget_for(profile: Profile, name: str, context_length: int) -> int:
 
 
 def follows_model(profile: Profile, name: str) -> bool:
-    """Whether the budget depends on the context length of the model `name`."""
+    """Whether the budget depends on the context: the user set none, and `name` is not bundled."""
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
 def most_rows(profile: Profile, name: str, context_length: int) -> int:
-    """The largest number of tokens that a chat with the model `name` can hold."""
+    """The largest number of tokens that the cache of a chat with the model `name` can hold."""
     if profile.policy == "full":
         return context_length
     return min(budget_for(profile, name, context_length), context_length)

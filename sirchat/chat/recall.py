@@ -1,4 +1,4 @@
-"""Recall for one turn: archived rows are searched, by keys and by words."""
+"""Recall: searches the archive, by keys and by words, and restores the tokens that fit a turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sirchat.text.template import TurnIds
 
 
 class Recall:
-    """Recalls archived rows into the cache of one engine."""
+    """Restores archived tokens that fit a new turn to the cache of one engine."""
 
     def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
         self._engine, self._model, self._builder = engine, model, builder
@@ -34,9 +34,9 @@ class Recall:
 
     @property
     def scores(self) -> dict[int, float]:
-        """Scores of the rows that are recalled now, by position, ascending.
+        """Scores of the tokens that recall restored and that are held now, by stream position.
 
-        After an undo or a resume the scores are not known; they are then 0.
+        After an undo or a resume the scores are not known; all are then 0.
         """
         return {
             at: self._scores.get(at, 0.0)
@@ -45,7 +45,10 @@ class Recall:
 
     @property
     def turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns of which rows are recalled now; after an undo or a resume without words."""
+        """The turns of the tokens that recall restored and that are held now, in order.
+
+        Each has the words that it shares with the new turn; none after an undo or a resume.
+        """
         of_rows = self._engine.ledger.column("turn")[self._engine.contents.recalled_positions]
         turns, counts = np.unique(of_rows, return_counts=True)
         return tuple(
@@ -54,7 +57,7 @@ class Recall:
         )
 
     def undo(self) -> None:
-        """Drop scores and words of the last recall, which no longer applies."""
+        """Drop the scores and the shared words of the last recall, because its turn was undone."""
         self._scores, self._shared = {}, {}
 
     def erase_words(self) -> None:
@@ -62,12 +65,14 @@ class Recall:
         self._index, self._shared, self._indexed = WordIndex(), {}, ([], [])
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: list[Turn]) -> list[Event]:
-        """Recall rows for a turn; first evict the rows that were recalled for the turn before.
+        """Restore archived tokens that fit a turn, and evict those restored for the turn before.
 
         Args:
             turn: the turn under way.
             ids, text: the turn's token ids and its text.
             turns: all messages so far, this one included.
+
+        Returns the events; none if nothing was restored or evicted.
         """
         engine, recall = self._engine, self._engine.settings.recall
         if recall is None:
@@ -110,14 +115,14 @@ class Recall:
         return events
 
     def _index_for(self, needs: Retriever) -> TurnIndex:
-        """The index of the turns' words that a retriever needs; built anew for another one."""
+        """The word index of the kind that a retriever needs; a new one if the kind changes."""
         wanted = WideIndex if needs.wide_words else WordIndex
         if not isinstance(self._index, wanted):
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()
         return self._index
 
     def _texts(self, turns: list[Turn]) -> list[str]:
-        """The texts of all turns; of the finished ones they are taken from the last search."""
+        """The texts of all turns; those of unchanged finished turns come from the last search."""
         finished, (known, texts) = turns[:-1], self._indexed
         if finished[: len(known)] != known:
             known, texts = [], []
@@ -127,7 +132,7 @@ class Recall:
 
 
 def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:
-    """The scores of these positions, each of which is one of the positions in `found`."""
+    """The scores in `found` of these positions, all of which it has; empty if `found` is None."""
     if found is None or not len(positions):
         return ()
     at = np.searchsorted(found.positions, positions)

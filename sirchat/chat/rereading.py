@@ -1,15 +1,27 @@
-"""Reading a conversation anew: in another session, or further back."""
+"""Reads the text of a conversation again: in a new session, or only up to an earlier turn.
+
+What the user pinned is then pinned again, by its place in the text, as the tokens may be others.
+Each turn keeps its number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from sirchat.chat.conversation import Turn
 from sirchat.chat.last_reply import SUMMARY
 from sirchat.chat.session import Session
 from sirchat.chat.summary import pin_last_summary
+from sirchat.chat.words import said
+from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
+from sirchat.memory.segments import Positions
 from sirchat.models.progress import Progress
+from sirchat.text.detokenizer import tokens_spelling
 
 
 class SaidTurn(Protocol):
@@ -22,40 +34,192 @@ class SaidTurn(Protocol):
     def text(self) -> str: ...
 
 
-def read_again(
-    session: Session, turns: Sequence[SaidTurn], progress: Progress | None = None
-) -> None:
-    """Let `session`, a new one, read what user and model said; it keeps its own system prompt.
+@dataclass(frozen=True)
+class PinnedText:
+    """A part of turn `turn` that the user pinned: its characters from `start` to `end` - 1.
 
-    Nothing is generated. `progress` is called after each turn. Raises like `Session.read_user`.
+    Blanks are not counted, because chat templates and tokenizers may change them.
     """
-    for number, turn in enumerate(turns, 1):
-        if turn.role == "user":
+
+    turn: int
+    start: int
+    end: int
+
+
+def own_pins(session: Session) -> Positions:
+    """Stream positions of the tokens that the user pinned; those of `pin_system` are not."""
+    pinned, prompt = session.limits.ledger.pinned_positions, session.conversation.system
+    if not session.profile.pin_system:
+        return pinned
+    return pinned[(pinned < prompt.start) | (pinned >= prompt.stop)]
+
+
+def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
+    """Where the tokens at the positions `pinned` are in the text; by default, the user's pins."""
+    at = own_pins(session) if pinned is None else pinned
+    found = []
+    for index in np.unique(session.limits.ledger.column("turn")[at]).tolist():
+        one = _Spelled.of(session, index)
+        is_pinned = np.isin(one.positions, at)
+        edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
+        for begin, end in one.bounds[edges].reshape(-1, 2).tolist():
+            start = _counterpart(one.spelled[begin:end], one.spelled, begin, one.text)
+            if begin < end and start >= 0:
+                found.append(PinnedText(index, start, start + end - begin))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Spelled:
+    """The tokens of one turn, without the template's, and the turn's text; both without blanks.
+
+    Attributes:
+        positions: stream positions [n] of the tokens.
+        bounds: [n + 1], where each token begins in `spelled`, and at last where all end.
+        spelled: what the tokens spell.
+        text: the turn's text. Erased words may be missing in one of the two alone.
+    """
+
+    positions: Positions
+    bounds: Positions
+    spelled: str
+    text: str
+
+    @staticmethod
+    def of(session: Session, index: int) -> _Spelled:
+        at = np.flatnonzero(session.limits.ledger.column("turn") == index)
+        rows = said(session.tokens(at.tolist()))
+        pieces = ["".join(row.text.split()) for row in rows]
+        return _Spelled(
+            np.asarray([row.position for row in rows], np.int64),
+            np.cumsum([0, *map(len, pieces)], dtype=np.int64),
+            "".join(pieces),
+            "".join(session.turns[index].text.split()),
+        )
+
+    def positions_of(self, one: PinnedText) -> Positions:
+        """The tokens that spell a part of the text; empty if they do not."""
+        part = self.text[one.start : one.end]
+        start = _counterpart(part, self.text, one.start, self.spelled)
+        if not part or start < 0:
+            return self.positions[:0]
+        return self.positions[tokens_spelling(self.bounds[1:], start, start + len(part))]
+
+
+def _counterpart(part: str, text: str, at: int, other: str) -> int:
+    """Where `part`, which is at index `at` of `text`, is in `other`; -1 if it is nowhere.
+
+    If it is in both several times, they are taken in order.
+    """
+    if text == other:
+        return at
+    before, found = text.find(part), other.find(part)
+    while 0 <= before < at and (following := other.find(part, found + 1)) >= 0:
+        before, found = text.find(part, before + 1), following
+    return found
+
+
+def read_again(
+    session: Session,
+    turns: Sequence[SaidTurn],
+    pins: Iterable[PinnedText] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Let `session`, a new one, read what was said, and pin again what the user had pinned.
+
+    Each turn keeps its index. Of several system prompts, each is read in its turn, and evicted by
+    the next; the last one becomes the session's own prompt, if it has one. Nothing is generated.
+    `session.conversation.repinned` has the numbers of tokens that are pinned again, and that no
+    longer have room. `progress` is called after each turn. Raises like `Session.read_user`.
+    """
+    wanted, lost, done = session.profile, 0, 0
+    prompts = [number for number, turn in enumerate(turns) if turn.role == "system"]
+    parts: dict[int, list[PinnedText]] = {}
+    for one in pins:
+        parts.setdefault(one.turn, []).append(one)
+    lost += _read_prompt(session, None, pinned=False)
+    for number, turn in enumerate(turns):
+        if turn.role == "system":
+            prompt = (wanted.system if number == prompts[-1] else None) or turn.text or " "
+            pinned = wanted.pin_system and prompt == wanted.system and number == prompts[-1]
+            lost += _read_prompt(session, prompt, pinned=pinned)
+        elif turn.role == "user":
             list(session.read_user(turn.text))
-        elif turn.role == "assistant":
+        else:
             list(session.read_reply(turn.text))
+        for index in range(done, done := len(session.turns)):
+            lost += _pin_again(session, index, parts.get(index, []))
         if progress is not None:
-            progress("reading the chat", number, len(turns))
+            progress("reading the chat", number + 1, len(turns))
+    if session.profile.system != wanted.system:
+        lost += _read_prompt(session, wanted.system, pinned=wanted.pin_system)
+    session.profile = wanted
+    for number in prompts:  # of an erased prompt, a blank was read in its place
+        if number < len(session.turns) and not turns[number].text:
+            session.turns[number] = Turn("system")
+    session.conversation.repinned = len(own_pins(session)), lost
 
 
-def own_pins(session: Session) -> int:
-    """Number of tokens that the user pinned; if the text is read again, their pins are lost."""
-    prompt, rows = session.conversation.system, session.snapshot().rows
-    return sum("pinned" in row.flags and row.position not in prompt for row in rows)
+def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
+    """Replace the system prompt; returns how many of the user's pins had to make room for it."""
+    session.switch("system", system=None)  # so that the same prompt is read once more, too
+    size = len(session.template.system(prompt).ids) if prompt and pinned and session.seen else 0
+    lost = _pin_newest(session, own_pins(session), size)
+    session.switch("system", system=prompt, pin_system=pinned)
+    return lost
+
+
+def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
+    """Pin these parts of turn `index`; returns how many tokens are no longer or not pinned."""
+    if not parts:
+        return 0
+    turn = _Spelled.of(session, index)
+    found = [turn.positions_of(one) for one in parts]
+    missing = [one for one, at in zip(parts, found, strict=True) if not len(at)]
+    lost = sum(len(session.template.as_text(turn.text[one.start : one.end])) for one in missing)
+    return lost + _pin_newest(session, np.union1d(own_pins(session), np.concatenate(found)))
+
+
+def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
+    """Let the user's pins be the tokens `wanted`, of which the newest stay if not all have room.
+
+    `more` tokens will be pinned next. Returns how many of `wanted` are not pinned.
+    """
+    limits, own = session.limits, own_pins(session)
+    free = wanted[wanted >= limits.sinks]
+    fit = wanted
+    if limits.most_pins is not None:
+        others = limits.pins(np.setdiff1d(limits.ledger.held_positions, own))
+        room = max(0, limits.most_pins - others - more)
+        fit = np.setdiff1d(wanted, free[: max(0, len(free) - room)])
+    for positions, pinned in ((np.setdiff1d(own, fit), False), (np.setdiff1d(fit, own), True)):
+        if len(positions):
+            session.pin(positions, pinned)
+    return len(wanted) - len(own_pins(session))
+
+
+def pins_note(session: Session) -> str:
+    """A line on what was pinned again when the chat was read anew; empty if nothing had been."""
+    again, lost = session.conversation.repinned
+    if not again + lost:
+        return ""
+    many = "token that you had pinned is" if again == 1 else "tokens that you had pinned are"
+    left = f"; {lost:,} are not, as pins take at most half of the budget" if lost else ""
+    return f"{again:,} {many} pinned again{left}"
 
 
 def check_rewind(session: Session, count: int) -> list[int]:
     """Indices of all user turns; raises UndoError if there are fewer than `count` user turns."""
     asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
     if count > len(asked):
-        raise UndoError(f"the chat has only {len(asked)} user turns to take back, not {count}")
+        raise UndoError(f"only {len(asked)} of your messages can be taken back, not {count}")
     return asked
 
 
 def own_message(session: Session) -> str:
-    """Text of the user's last message that can be undone; a summary is the model's, and none.
+    """Text of the user's last message that can be undone; the model's summaries are skipped.
 
-    Raises UndoError if there is none.
+    Raises UndoError if there is no such message.
     """
     own = [one.text for one in session.undoable if not one.text.startswith(SUMMARY)]
     if session.undoable and not own:
@@ -64,7 +228,7 @@ def own_message(session: Session) -> str:
 
 
 def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message; raises UndoError as `own_message` does."""
+    """Undo the summaries after the user's last message; raises UndoError if it can't be undone."""
     own_message(session)
     before = len(session.turns)
     while session.last_said.startswith(SUMMARY):
@@ -79,16 +243,19 @@ def rewind(session: Session, count: int) -> bool:
     If possible, the turns are undone exactly. Otherwise the session is reset and reads the text of
     all earlier turns again; returns whether it was reset.
 
-    Raises UndoError, changing nothing, as `check_rewind` does.
+    Raises UndoError, changing nothing, if there are fewer user turns.
     """
     asked = check_rewind(session, count)
     try:
         for _ in range(count):
             session.undo()
     except UndoError:
-        before = session.turns[: asked[-count]]
+        start = asked[-count]
+        before, pins = session.turns[:start], pinned_text(session)
+        profile = _profile_at(session, start)
         session.reset()
-        read_again(session, before)
+        session.profile = profile
+        read_again(session, before, pins)
         return True
     return False
 
@@ -96,9 +263,21 @@ def rewind(session: Session, count: int) -> bool:
 def read_before_last(session: Session, progress: Progress | None = None) -> Session:
     """A new session, with the same settings, that has read all turns before the last user turn.
 
-    `session` stays as it is. Raises UndoError as `check_rewind` does.
+    `session` stays as it is. Raises UndoError if there is no user turn.
     """
-    before = session.turns[: check_rewind(session, 1)[-1]]
-    again = Session(session.model, session.profile)
-    read_again(again, before, progress)
+    start = check_rewind(session, 1)[-1]
+    point = session.undoable[-1].checkpoint.cache if session.undoable else None
+    pinned = own_pins(session)
+    if point is not None:  # pins that were made since then are taken back
+        pinned = np.intersect1d(pinned, point.pinned)
+    again = Session(session.model, _profile_at(session, start))
+    read_again(again, session.turns[:start], pinned_text(session, pinned), progress)
     return again
+
+
+def _profile_at(session: Session, start: int) -> Profile:
+    """The settings, with the system prompt that was in force when turn `start` began."""
+    prompts = [turn.text for turn in session.turns[:start] if turn.role == "system"]
+    if len(prompts) == start or all(turn.role != "system" for turn in session.turns[start:]):
+        return session.profile  # nothing was said yet, or no other prompt came later
+    return session.profile.model_copy(update={"system": prompts[-1] or None if prompts else None})

@@ -1,9 +1,9 @@
-"""A conversation: turns in, events out, settings that switch in the middle.
+"""A conversation with one model: it reads and answers turns, and yields events.
 
-Methods that stream are generators of events (`ask`, `retry`, `read_user`, `read_reply`); methods
-that change the state at once return a list of events. Only the session and the modules beside it
-use the engine. A reply that is interrupted, or has no more room, is closed like any other; a turn
-that an error cuts off is closed before the next turn.
+`ask`, `retry`, `read_user` and `read_reply` are generators of events, and work while the caller
+takes events; other methods work at once. The ids that the chat template puts at the end of a turn
+are always read: at once if a reply was interrupted or had no more room, and before the next turn
+if an error cut a turn off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sirchat.chat.settings import (
 )
 from sirchat.chat.snapshot import Snapshot, TokenRank, take_snapshot, token_ranks
 from sirchat.chat.turn import Interrupted, OpenTurn
-from sirchat.chat.words import erase_text, positions_of, tokens_to_erase
+from sirchat.chat.words import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
@@ -55,7 +55,7 @@ class Session:
     Args:
         model: a loaded model.
         profile: every setting at the start; `session.profile` has the current settings.
-        rows_in_events: whether events carry their tokens.
+        rows_in_events: whether events list the tokens themselves, not only their positions.
 
     Raises SettingError for a setting that this model does not allow.
     """
@@ -67,7 +67,7 @@ class Session:
         self.profile = profile
         self._rows_in_events = rows_in_events
         self.template = Template(model.tokenizer, model.anchors)
-        """Turns text into ids; may be replaced between two turns."""
+        """Converts text to token ids; may be replaced between two turns."""
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self.template.stop_ids(declared)
         self._end_ids = self.template.end_ids(declared)
@@ -75,7 +75,7 @@ class Session:
         self.epoch = 0
         """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
-        """Number of times that `erase` erased something; saved text must then be rewritten."""
+        """Number of times that `erase` was called; after each, saved text must be rewritten."""
         check_profile(profile, model)
         self.reset()
 
@@ -93,16 +93,16 @@ class Session:
 
     @property
     def conversation(self) -> Conversation:
-        """The session's state, without the engine's; for reading only."""
+        """Turns, counts and costs of this session; callers must not change them."""
         return self._now
 
     @property
     def turns(self) -> list[Turn]:
-        """All messages so far; for reading only."""
+        """All messages so far; callers must not change the list."""
         return self._now.turns
 
     def save(self) -> EngineState:
-        """The engine's state, without keys and values; see `saved.autosave`."""
+        """The engine's state, without keys and values, to be saved in a file."""
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
@@ -114,7 +114,7 @@ class Session:
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
-        """The attention that these tokens received, if it was counted; see `saved.autosave`."""
+        """The counted attention that these tokens received so far, to be saved in a file."""
         return self._engine.ledger.attention.checkpoint(positions)
 
     def load(
@@ -134,32 +134,32 @@ class Session:
 
     @property
     def resident(self) -> int:
-        """Number of tokens held now."""
+        """Number of tokens in the KV cache now."""
         return self._engine.resident
 
     @property
     def seen(self) -> int:
-        """Number of tokens ever read."""
+        """Number of tokens read or generated since the start."""
         return self._engine.ledger.seen
 
     @property
     def recalled(self) -> dict[int, float]:
-        """Scores of tokens recalled for this round, by position; all 0 after an undo or resume."""
+        """Position and score of each token that recall restored; scores are 0 after an undo."""
         return self._recall.scores
 
     @property
     def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns that recalled tokens belong to, in order; without words after an undo."""
+        """The turns whose tokens recall restored, in order; after an undo without shared words."""
         return self._recall.turns
 
     @property
     def budget(self) -> int:
-        """The largest number of tokens that may be held."""
+        """The largest number of tokens that the KV cache may hold."""
         return self._engine.budget
 
     @property
     def limits(self) -> Budget:
-        """How many tokens may be held, and which kinds of them."""
+        """How many tokens the cache may hold: in all, pinned, and restored by recall."""
         return self._engine.contents.budget
 
     @property
@@ -168,7 +168,7 @@ class Session:
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
 
     def start(self) -> list[Event]:
-        """The event that begins a session, and notices about problems of this model and profile."""
+        """The event that begins a session; then notices of settings that do not suit this model."""
         return self._events.started(self.model, self.profile)
 
     def ask(
@@ -181,9 +181,9 @@ class Session:
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        Each number `attempt` draws other random numbers; a given `reply` is generated again, as if
-        the model had chosen its tokens. Raises ContextFullError before reading if the policy never
-        evicts and the turn does not fit.
+        The random numbers of sampling depend on `attempt`. If `reply` is given, its tokens are
+        generated instead of sampled ones. Raises ContextFullError, before anything is read, if the
+        policy never evicts and the turn does not fit.
         """
         yield from self.read_user(text, interrupted)
         self._now.attempt = attempt
@@ -194,7 +194,7 @@ class Session:
     ) -> Iterator[Event]:
         """Undo the last user turn, then ask it again with other random numbers, or ask `text`.
 
-        Pinned tokens stay pinned. Raises UndoError, changing nothing, as `undo` does.
+        Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
         """
         text, attempt = (self.last_said, self._now.attempt + 1) if text is None else (text, 0)
         yield from self.undo(keep_pins=True)
@@ -202,7 +202,7 @@ class Session:
 
     @contextmanager
     def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
-        """Context manager: other settings; all that happens in the block is undone at its end."""
+        """Context manager: apply `updates` to the settings; at its end, undo all that happened."""
         profile, points = self.profile, self._undo_points
         with undone(self._engine) as checkpoint:
             start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system, self.budget)
@@ -216,15 +216,15 @@ class Session:
 
     @property
     def last_reply(self) -> Reply | None:
-        """The reply that is the last turn, or its part so far; None if that is another turn."""
+        """The last turn, if it is a reply, complete or not; None if it is not a reply."""
         return reply_at_end(self._engine.ledger, self.turns)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
-        """The attention that reply `turn` paid to the held tokens; nothing changes."""
+        """The attention that the reply of index `turn` paid to held tokens; changes no state."""
         return attention_paid(self._engine, turn, self._at_reply, self.profile.sinks)
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Read a user turn, and the system prompt before the first one."""
+        """Read a user turn without answering it; before the first one, read the system prompt."""
         text = without_surrogates(text)
         yield from self._flush()
         if self.seen == 0:
@@ -261,13 +261,13 @@ class Session:
         yield from self._events.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each given reply (of its end, if it is empty); nothing changes."""
+        """Log-probabilities of each reply's tokens; of an empty reply, those of its end tokens."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.reader.score_continuations(written)
 
     @property
     def undoable(self) -> tuple[UndoPoint, ...]:
-        """The user turns that can be undone, the last one at the end."""
+        """Undo points of the user turns that can be undone, the last turn at the end."""
         return tuple(self._undo_points)
 
     @property
@@ -275,22 +275,22 @@ class Session:
         """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
         if not self._undo_points:
             off = self.seen and self.profile.archive == "off"
-            hint = "more turns can be undone with /set archive ram" if off else ""
-            raise UndoError("there is no turn to undo", hint=hint)
+            hint = "more messages can be undone with /set archive ram" if off else ""
+            raise UndoError("there is no message to undo", hint=hint)
         return self._undo_points[-1].text
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
         """Undo the last user turn and everything after it, pins included.
 
         The settings stay; with `keep_pins` the pins stay, too. Raises UndoError, changing nothing,
-        if there is no user turn, or if a token evicted after it is no longer archived.
+        if there is no user turn, or if a token evicted since is no longer archived.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
             self._engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
             why = "tokens that it evicted are no longer archived"
-            raise UndoError(f"this turn can't be undone: {why}") from None
+            raise UndoError(f"this message can't be undone: {why}") from None
         self._undo_points.pop()
         self._recall.undo()
         self._now = point.conversation(self._now)
@@ -301,8 +301,8 @@ class Session:
             self._engine.contents.exclude(np.asarray(self._now.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
-    def pin(self, target: str, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin what `target` names, and `around` tokens on each side; see `positions_of`.
+    def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
+        """Pin or unpin the tokens of `target` (a text, `last`, `turn N`), and `around` beside each.
 
         Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
         changing nothing, if the pins would leave too little room.
@@ -315,9 +315,9 @@ class Session:
         return events
 
     def erase(self, target: str) -> list[Event]:
-        """Erase what `target` names from cache, archive, ledger, text and undo points.
+        """Erase the tokens that `target` names everywhere, also in the text; drop all undo points.
 
-        Later tokens, which attended to them, stay. Raises UsageError if nothing matches.
+        Later tokens, which attended to these, stay. Raises UsageError if nothing matches.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
@@ -330,7 +330,7 @@ class Session:
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
-        """Score, rank and state of the tokens that `target` names, held or not.
+        """Score, rank and state of the tokens that `target` names, in the cache or not.
 
         Raises UsageError if nothing matches.
         """
@@ -342,14 +342,14 @@ class Session:
             sinks=self.profile.sinks,
         )
 
-    def _positions_of(self, target: str, among: Positions, around: int = 0) -> Positions:
+    def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
         ledger, roles = self._engine.ledger, self._now.roles
         return positions_of(target, ledger, self._texts, roles, among, around)
 
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
     ) -> list[Event]:
-        """Change settings at once; they decide which of all stored tokens are held from now on.
+        """Change settings at once, and evict or restore tokens as the new settings require.
 
         A new system prompt is read at once, and pinned if `pin_system` is set; an interrupt ends
         the reading. The old prompt is evicted. Raises SettingError, changing nothing; its message
@@ -385,7 +385,7 @@ class Session:
         return self._events.ended(self._now)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """The memory now; if `strongest` is given, a summary with only that number of rows."""
+        """The memory now; if `strongest` is given, only this number of tokens, of highest score."""
         return take_snapshot(
             self._engine,
             self.profile,
@@ -399,7 +399,7 @@ class Session:
         )
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
-        """A record of each token at these stream positions (ascending), held or not."""
+        """A record of each token at these stream positions (ascending), in the cache or not."""
         return self._events.tokens(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted, reply: Reply | None = None) -> Iterator[Event]:
@@ -420,7 +420,7 @@ class Session:
         self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
 
     def _flush(self) -> list[Event]:
-        """Read the closing ids of a turn that was cut off; the conversation is then well-formed."""
+        """Read the template ids that a turn lacks because it was cut off; returns the events."""
         if self.seen == 0:  # nothing was read: the turn is treated as never begun
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()
@@ -437,7 +437,7 @@ class Session:
         yield turn.done(self.profile.system or "")
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
-        """Raise an error for a turn that can't fit, before anything is read."""
+        """Raise SettingError or ContextFullError for a turn that can't fit; reads nothing."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.contents.check_pins(before)

@@ -1,4 +1,4 @@
-"""From a profile to an engine: checks, settings that follow the model, switches in a chat."""
+"""Checks settings against a model, builds an engine from them, and changes them in a chat."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _fits(value: object, default: object) -> bool:
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError, naming `source`, for a change that is not possible in a running chat."""
+    """Raise SettingError, naming `source`, if they differ in a setting fixed for a chat."""
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))
@@ -68,14 +68,14 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
 
 
 def hint_for_fixed(name: str, wanted: object) -> str:
-    """A hint: what to do instead of changing the setting `name`, which is fixed in a chat."""
+    """The hint: how to get the value `wanted` of a setting that can't change in a running chat."""
     if name == "save":
         return "/save saves this chat from now on" if wanted else "start sirchat with --no-save"
     return f"start sirchat with --{name}"
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
-    """Whether the policy of a profile uses a setting."""
+    """Whether a setting has an effect under the profile's policy."""
     made = policy_class(profile.policy)
     if setting not in ("budget", "sinks", "recent", "decay"):
         return True
@@ -107,7 +107,7 @@ def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheS
 
 
 def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> Engine:
-    """An engine without any rows, which knows where this model's words and sequences end."""
+    """A new engine for this model, with an empty cache; `seed` sets its random numbers."""
     return Engine(
         model,
         settings,
@@ -152,31 +152,31 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError, naming `source`, if recall can't work with this model and machine."""
     if profile.recall != "off" and profile.recall_index == "on" and not is_available():
         raise SettingError(
-            f"{source}: recall_index can't be on: faiss is not installed",
+            f"{source}: recall_index can't be 'on': faiss is not installed",
             hint="pip install 'sirchat[faiss]'",
         )
     by_layer = profile.recall != "off" and profile.recall_scope == "layer"
     if by_layer and profile.positions == "stream":
         raise SettingError(
-            f"{source}: positions can't be stream when recall_scope is layer",
-            hint="choose positions cache, or recall_scope token",
+            f"{source}: positions can't be 'stream' when recall_scope is 'layer'",
+            hint="set positions to 'cache', or recall_scope to 'token'",
         )
     if profile.recall == "off" or not retriever(profile.recall).needs_queries:
         return
     try:
         require_comparable_queries(model)
     except ModelError as error:
-        raise SettingError(f"{source}: recall can't be {profile.recall}: {error}") from None
+        raise SettingError(f"{source}: recall can't be {profile.recall!r}: {error}") from None
 
 
 def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if attention is needed but the model hides it."""
+    """Raise SettingError, naming `source`, if needed attention weights are not exposed."""
     name = "attention" if profile.attention == "on" else "policy"
     needed = policy_class(profile.policy).needs_attention or name == "attention"
     if needed and not model.exposes_attention:
         raise SettingError(
-            f"{source}: {name} can't be {getattr(profile, name)}: {no_attention_reason(model)}",
-            hint="choose attention auto, which records attention only if the model shows it"
+            f"{source}: {name} can't be {getattr(profile, name)!r}: {no_attention_reason(model)}",
+            hint="set attention to 'auto': it is then counted only if the model exposes it"
             if name == "attention"
             else "choose policy entropy, which does not use attention",
         )
@@ -193,10 +193,10 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if the policy needs a scorer and the model has none."""
+    """Raise SettingError, naming `source`, if the policy needs a scorer file, and there is none."""
     if policy_class(profile.policy).needs_scorer and not model.scorer.layers:
         raise SettingError(
-            f"{source}: policy can't be {profile.policy}: there is no scorer for {model.name}",
+            f"{source}: policy can't be {profile.policy!r}: there is no scorer for {model.name}",
             hint=f"train a scorer: sirchat train scorer --model {model.name}",
         )
 
@@ -268,7 +268,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
     """Context manager: all that happens to the engine in the `with` block is undone at its end.
 
-    Gives the checkpoint that is returned to. Use it between two rounds.
+    Yields the checkpoint of the state before the block. Use it between two rounds, not within one.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
     with engine.store.unlimited():
@@ -281,7 +281,7 @@ def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
 
 @contextmanager
 def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: change settings during a `with` block; a SettingError names `source`."""
+    """Context manager: change settings for a `with` block; error messages name `source`."""
     before = {name: getattr(session.profile, name) for name in updates}
     if updates:
         session.switch(source, **updates)

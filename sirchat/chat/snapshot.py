@@ -1,4 +1,4 @@
-"""The memory at one moment as plain values, to be drawn or printed: scores, ranks, shares."""
+"""The memory at one moment, as plain values to draw or print: tokens, scores and ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LARGEST = float(np.finfo(np.float64).max)
 
 
 def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
-    """The policy's scores of the rows at `positions` [n], ascending; high scores are kept.
+    """The policy's scores [n] of the tokens at stream `positions` [n], ascending.
 
-    None for a policy without scores. A row that is not held is scored as if it were held.
+    The tokens with the lowest scores are evicted first. A token that is not held is scored as if it
+    were. None for a policy without scores.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
@@ -39,7 +40,7 @@ def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
 
 
 def shown_scores(engine: Engine, scores: Floats) -> Floats:
-    """Scores [n] as they are shown to people: finite, and not as logarithms."""
+    """Scores [n] in the form that users see: finite, and converted if they are logarithms."""
     policy = engine.settings.policy
     if isinstance(policy, ScorePolicy) and policy.log_scale:
         return finite_exp(scores)
@@ -53,7 +54,7 @@ def score_unit(engine: Engine) -> str:
 
 
 def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """The factors [n] that explain the policy's scores at `positions` [n], by name."""
+    """By name, the factors [n] of the policy's scores of the tokens at `positions` [n]."""
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}
@@ -73,8 +74,9 @@ def _as_if_held(
 ) -> dict[str, Floats]:
     """The arrays [n] that `compute` returns for the rows at `positions` [n], by name.
 
-    A score may depend on the other held rows. Rows held by the policy are computed among
-    themselves; recalled rows among all held rows; other rows as if all `positions` were held.
+    `compute` gets a whole table of rows, because a score may depend on the other held rows. For
+    held rows, the table has the held rows without those that recall restored; for restored rows,
+    all held rows; for other rows, the held rows and those at `positions`.
     """
     held = engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
@@ -95,14 +97,15 @@ EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
 """Edges of the histogram's bins: surprisal in nats; a bin includes its lower edge."""
 
 _LEAVING = 6
-"""Number of the tokens to be evicted next for which a snapshot has the words."""
+"""A snapshot has the words of at most this many of the tokens to be evicted next."""
 
 
 @dataclass(frozen=True)
 class HeldShare:
-    """How much of one turn is held: `held` of `tokens` tokens; `held_said` without template ids.
+    """How much of one turn is in the cache: `held` of its `tokens` tokens.
 
-    `surprisal` is the mean of the turn's tokens, held or not, in nats; null if it is not known.
+    `held_said` is the number of held tokens without those of the chat template. `surprisal` is the
+    mean of all tokens of the turn, held or not, in nats; null if it is not known.
     """
 
     index: int
@@ -115,7 +118,7 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Tokens counted by surprisal, in bins between `EDGES`; unknown surprisal is left out."""
+    """Numbers of held and of evicted tokens in each bin of surprisal; `EDGES` limits the bins."""
 
     held: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -123,25 +126,25 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a panel needs to draw the memory.
+    """The memory at one moment, as a panel draws it. `take_snapshot` says what a short one is.
 
     Attributes:
         model, policy, decay, budget: the current settings; the budget in tokens.
         resident, seen: tokens held now, and ever read.
-        recalled: held tokens that were restored for this round.
+        recalled: number of held tokens that recall restored for this round.
         speed: tokens per second of the current or the last reply; 0 before the first reply.
         threshold: a token with at most this score would be evicted if room were needed now; null
             if nothing was ever evicted, or if the policy has no scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
         next_to_go: positions of the tokens that would be evicted next, ascending; empty while
             there is plenty of room.
-        leaving_words: a few words that contain these tokens, the most surprising first.
-        rows: the held tokens in stream order; in a summary only the strongest.
+        leaving_words: a few words with tokens of `next_to_go`, the most surprising first.
+        rows: the held tokens in stream order; in a short snapshot those of the highest scores.
         slots: index of each row of `rows` among all held tokens.
-        turns: every turn so far.
-        histogram: surprisal of held and of evicted tokens; null in a summary.
+        turns: for every turn so far, how much of it is held.
+        histogram: surprisal of held and of evicted tokens; null in a short snapshot.
         in_single_layers: number of held tokens that only some layers hold.
-        recalled_turns: the turns that the recalled tokens belong to.
+        recalled_turns: the turns of the tokens that recall restored for this round.
     """
 
     model: str
@@ -186,10 +189,11 @@ def take_snapshot(
     strongest: int | None = None,
     recalled_turns: tuple[RecalledTurn, ...] = (),
 ) -> Snapshot:
-    """The memory as it is now; `roles` has one entry for each turn.
+    """Take a snapshot of the memory as it is now; `roles` has the role of each turn.
 
-    If the number `strongest` is given, a summary for the compact panel: only that number of rows
-    (highest scores, no template rows), and nothing whose time grows with the stream's length.
+    If `strongest` is given, it is a short snapshot for the compact panel: only this number of
+    tokens, those of the highest scores outside the chat template, and nothing that takes longer the
+    longer the conversation is.
     """
     ledger = engine.ledger
     held = ledger.held_positions
@@ -264,7 +268,10 @@ def _at(scores: Floats | None, slots: Positions) -> Floats | None:
 
 
 def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None) -> Positions:
-    """Slots of the snapshot's rows, ascending: all, or the strongest outside the template."""
+    """The slots [k] (indices among the held tokens) that a snapshot shows, ascending.
+
+    All, or, if `strongest` is given, this many: the highest in `order` [n], without the template's.
+    """
     if strongest is None:
         return np.arange(len(held))
     others = np.flatnonzero(ledger.column("role")[held] != Role.TEMPLATE)
@@ -274,7 +281,7 @@ def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None
 
 
 def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """Words with a token in `leaving`; a word is given whole, even if a part is already evicted."""
+    """A few words with a token in `leaving`; each is complete, even if partly evicted already."""
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
@@ -288,7 +295,7 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
 def _threshold(
     engine: Engine, scores: Floats | None, held: Positions, leaving: Positions
 ) -> float | None:
-    """The highest score, as shown, of the rows `leaving`, which would be evicted next."""
+    """The highest score, as users see it, of the tokens `leaving`; None if nothing was evicted."""
     ledger = engine.ledger
     if scores is None or not len(leaving) or ledger.seen == ledger.held_count:
         return None
@@ -298,7 +305,7 @@ def _threshold(
 def _turns(
     ledger: Ledger, held: Positions, roles: Sequence[str], *, whole: bool
 ) -> tuple[HeldShare, ...]:
-    """How much of each turn is held; turns are contiguous, so bisection finds where they begin."""
+    """How much of each turn is held; the mean surprisals are computed only if `whole` is true."""
     turn = ledger.column("turn")
     bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
     counts = np.bincount(turn[held], minlength=len(roles)).tolist()
@@ -339,13 +346,13 @@ def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class TokenRank:
-    """How one token ranks among the held tokens.
+    """How one token ranks among the tokens in the cache (the held tokens).
 
     Attributes:
         row: the token, with its score.
         state: `held`, `archived` (it can be restored) or `gone` (it can't).
         decayed_to: product of the decays since the token was read; 1 for none.
-        factors: other numbers that explain the score, by name.
+        factors: by name, the factors that make up the score, without surprisal and decay.
         rank: 1 for the highest score of the held tokens; a token that is not held has the rank it
             would get if held; null for a policy without scores.
         held: number of held tokens.

@@ -1,4 +1,4 @@
-"""A summary of the whole chat, taken from it or written by the model, and read as a pinned turn."""
+"""Summaries of the whole chat, extracted or written by the model, and read as a pinned turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sirchat.errors import SettingError, UsageError
 from sirchat.text.detokenizer import tokens_spelling
 
 WAYS = {
-    "extract": "the most telling sentences of the chat, as they were said; takes no time",
+    "extract": "the most telling sentences of the chat, as they were said; takes little time",
     "model": "written by the model, which reads the chat again, a part at a time",
 }
 """The ways to make a summary, with their meaning; the first is the default."""
@@ -35,11 +35,12 @@ _SHORT = 64  # tokens; a summary may have so many even if the chat is hardly lon
 def summary(
     session: Session, way: str, interrupted: Interrupted = lambda: False
 ) -> Generator[Event, None, str]:
-    """Make a summary of everything that was said, held or not; the session does not change.
+    """Make a summary of everything that was said, also of what is no longer in the cache.
 
-    Returns its text; empty if it was interrupted, or if nothing fits. It takes at most a quarter of
-    the budget, and a third of the chat. Raises UsageError if nothing was said yet, and SettingError
-    if the budget is too small.
+    The session does not change. `way` is a key of `WAYS`. Yields progress, and returns the text of
+    the summary; empty if it was interrupted, or if nothing fits. A summary has at most a quarter of
+    the budget's tokens, and a third of the chat's, or 64 if that is more. Raises UsageError if
+    nothing was said yet, and SettingError if the budget is too small.
     """
     said = [turn for turn in _said(session) if turn.text.strip()]
     if not said:
@@ -47,8 +48,8 @@ def summary(
     most, own = session.budget // 4, _size(session, "")
     if most < own + _LEAST:
         raise SettingError(
-            f"/summarize: budget {session.budget} leaves a summary {most} tokens, a quarter of it; "
-            f"a summary needs at least {own + _LEAST}",
+            f"/summarize: with budget {session.budget} a summary may have {most} tokens, a quarter "
+            f"of the budget; it needs at least {own + _LEAST}",
             hint=f"/budget {4 * (own + _LEAST)}",
         )
     size = sum(len(turn.rows) for turn in said)
@@ -61,8 +62,8 @@ def summary(
 def pin_summary(session: Session, text: str) -> Iterator[Event]:
     """Let the session read a summary as a pinned turn; former summaries are unpinned.
 
-    `undo` takes all of this back, as any turn. Raises SettingError, changing nothing, if the pins
-    would leave too little room.
+    One `undo` takes back the turn and the change of pins. Raises SettingError, changing nothing, if
+    the pins would leave too little room.
     """
     index, held = len(session.turns), session.snapshot().rows
     former = {row.turn for row in held if "pinned" in row.flags} & set(_summaries(session))
@@ -84,7 +85,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 
 def pin_last_summary(session: Session) -> None:
-    """Pin the last summary, if there is one: a later one, which had unpinned it, was undone."""
+    """Pin the last summary, if there is one; to be called after a later summary was undone."""
     if indices := _summaries(session):
         with suppress(UsageError):  # it is no longer archived, or other pins take the room
             session.pin(f"turn {indices[-1]}")
@@ -107,7 +108,7 @@ def _size(session: Session, text: str) -> int:
 
 @dataclass(frozen=True)
 class _Said:
-    """What the user or the model said in one turn: its tokens, held or not, and their text."""
+    """What the user or the model said in one turn: its tokens, in the cache or not; their text."""
 
     role: str
     rows: list[TokenRow]
@@ -146,7 +147,7 @@ def _ends(rows: Sequence[TokenRow]) -> NDArray[np.int64]:
 _SENTENCE = re.compile(
     r"\S.*?(?:(?<!\b[A-Z])(?<!\b[A-Z][a-z])(?<!\bMrs)[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+|(?=\n)|$)"
 )
-"""A sentence: up to a mark before a blank, unless the mark ends `Mr` or an initial; or a line."""
+"""A sentence: ends with its line, or at `.!?…` before a blank, but not after `Mr` or an initial."""
 
 _WORDS = 3  # of a sentence, the most surprising, that make its score
 _REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
@@ -159,7 +160,7 @@ class _Sentence:
 
     Attributes:
         text, size: its text, and its length in tokens.
-        weight: factor on its score.
+        weight: factor by which its score is multiplied.
         words: the summed surprisal of each of its words, in nats, by the word in lower case.
     """
 
@@ -169,7 +170,10 @@ class _Sentence:
     words: dict[str, float]
 
     def score(self, told: set[str]) -> float:
-        """The surprisal of its most surprising words by token; words in `told` count less."""
+        """The surprisal of its three most surprising words, in nats, divided by its size.
+
+        Words in `told` count less. The result is multiplied by `weight`.
+        """
         values = (nats * (_REPEATED if word in told else 1) for word, nats in self.words.items())
         return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
 
@@ -177,9 +181,9 @@ class _Sentence:
 def _extract(session: Session, said: Sequence[_Said], most: int) -> str:
     """The sentences of the highest score that fit in `most` tokens, in the order they were said.
 
-    A sentence's score is the surprisal of its three most surprising words by its length: how much
-    new it tells in little room. Numbers count twice, words that are in the summary already and
-    questions less, what the user said more. English words that tell little do not count.
+    A sentence's score is the surprisal of its three most surprising words, divided by its length in
+    tokens. Numbers and the user's sentences count more; questions, and words that the summary
+    already has, count less; common English words do not count.
     """
     sentences = dict[str, _Sentence]()
     for turn in said:
@@ -234,9 +238,10 @@ _SHARE = 32  # tokens that a part's summary may have, at least
 def _written(
     session: Session, said: Sequence[_Said], most: int, interrupted: Interrupted
 ) -> Generator[Event, None, str]:
-    """What the model writes in another session, a part of the chat at a time.
+    """A summary's text, which the model writes in another session, one part of the chat at a time.
 
-    If the summaries of the parts are too long together, they are read as the chat was, and so on.
+    If the summaries of the parts have more than `most` tokens together, the model summarizes them
+    in the same way, until they fit. Empty if interrupted.
     """
     lines = [f"{turn.role.capitalize()}: {turn.text.strip()}" for turn in said]
     room = most - _size(session, "")
@@ -269,7 +274,7 @@ def _written(
 
 
 def _reader(session: Session, reply_tokens: int) -> Session:
-    """A session with the same model that holds all it reads."""
+    """A new session with the same model, which evicts nothing and limits the length of replies."""
     updates = {"policy": "full", "policy_options": {}, "recall": "off"}
     updates |= {"evict": "when-full", "archive": "off"}
     return Session(
@@ -279,9 +284,9 @@ def _reader(session: Session, reply_tokens: int) -> Session:
 
 
 def _finished(session: Session, reply: TurnDone, most: int) -> str:
-    """A reply without its reasoning, up to the last whole sentence within `most` tokens.
+    """A reply's text without reasoning, cut after the last sentence that fits in `most` tokens.
 
-    If not even one sentence is so short, up to a word.
+    If even the first sentence is too long, the text is cut between two words.
     """
     answer = FinalAnswer(is_open=session.template.opens_reasoning)
     text = (answer.push(reply.text) + answer.end()).strip()
@@ -298,7 +303,7 @@ def _finished(session: Session, reply: TurnDone, most: int) -> str:
 
 
 def _parts(session: Session, lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The lines in parts that the model reads at a time, each with its number of tokens."""
+    """Join lines to parts that can be read at once; yields each part and its size in tokens."""
     most = min(_PART, max(_LEAST_PART, session.model.context_length // 2))
     part, total = "", 0
     for line in lines:
@@ -311,7 +316,7 @@ def _parts(session: Session, lines: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _pieces(session: Session, text: str, most: int) -> Iterator[tuple[str, int]]:
-    """The text in pieces of at most `most` tokens, cut between words if possible."""
+    """Cut a text into pieces of at most `most` tokens; yields each piece and its size in tokens."""
     size = len(session.template.as_text(text)) + 1  # and a line break
     if size <= most:
         yield text, size

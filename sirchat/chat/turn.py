@@ -1,7 +1,7 @@
-"""A turn under way: ids go into the engine, events come out, and its cost is counted.
+"""One turn while it is read or generated: its ids go to the engine, and its events are yielded.
 
-The ids that the chat template still requires are noted as pending before reading starts. If an
-error cuts the turn off, they are read before the next turn; the conversation stays well-formed.
+The chat template ends each turn with certain ids, which are noted as pending until they are read.
+If an error cuts the turn off, they are read before the next turn: the chat keeps to its template.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class OpenTurn:
         now: the conversation that the turn belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        stats: cost of this turn so far; if only pending ids are read, cost of the last turn.
-        evicts_thinking: whether a reply's reasoning is evicted when the reply is closed.
+        stats: tokens and seconds of this turn so far, or, if only pending ids are read, of the last
+            turn.
+        evicts_thinking: whether a reply's reasoning is evicted when the reply is complete.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Make room for a user turn of `count` ids and a reply; see `CacheContents`."""
+        """Evict tokens before a user turn of `count` ids, if the setting `evict` asks for it."""
         records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
@@ -65,8 +66,9 @@ class OpenTurn:
         pinned: bool = False,
         after: Sequence[int] = (),
     ) -> Iterator[Event]:
-        """Read a turn's ids; an interrupt skips the rest of its text, never the template's ids.
+        """Read a turn's ids; yields progress and evictions.
 
+        If `interrupted` returns true, the rest of the text is skipped, but not the template's ids.
         `after` are the ids that must follow in this round, even if the reading of `turn` fails.
         """
         done, end = 0, len(turn.ids)
@@ -99,10 +101,11 @@ class OpenTurn:
         closing: Sequence[int],
         end_ids: Collection[int],
     ) -> Iterator[Event]:
-        """Report a reply while the engine generates it, then read its `closing` ids.
+        """Yield the events of a reply while it is generated, then read the `closing` ids after it.
 
         The reply also ends at a control token: a stop id that is not one of the `end_ids`. If an
-        error cuts the reply off, its text so far is kept, and the closing ids are pending.
+        error cuts the reply off, its text so far is kept, and `closing` is read before the next
+        turn.
         """
         said: list[str] = []
         self._now.reply, self._now.pending_ids = self.stats, list(closing)
@@ -126,7 +129,7 @@ class OpenTurn:
     def ending_as(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped], finish: Finish
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """The records of a reply that is written again, which ended for the reason `finish`."""
+        """Yield the records of a reply that is generated again; it ends for the reason `finish`."""
         for record in records:
             if isinstance(record, Stopped):
                 self.stats.finish = finish
@@ -140,7 +143,7 @@ class OpenTurn:
         said: list[str],
         end_ids: Collection[int],
     ) -> Iterator[Event]:
-        """Report a reply while the engine generates it, and append its text to the list `said`."""
+        """Yield the events of a reply while it is generated; append its text to the list `said`."""
         for record in self._timed(records):
             if isinstance(record, GeneratedToken):
                 self.stats.tokens_out += 1
@@ -157,7 +160,7 @@ class OpenTurn:
         yield Delta(said[-1])
 
     def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the ids that end a reply, and apply the round's decay."""
+        """Read the template ids that end a reply, end the round, and, if set, evict reasoning."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:
@@ -168,7 +171,7 @@ class OpenTurn:
         return [event for event in events if not isinstance(event, Reading)]
 
     def flush(self) -> list[Event]:
-        """Read the pending closing ids of a turn that was cut off."""
+        """Read the template ids that a turn lacks because it was cut off; returns the events."""
         if not self._now.pending_ids:
             return []
         events = list(self.read(_template_ids(self._now.pending_ids)))
@@ -184,7 +187,7 @@ class OpenTurn:
     def _timed(
         self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
     ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
-        """Yield the records, and count the engine's time, without the time the caller takes."""
+        """Yield the records; add the seconds that the engine takes to `stats.seconds_decode`."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
@@ -194,7 +197,7 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Note as pending the template ids after the first `done` ids of `turn`, then `after`."""
+        """Set the pending ids: ids after the text of `turn` that are not read yet, then `after`."""
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
@@ -218,7 +221,7 @@ _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of the reasoning in a reply; without its end tag, none."""
+    """Stream positions [k], ascending, of reasoning in reply `turn`; none without `</think>`."""
     in_turn = ledger.column("turn") == turn
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
     at = said.tolist()
@@ -270,5 +273,5 @@ class FinalAnswer:
         return answer
 
     def end(self) -> str:
-        """The rest of the answer, at the end of the reply."""
+        """At the end of the reply, the part of the answer that `push` has not returned yet."""
         return self._held if self._thinks is None else ""

@@ -1,4 +1,4 @@
-"""Indexes of the words in the turns of a conversation, which score turns for a new turn.
+"""Indexes of the words in a conversation; they score how well earlier turns fit a new turn.
 
 A turn is split into words once. When turns are undone, they are removed from the end of the index.
 """
@@ -38,29 +38,29 @@ class TurnIndex(ABC):
 
     @abstractmethod
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """A score [n] for each text: how well it and the texts beside it match the query `wanted`.
+        """Scores [n] of the `texts` [n]: how well each, with the texts beside it, fits `wanted`.
 
-        A term's rarity is counted over `texts`. Without a match, the score is 0.
+        Words that few of the `texts` have count more. Without a match, the score is 0.
         """
 
     @abstractmethod
     def _add(self, at: int, text: str) -> None:
-        """Add text number `at`."""
+        """Add a text, number `at`, at the end of the index."""
 
     @abstractmethod
     def _remove(self, text: str) -> None:
-        """Remove the last text, which is `text`."""
+        """Remove the last text of the index; it must be `text`."""
 
     @abstractmethod
     def _rarity(self, term: str) -> int:
-        """Number of texts that have a term."""
+        """Number of texts that contain a term."""
 
     def shared(self, turns: Iterable[int], wanted: str) -> dict[int, tuple[str, ...]]:
-        """For each turn, up to three words of `wanted` that it has in a like form.
+        """By turn, up to three words of `wanted` that the turn has too, in the same or a like form.
 
-        Rare and long words come first. Of words that a fifth of the turns have, only the rarest is
-        named, and only if there is no other. A turn without any gets the words that the turns
-        beside it share: it was found because of them.
+        The rarest word comes first; of equally rare words, the longest. Words that at least a fifth
+        of the turns have are left out, unless there is no other word: then the rarest is named. For
+        a turn that has none of the words, those that the turns beside it have are named.
         """
         asked = {word: terms_of(word) for word in _WORD.findall(wanted)}
         terms = cache(lambda turn: frozenset(terms_of(self._texts[turn])))
@@ -72,7 +72,10 @@ class TurnIndex(ABC):
         return found
 
     def _named(self, asked: Mapping[str, list[str]], terms: frozenset[str]) -> tuple[str, ...]:
-        """The words of `asked`, which maps each to its terms, that have most terms in `terms`."""
+        """Up to three words that have more than half of their terms in `terms`, the rarest first.
+
+        `asked` maps each word to its terms.
+        """
         rarity = dict[str, int]()
         for word, own in asked.items():
             common = [term for term in own if term in terms]
@@ -100,12 +103,12 @@ _K1, _B = 1.5, 0.75
 
 
 class WordIndex(TurnIndex):
-    """BM25 over the turns of a conversation.
+    """Scores turns by BM25.
 
-    Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
+    It is Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
     https://doi.org/10.1561/1500000019), computed as in the library bm25s (Lù 2024,
     https://arxiv.org/abs/2407.03618), but only for the words of the query. Terms are overlapping
-    groups of four letters; a document is a turn with its two neighbours.
+    groups of four letters; a document is a turn with the turns before and after it.
     """
 
     def __init__(self) -> None:
@@ -175,8 +178,8 @@ def _and_beside(numbers: NDArray[_Number]) -> NDArray[_Number]:
 def terms_of(text: str) -> list[str]:
     """The terms of a text: all groups of four neighbouring letters in each of its words.
 
-    The start and the end of a word count as letters. A shorter word is one term; Chinese, Japanese
-    and Korean give pairs of characters.
+    The start and the end of a word count as letters. A shorter word is one term. In Chinese,
+    Japanese and Korean, terms have two characters.
     """
     return [term for word in words_of(text) for term in _letters(word)]
 
@@ -200,15 +203,16 @@ _MOST = 100_000  # postings that a search looks at; the rarest terms come first
 
 
 class WideIndex(TurnIndex):
-    """Scores by groups of letters, by pairs of words, and by words of similar meaning.
+    """Scores turns by shared groups of letters and pairs of words, and by words of like meaning.
 
-    Like BM25 (k1 1, b 0.75), but rarity counts to the power of 1.5, and:
+    The formula is BM25 (k1 1, b 0.75), with these changes:
 
-    - Each word of the query also finds the 20 words of the conversation whose vectors are nearest
-      to its own, with their cosine as weight, as one term of weight 4.
-    - A document is a turn with half of the turns beside it. The question right before a turn counts
-      as much as the turn's own statements, its own questions half: they seldom tell anything.
-    - The query's sentences are scored one by one; the score is the root of the sum of the squares.
+    - A term's rarity (inverse document frequency) is raised to the power of 1.5.
+    - For each word of the query, the 20 words of the conversation with the nearest vectors count
+      together as one term of weight 4; each is counted with its cosine as weight.
+    - A document is a turn, in which statements count 1 and questions 0.5, with the turn before
+      (statements 0.5, questions 1) and the turn after (0.5).
+    - Each sentence of the query is scored alone; the score is the root of the sum of the squares.
     """
 
     def __init__(self, vectors: WordVectors) -> None:
@@ -245,7 +249,7 @@ class WideIndex(TurnIndex):
         return np.sqrt(total).astype(np.float64)
 
     def _longest_postings(self, asked: Sequence[Sequence[str]]) -> int:
-        """Number of turns above which a term is too common to be looked at; see `_MOST`."""
+        """The most turns that a term may be in: a search then reads at most `_MOST` entries."""
         terms = [self._terms.get(term) for words in asked for term in _terms(words)]
         known = [*terms, *(self._words.get(word) for words in asked for word in words)]
         total = 0
@@ -256,7 +260,7 @@ class WideIndex(TurnIndex):
         return len(self._texts)
 
     def _similar(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """For each word, the words of the conversation that are near it, and their cosines."""
+        """For each word, words of the conversation with the nearest vectors, with their cosines."""
         new = [word for word in words if word not in self._near]
         for word, vector in zip(new, self._vectors.of(new) if new else (), strict=True):
             self._near[word] = _Near(vector, 0, {})
@@ -297,7 +301,7 @@ class WideIndex(TurnIndex):
             self._add_vectors(new)
 
     def _add_vectors(self, new: Sequence[str]) -> None:
-        """Add the vectors of new words; the array at least doubles if it is too short."""
+        """Add the vectors of new words to the array, which at least doubles if it is too short."""
         vectors, known = self._vectors.of(new), len(self._names)
         self._names += new
         if len(self._names) > len(self._of_names):
@@ -324,7 +328,7 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """The turns [k] that have a term, ascending; how often they state it, and ask with it."""
+    """The turns [k] that have a term, ascending; its counts in their statements and questions."""
 
     turns: array[int]
     told: array[float]
@@ -339,7 +343,7 @@ class _Lengths(NamedTuple):
 
 
 class _Near(NamedTuple):
-    """A word's vector, and its cosine to the nearest of the first `compared` names."""
+    """A word's vector; its cosines to the nearest of the first `compared` words of the index."""
 
     vector: Floats
     compared: int
@@ -347,9 +351,10 @@ class _Near(NamedTuple):
 
 
 class _Sums:
-    """Adds up how often each turn has a term; looks only at turns that have it, or are beside one.
+    """Counts how often turns have a term, each turn together with the turns beside it.
 
-    A turn counts what the turns beside it say; see `WideIndex`.
+    `WideIndex` says how much the turns beside it count. Only turns that have the term, and turns
+    beside these, are looked at.
     """
 
     def __init__(self, turns: int) -> None:
@@ -357,7 +362,7 @@ class _Sums:
         self._order = np.zeros(turns + 2, np.int64)
 
     def of(self, found: Sequence[tuple[_Fields, float]]) -> tuple[NDArray[np.int64], Floats]:
-        """Turns [k], in any order, and how often each has any of these words, with its weight."""
+        """Turns [k], in any order; the weighted count [k] of all these words in each of them."""
         at = np.concatenate([fields.turns for fields, _ in found]).astype(np.int64) + 1
         told, asked = (
             np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])
@@ -381,9 +386,9 @@ def _accumulate(
     norms: Floats,
     weight: float,
 ) -> None:
-    """Add to scores [n] what these words, each with its own weight, add together as one term.
+    """Add to the scores [n] of all turns what one term adds: the words `found`, each with a weight.
 
-    `norms` [n] correct for the lengths of turns; `weight` is the term's.
+    `norms` [n] correct for the lengths of the turns; `weight` is that of the whole term.
     """
     turns, counts = sums.of(found)
     having = float(np.minimum(counts, 1).sum(dtype=np.float64))
@@ -392,7 +397,7 @@ def _accumulate(
 
 
 def _pooled(told: Floats, asked: Floats) -> Floats:
-    """Counts [n] of turns with those beside them; see `WideIndex`."""
+    """Counts [n] of each turn, together with the turns beside it as in `WideIndex`."""
     own, after, before = _shares(told, asked)
     own[1:] += after[:-1]
     own[:-1] += before[1:]
@@ -400,7 +405,7 @@ def _pooled(told: Floats, asked: Floats) -> Floats:
 
 
 def _shares(told: Floats, asked: Floats) -> tuple[Floats, Floats, Floats]:
-    """What turns count for themselves, for the turn after each, and for the turn before, [n]."""
+    """What each turn's counts [n] add to the turn itself, the turn after it, and the one before."""
     half = np.float32(0.5)
     return told + half * asked, half * told + asked, half * (told + asked)
 
@@ -417,7 +422,7 @@ _Counts = dict[str, tuple[int, int]]
 
 
 def _counted(text: str) -> tuple[_Counts, _Counts]:
-    """How often a text's statements and its questions have each term, and each word."""
+    """How often each term, and each word, is in a text's statements and in its questions."""
     terms, words = (Counter[str](), Counter[str]()), (Counter[str](), Counter[str]())
     for sentence in _SENTENCE.findall(text):
         found, is_question = words_of(sentence), sentence.rstrip().endswith(("?", "？"))

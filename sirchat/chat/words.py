@@ -1,4 +1,4 @@
-"""Words made of tokens, words that were evicted, and the tokens that a command means."""
+"""Splits tokens into words, finds evicted words, and finds the tokens that a command names."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _is_wide(char: str) -> bool:
 
 
 def around(positions: Collection[int], seen: int) -> list[int]:
-    """`positions` and the `_REACH` positions on each side of each, ascending, below `seen`."""
+    """The positions and `_REACH` more on each side of each; `seen` is the stream's length."""
     near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
     return sorted(at for at in near if 0 <= at < seen)
 
@@ -129,7 +129,7 @@ _LATEST = 8
 
 @dataclass(frozen=True)
 class EvictedText:
-    """A turn that is not held completely.
+    """A turn of which not all tokens are in the cache.
 
     It has `tokens` tokens, not counting the template's; `held` of them are held. `words`: its words
     with an evicted token, unless the same word is held elsewhere; the most surprising first.
@@ -143,7 +143,7 @@ class EvictedText:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
-    """The turns that are not held completely, in order."""
+    """The turns of which not all tokens are in the cache, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
@@ -160,10 +160,10 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The user's words that have tokens at these positions and are no longer held anywhere.
+    """The user's words that have tokens at these positions, but are nowhere in the cache now.
 
-    The most surprising word is the first. Words that tell little, in English or because most of
-    the user's messages have them, are left out.
+    The most surprising word is the first. Common English words, and words that most of the
+    user's messages have, are left out.
     """
     rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
     if not rows:
@@ -191,7 +191,7 @@ def _spelled_words(text: str) -> Iterator[str]:
 
 
 _FEW, _RECENT = 4, 64
-"""Number of messages from which on, and up to which, common words are looked for."""
+"""Common words are those of the last `_RECENT` user messages, if there are at least `_FEW`."""
 
 
 def latest_words(
@@ -216,8 +216,12 @@ _WITHOUT_BLANKS = re.compile(
 """Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
 
 
+Target = str | Positions
+"""What the user typed to name tokens, or the stream positions of tokens."""
+
+
 def positions_of(
-    target: str,
+    target: Target,
     ledger: Ledger,
     texts: Texts,
     roles: Sequence[str],
@@ -231,7 +235,7 @@ def positions_of(
     template never match.
 
     Args:
-        target: what the user typed.
+        target: what the user typed; positions name themselves, and then there may be none.
         ledger: the conversation's ledger.
         texts: gives the text of each token.
         roles: role of each turn.
@@ -241,6 +245,8 @@ def positions_of(
     Raises:
         UsageError: nothing matches.
     """
+    if not isinstance(target, str):
+        return np.intersect1d(target, among)
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
     turn = turn_of_target(target, roles)
@@ -287,7 +293,7 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def with_target_removed(target: str, text: str) -> str:
-    """`text` without the occurrences of `target`, a text and not the name of a turn."""
+    """`text` without the occurrences of the words `target`, which must not name a turn."""
     return whole_words(without_quotes(target)).sub("", text)
 
 
@@ -326,10 +332,10 @@ def without_quotes(target: str) -> str:
 def tokens_to_erase(
     target: str, engine: Engine, texts: Texts, now: Conversation, system: str | None
 ) -> Positions:
-    """Positions of the tokens that `target` names, held or not; `system` is the system prompt.
+    """Positions of the tokens that `target` names, in the cache or not.
 
-    Empty if the text exists but was never read: in an interrupted turn, or in a system prompt
-    before the first turn. Raises UsageError if nothing matches.
+    `system` is the system prompt. Empty if the text exists but was never read: in an interrupted
+    turn, or in a system prompt before the first turn. Raises UsageError if nothing matches.
     """
     ledger, roles = engine.ledger, now.roles
     try:
@@ -343,7 +349,7 @@ def tokens_to_erase(
 
 
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
-    """Remove what `target` names from every turn's text; returns the rest of the system prompt."""
+    """Remove what `target` names from all turns' text; returns the system prompt without it."""
     turn = turn_of_target(target, now.roles)
     if turn is not None:
         one = now.turns[turn]

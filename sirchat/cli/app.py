@@ -27,7 +27,7 @@ from sirchat.ui.text import displayable_line
 
 
 class LazyCommand(TyperGroup):
-    """A command or group of commands: `NAME_app` of `module`, which is imported when used."""
+    """A command or group of commands, which `module` defines as `NAME_app`; imported when used."""
 
     def __init__(self, name: str, module: str, help: str) -> None:
         super().__init__(name=name, help=help)
@@ -63,11 +63,11 @@ _OTHER_COMMANDS = {
     "show": "sessions show last prints a chat",
     "serve": "opens a chat in the terminal; it does not serve",
 }
-"""For a command of Ollama, llm or llama.cpp: what of sirchat does that."""
+"""For each command of Ollama, llm or llama.cpp: which command of sirchat does the same."""
 
 
 class _Commands(TyperGroup):
-    """All commands; if a question is typed instead of a command, the error says how to ask it."""
+    """All commands of sirchat; if a question is typed as a command, the error says how to ask."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -118,9 +118,7 @@ app.command()(tutorial)
 
 _LONGEST_PATH = 300  # characters of a path in an error
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the event stream, one JSON object a line.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 Feed = Annotated[
     bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
 ]
@@ -132,7 +130,7 @@ JsonTokens = Annotated[
     bool,
     typer.Option(
         "--json-tokens",
-        help="Like --json, but also list which tokens each turn evicted, restored and left held.",
+        help="Like --json; also list the tokens evicted, restored, and held after each turn.",
     ),
 ]
 
@@ -197,9 +195,9 @@ _OTHER_NAMES = {
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments, with our own names of options that other programs name differently.
+    """The arguments; sirchat's names replace the names that other programs give to options.
 
-    Where `--resume` stands before the command without a value, it becomes `--resume=last`.
+    A `--resume` without a value, if it stands before the command, becomes `--resume=last`.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     named = [_with_own_name(one) for one in arguments[:end]] + arguments[end:]
@@ -256,7 +254,8 @@ def start(
         ),
     ] = None,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="With --resume: make the model reread the chat.")
+        bool,
+        typer.Option("--rebuild", help="With --resume: let the model read the chat again."),
     ] = False,
     debug: Debug = False,
     version: Annotated[
@@ -269,7 +268,7 @@ def start(
         ),
     ] = False,
 ) -> None:
-    """Chat; or, when input comes from a pipe or a file, replay it as a transcript."""
+    """Open a chat; if input comes from a pipe or a file, replay that as a transcript instead."""
     given = {"feed": feed, "format": format != "auto", "json": json, "json_tokens": json_tokens}
     about_transcripts = [name for name, used in given.items() if used]
     if context.invoked_subcommand == "ask" and not (feed or json_tokens or format != "auto"):
@@ -326,7 +325,7 @@ def ask(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Ask one question and print the reply alone; what is piped in stands before the question."""
+    """Ask one question and print only the reply; text from a pipe is put before the question."""
     before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
     ask_once(
         " ".join(question or []),

@@ -73,7 +73,7 @@ def open_saved(
     *,
     rebuild: bool = False,
 ) -> "Session":
-    """Open a session, load the chat saved in `store`, if any; then switch to settings `later`."""
+    """Open a session; load the chat saved in `store`, if any; then switch to settings `later`."""
     session = open_session(profile, trust, report)
     if store is not None:
         from sirchat.saved.autosave import resume_session
@@ -88,13 +88,16 @@ _AT_ONCE = (
     *("model", "device", "dtype", "quantize", "compile", "save", "save_kv"),
     *("panel", "theme", "markdown", "thinking"),
 )
-"""Settings that flags change before a saved chat is resumed; the others change afterwards."""
+"""Settings that flags change before a saved chat is opened; others change after it is loaded."""
 
 
 def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """For a saved session: settings to open it, its store, and settings to switch to afterwards."""
+    """Settings to open the saved chat `ident` with; its store; settings to switch to afterwards.
+
+    With `at_once`, all settings from `flags` are in the first group, else only those of `_AT_ONCE`.
+    """
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
     from sirchat.saved.saved_state import saved_profile
@@ -212,7 +215,7 @@ def _hold_all(session: "Session", text: str) -> None:
 
 
 def _message(question: str) -> tuple[str, bool]:
-    """The text of standard input, if any, then the question; and whether there was any input."""
+    """The text of standard input, if any, then the question; also whether there was such text."""
     given = ""
     if not sys.stdin.isatty():
         try:
@@ -280,8 +283,8 @@ def tutorial(
 ) -> None:
     """See what a chat evicts and restores, in three minutes, with the bundled model.
 
-    Nothing is saved. Where input or output is no terminal, it does not wait.
-    The exit code is then 1 if something does not go as it should.
+    Nothing is saved. If input or output is no terminal, the tutorial does not wait for Enter.
+    The exit code is then 1 if a step has an unexpected result.
     """
     own = profile_of({}, loads_model=False)
     with meanwhile("loading tiny"), quick_start(), interruptible_imports():

@@ -1,4 +1,4 @@
-"""`sirchat doctor`, `paths`, `man` and `completion`: what is installed, and how it is used."""
+"""The commands `sirchat doctor`, `paths`, `man` and `completion`."""
 
 import re
 import textwrap
@@ -24,9 +24,9 @@ def doctor(
     ] = "tiny",
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Check versions, machine, files and a model; for bug reports.
+    """Check versions, machine, folders and a model, and print the results for a bug report.
 
-    Nothing of your chats is in it. The exit code is 1 if there is a problem.
+    The results contain nothing of your chats. The exit code is 1 if there is a problem.
     """
     require(model)
     with quick_start():
@@ -99,7 +99,11 @@ def completion(
         ),
     ],
     install: Annotated[
-        bool, typer.Option("--install", help="Install it for your user, instead of printing it.")
+        bool,
+        typer.Option(
+            "--install",
+            help="Install the completion script for your user account instead of printing it.",
+        ),
     ] = False,
 ) -> None:
     """Print a script by which the shell completes commands, settings, models and saved chats."""
@@ -107,7 +111,7 @@ def completion(
     from typer.completion import install as install_script  # type: ignore[attr-defined]
 
     if shell not in _SHELLS:
-        raise UsageError(f"there is no completion for {shell!r}; there is for {', '.join(_SHELLS)}")
+        raise UsageError(f"there is no completion for {shell!r}; allowed: {', '.join(_SHELLS)}")
     if not install:
         typer.echo(
             get_completion_script(
@@ -132,7 +136,7 @@ _STATUS = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "inter
 
 
 def man() -> None:
-    """Print the manual page, in roff."""
+    """Print the manual page in the format roff, which man reads."""
     typer.echo("\n".join(_page()))
 
 

@@ -1,4 +1,4 @@
-"""The settings as command-line flags; from flags to a profile, a model or a session."""
+"""Command-line flags for all settings; makes a profile, a model or a session from flags."""
 
 import gc
 import inspect
@@ -26,7 +26,7 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for every setting to a command.
 
-    The command gets the values that the user gave in its argument `flags`, by setting name.
+    The values that the user gave are passed as the argument `flags`, by name of the setting.
     """
     own = inspect.signature(command).parameters
     extra = _parameters()
@@ -107,7 +107,7 @@ def _flag(*names: str, **options: Any) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """The type of a flag: bool, or text, which the profile parses and checks like a file's."""
+    """The type of a flag: bool, or else str, because the profile parses and checks the text."""
     return bool if annotation is bool else str
 
 
@@ -176,10 +176,10 @@ def misplaced_flag(flag: str, command: str) -> UsageError:
 
 
 def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
-    """The settings from flags, environment and profile files, combined by precedence.
+    """The settings from flags, environment variables and profile files; flags take precedence.
 
-    If the model will be loaded, and a flag or the environment names it, sirchat first checks that
-    it exists, before slow imports.
+    If `loads_model`, and a flag or variable names a model, the function first checks that this
+    model exists: so a wrong name fails before slow imports.
     """
     model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
     if model and loads_model:
@@ -192,7 +192,7 @@ def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load the model and open a session; before slow imports, the policy is checked."""
+    """Load the model and open a session; a wrong policy name fails before slow imports."""
     with quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
@@ -206,7 +206,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Context manager: no garbage collection, which takes 1/6 of loading time and frees nothing."""
+    """Context manager: no garbage collection; it takes 1/6 of loading time, and frees nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

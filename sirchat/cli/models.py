@@ -4,6 +4,7 @@ import json as json_format
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,30 +14,31 @@ from sirchat import paths
 from sirchat.cli.flags import Debug, complete_model
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, set_default
-from sirchat.errors import UsageError, format_value, nearest
+from sirchat.errors import ModelError, UsageError, format_value, nearest
 from sirchat.models.hub import require
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.engine.families import FamilyCheck
+    from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
     add_completion=False,
-    help="List the models on this machine (also without a command), download or choose one.",
+    help="List the models on this machine; with a command, download or choose a model.",
     invoke_without_command=True,
 )
 
 In = Annotated[
     list[Path] | None,
-    typer.Option("--in", metavar="FOLDER", help="Also look in this folder; can be repeated."),
+    typer.Option(
+        "--in", metavar="FOLDER", help="Also list models in this folder; can be repeated."
+    ),
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(
-        help="Budget, in tokens, for which to show the size of the KV cache.", metavar="INT"
-    ),
+    typer.Option(help="Show the size of the KV cache for this budget, in tokens.", metavar="INT"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the list as JSON.")]
 
@@ -49,7 +51,7 @@ def models(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the models on this machine (also without a command), or download one."""
+    """List the models on this machine; with a command, download or choose a model."""
     if context.invoked_subcommand is None:
         models_list(folders, budget, json)
     elif folders or budget or json:
@@ -67,11 +69,13 @@ def models_list(
 
     These are the bundled models, smollm2, models in your own folder (`sirchat paths` names this
     folder) and models in the Hugging Face cache. The size of the KV cache is what a chat would
-    allocate at its budget.
+    allocate at its budget. The last column is the largest budget, in tokens, for which the free
+    memory suffices; sirchat models fit NAME tells more.
     """
     from sirchat.chat.model_defaults import most_rows
+    from sirchat.models.fit import fit_of
     from sirchat.models.listing import find_models
-    from sirchat.models.shape import cache_bytes
+    from sirchat.models.shape import cache_bytes, free_memory
     from sirchat.ui.lists import ListedModel, print_models
 
     places = [Path(os.path.expanduser(folder)) for folder in folders or ()]
@@ -79,13 +83,17 @@ def models_list(
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
     profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
+    free = free_memory()
 
     def listed(found: FoundModel) -> ListedModel:
         shape = found.shape
         if shape is None or shape.context_length is None:
             return ListedModel(found, None, None)
         rows = most_rows(profile, found.name, shape.context_length)
-        return ListedModel(found, rows, cache_bytes(shape, profile, rows))
+        largest = None
+        with suppress(ModelError):  # the weights can't be read
+            largest = fit_of(found, profile, free).choices[0].largest_budget
+        return ListedModel(found, rows, cache_bytes(shape, profile, rows), largest)
 
     rows = [listed(one) for one in find_models(places)]
     if json:
@@ -96,17 +104,78 @@ def models_list(
     print_models(rows, Console(highlight=False))
 
 
+@models_app.command("fit")
+def models_fit(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="A model on this machine, as for --model.",
+            autocompletion=complete_model,
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print the sizes as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show how much memory a model takes, and the largest budget that fits.
+
+    Only headers and config files are read. The first row is for your settings, the others for other
+    settings. The largest budget is what the free memory has room for, after the weights and
+    500 MB for the program itself, and no more than the model's context.
+    """
+    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, fit_of
+    from sirchat.models.listing import find_model
+    from sirchat.models.shape import free_memory
+
+    fit = fit_of(find_model(name), resolve(None, {}, os.environ), free_memory())
+    if not json:
+        from rich.console import Console
+
+        from sirchat.ui.lists import print_fit
+
+        print_fit(fit, Console(highlight=False))
+        return
+    shape = fit.found.shape
+    data = {
+        "name": fit.found.name,
+        "path": str(fit.found.path),
+        "kind": shape.kind if shape is not None else None,
+        "weights": fit.weights,
+        "context_length": shape.context_length if shape is not None else None,
+        "free_bytes": fit.free,
+        "program_bytes": PROGRAM,
+        "tokens_per_hour": TOKENS_PER_HOUR,
+        "choices": [_choice_data(one) for one in fit.choices],
+    }
+    typer.echo(json_format.dumps(data, indent=2))
+
+
+def _choice_data(one: "Choice") -> dict[str, object]:
+    """One row of `sirchat models fit` as a JSON object."""
+    return {
+        "setting": one.setting,
+        "precision": one.precision,
+        "weights_bytes": one.weights,
+        "loading_bytes": one.loading,
+        "reading_bytes": one.working,
+        "kv_cache_bytes": {str(budget): size for budget, size in one.caches.items()},
+        "archive_bytes_per_hour": one.archive,
+        "largest_budget": one.largest_budget,
+    }
+
+
 @models_app.command("default")
 def models_default(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="The model to use from now on; without it, show it.", autocompletion=complete_model
+            help="The new default model; if left out, the present one is shown.",
+            autocompletion=complete_model,
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """The model of chats that name none: sirchat models default smollm2 chooses it."""
+    """Show or choose the default model, which a chat uses if you name none."""
     if name is None:
         typer.echo(displayable_line(resolve(None, {}, os.environ).model))
         return
@@ -164,19 +233,19 @@ def models_pull(
 def models_families(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Families to check; all that transformers knows if none is given."),
+        typer.Argument(help="Families to check; default: all in transformers."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a table in Markdown, by result.")
+        bool, typer.Option("--markdown", help="Print a Markdown table, one row per result.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Check which families of models run: about a minute for all, without any download.
+    """Check which families of models sirchat can run; takes a minute for all, downloads nothing.
 
-    For each one a small model with random weights is built. It reads 200 tokens under a budget of
-    64, and what its cache holds is compared with what the model itself computes. A family is what
-    `model_type` names in a model's config.json. The exit code is 1 if one computes wrongly.
+    A family is what `model_type` names in a model's config.json. For each family, a small model
+    with random weights is built. It reads 200 tokens under a budget of 64 tokens; then its cache is
+    compared with what transformers computes. The exit code is 1 if a family computes wrongly.
     """
     from dataclasses import asdict
 
@@ -233,5 +302,6 @@ def _data(one: "ListedModel") -> dict[str, object]:
         "context_length": shape.context_length if shape is not None else None,
         "budget": one.budget,
         "kv_cache_bytes": one.cache,
+        "largest_budget": one.largest,
         "problem": found.problem,
     }

@@ -13,14 +13,14 @@ from sirchat.ui.text import displayable, displayable_line
 
 profiles_app = typer.Typer(
     add_completion=False,
-    help="List profiles, which are named settings (also without a command), show or create them.",
+    help="List profiles (named settings); with a command, show or create a profile.",
     invoke_without_command=True,
 )
 
 
 @profiles_app.callback()
 def profiles(context: typer.Context) -> None:
-    """List profiles, which are named settings (also without a command), show or create them."""
+    """List profiles (named settings); with a command, show or create a profile."""
     if context.invoked_subcommand is None:
         profiles_list()
 
@@ -57,7 +57,7 @@ def profiles_show(
 def profiles_path(
     name: Annotated[str | None, typer.Argument(help="A profile's name.")] = None,
 ) -> None:
-    """Show the path of a profile, or of the folder for your own profiles."""
+    """Show the path of a profile's file; without a name, of the folder for your own profiles."""
     typer.echo(displayable_line(str(profile_path(name) if name else user_profiles_dir())))
 
 
@@ -69,7 +69,7 @@ def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's na
 
 policies_app = typer.Typer(
     add_completion=False,
-    help="The eviction policies, with their options.",
+    help="List the eviction policies with their options; with a command, check a policy.",
     invoke_without_command=True,
 )
 
@@ -99,7 +99,7 @@ def policies_list(context: typer.Context) -> None:
 def policies_check(
     name: Annotated[str, typer.Argument(help="A policy's name, or package.module:Class.")],
 ) -> None:
-    """Check that a policy keeps the contract of policies, on random tables of tokens."""
+    """Check that a policy obeys the rules for all policies; tests it on random tables of tokens."""
     from sirchat.memory.contract import contract_violations
 
     import_typed(name)

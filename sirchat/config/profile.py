@@ -176,7 +176,8 @@ class Profile(BaseModel):
     )
     system: str | None = Field(
         default=None,
-        description="The system prompt: instructions that the model reads before the first turn.",
+        description="The system prompt: instructions that the model reads before your first "
+        "message.",
     )
     pin_system: bool = Field(
         default=True, description="Pin the system prompt, so that it is never evicted."
@@ -194,7 +195,7 @@ class Profile(BaseModel):
     )
     recall: str = Field(
         default="off",
-        description="Restore archived tokens for each turn, chosen by this retriever; "
+        description="Restore archived tokens for each of your messages, chosen by this retriever; "
         f"on means {recall.BEST}, off restores none. If not set, a chat with a real model uses "
         f"{recall.BEST}.",
     )
@@ -225,8 +226,8 @@ class Profile(BaseModel):
     )
     recall_query: Literal["turn", "recent"] = Field(
         default="turn",
-        description="What recall searches for: the new turn, which is read once more for this, "
-        "or the most recent tokens.",
+        description="What recall searches for: your new message, which is read once more for "
+        "this, or the most recent tokens.",
     )
     recall_index: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -244,16 +245,16 @@ class Profile(BaseModel):
     )
     evict: Literal["when-full", "before-turn", "between-turns"] = Field(
         default="when-full",
-        description="When to evict. when-full: whenever the cache is full; before-turn: before a "
-        "user turn, so much that the turn and its reply fit; between-turns: before a user turn, "
-        "down to the budget, which the turn and its reply may then exceed (as in SirLLM).",
+        description="When to evict. when-full: whenever the cache is full; before-turn: before "
+        "your message, so much that it and its reply fit; between-turns: before your message, "
+        "down to the budget, which the message and its reply may then exceed (as in SirLLM).",
     )
     positions: Literal["cache", "stream"] = Field(
         default="cache",
         description="Position ids of tokens. cache: counted within the cache, so a chat can be "
         "endless; stream: counted from the chat's start, up to the model's context length.",
     )
-    save: bool = Field(default=True, description="Save the chat to disk after every turn.")
+    save: bool = Field(default=True, description="Save the chat to disk after every reply.")
     save_kv: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Save keys and values when the chat ends; auto does so below 256 MiB.",
@@ -261,7 +262,7 @@ class Profile(BaseModel):
     panel: Literal["off", "turn", "live"] = Field(
         default="live",
         description="Show the tokens in the cache: live while the model writes, after each "
-        "turn, or never.",
+        "reply, or never.",
     )
     theme: Literal["auto", "dark", "light", "none"] = Field(
         default="auto", description="Colours for a dark or a light terminal, or no colours."

@@ -71,9 +71,14 @@ class Budget:
 
     @property
     def reserve(self) -> int:
-        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall."""
+        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall.
+
+        A reserve of automatic size is 0 as long as the budget has room for all tokens ever read.
+        """
         recall = self.settings.recall
         if recall is None or self.unbounded:
+            return 0
+        if recall.n is None and self.ledger.seen <= self.total:
             return 0
         pins = self.pins(self.ledger.held_positions)
         room = self.total - self.sinks - pins
@@ -179,6 +184,13 @@ class Budget:
         return (self.ledger.column("flags")[at] & Flag.PINNED).astype(bool)
 
     @property
+    def most_pins(self) -> int | None:
+        """How many rows may be pinned, not counting sinks; None if that is not limited."""
+        if self.unbounded or not self.settings.policy.honours_pins:
+            return None
+        return min(self.total // 2, self.total - self.sinks - _LEAST)
+
+    @property
     def compacts_at_anchors(self) -> bool:
         """Whether the policy evicts rows right after each anchor is read."""
         return self.settings.policy.compacts_at_anchors
@@ -208,11 +220,11 @@ class Budget:
 
         Counted are the pins among the rows at positions `reachable`, and `more` new pins.
         """
-        if self.unbounded or not self.settings.policy.honours_pins:
+        allowed = self.most_pins
+        if allowed is None:
             return
         pins = self.pins(reachable)
         pins += more - min(more, max(0, self.sinks - self.ledger.seen))
-        allowed = min(self.total // 2, self.total - self.sinks - _LEAST)
         if pins > allowed:
             raise SettingError(
                 f"{pins} tokens would be pinned, but budget {self.total} allows only {allowed}",

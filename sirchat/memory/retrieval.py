@@ -169,7 +169,7 @@ class Candidates:
     def random_numbers(self) -> NDArray[np.float64]:
         """A random number in [0, 1) for each row [n]; for the same turn always the same numbers."""
         if self.ledger is None:
-            raise ValueError("random numbers need a ledger")
+            raise ValueError("random scores are drawn from the ledger's seed: pass `ledger`")
         return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
 
     def _column(self, name: str) -> NDArray[Any]:

@@ -1,1 +1,1 @@
-"""Loads a causal language model, finds its rotations, and hooks its attention."""
+"""Loads causal language models, detects their rotary embeddings, and observes their attention."""

@@ -28,7 +28,9 @@ _NAME = "sirchat_hooked_"
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The arguments and the result of one layer's attention in one forward pass.
+    """The arguments and the result of one layer's attention in one forward pass over m tokens.
+
+    There are n keys of D numbers, the new ones included, H_q query heads and H key heads.
 
     Attributes:
         layer: the layer's number, from 0, among those with keys and values.
@@ -96,7 +98,7 @@ class QueryRecorder:
         self._shape[call.layer] = call.scale, call.keys.shape[1]
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """The unrotated queries of each layer; the list ends before a layer that was not observed.
+        """Each layer's queries without rotation; the list ends before a layer not observed yet.
 
         Args:
             rotations: one for each layer with keys and values.
@@ -189,7 +191,9 @@ def _function(name: str, module: Any) -> Callable[..., Any]:
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
-    """softmax(q k scale) as the model computes it: float32 [H, H_q / H, m, n].
+    """The attention weights, softmax(q k^T scale), as the model computes them.
+
+    Returns float32 [H, H_q / H, m, n]; see `AttentionCall`.
 
     With grouped-query attention, H_q / H neighbouring query heads share one key head.
     """

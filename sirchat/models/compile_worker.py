@@ -1,7 +1,8 @@
 """Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
 
-It reads the result of `without_weights` from standard input; N lowers its priority (niceness). It
-ends when the process that started it ends.
+It reads the graph, pickled by `compiled_step.without_weights`, from standard input, and writes the
+program to FILE. N is its niceness: the higher, the lower its priority. It ends when the process
+that started it ends.
 """
 
 from __future__ import annotations

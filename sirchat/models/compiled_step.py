@@ -1,4 +1,4 @@
-"""A decode step that was compiled ahead of time by torch's AOTInductor.
+"""A decode step (a forward pass for one token), compiled in advance by torch's AOTInductor.
 
 The exported graph accepts a cache of any length, so one program serves every budget, and nothing is
 compiled again during a chat. A program holds no weights: it serves every model of the same shape,
@@ -24,7 +24,7 @@ _TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong
 
 
 class CompiledStep:
-    """Computes a token's logits like `graph`, the step that it was compiled from.
+    """Computes the logits after one token, as `graph` does, from which it was compiled.
 
     Args:
         path: the program, as `build` writes it.
@@ -126,7 +126,7 @@ def build(pickled: bytes, path: Path) -> None:
 
 
 class _Exported(nn.Module):
-    """The step to export, given the buffers of keys [2, 1, H, C, D] and values [1, 1, H, C, D]."""
+    """A step that torch can export: keys and values are arguments, in buffers for C tokens."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -143,7 +143,8 @@ class _Exported(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Compute logits [V] and the scored layers' states [layers x d].
 
-        The length n of `held` is the number of rows in the cache.
+        The length of `held` is the number of tokens in the cache; its values are not used. Each
+        layer has buffers of keys [2, 1, H, C, D] and values [1, 1, H, C, D].
         """
         count = held.shape[0]
 

@@ -35,8 +35,8 @@ def load_model_of(
 ) -> LoadedModel:
     """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
 
-    `progress` is called with the progress of loading. Raises ModelError as `load_model` and
-    `use_compiled` do.
+    `progress` is called with the progress of loading. Raises ModelError if the model can't
+    be loaded, or if `compile` is `on` and the model can't be compiled.
     """
     model = load_model(
         profile.model,
@@ -52,7 +52,7 @@ def load_model_of(
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Make a model use its compiled decode step, as `how` says.
+    """Make a model use its compiled decode step, if `how` (see `Compile`) allows it.
 
     Raises ModelError if `how` is `on` and the step can't be compiled or loaded.
     """

@@ -1,4 +1,4 @@
-"""One decode step of a Llama-shaped model with few, small operations.
+"""A decode step (a forward pass for one token) of a Llama-like model, in few, small operations.
 
 transformers runs about fifty operations and a dozen module calls per layer, for any input shape. A
 single token needs no mask, no expanded heads and no batch: here the same weights are used with half
@@ -25,7 +25,7 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Adds a layer's new key and value [1, H, 1, D] to the n held ones; returns all [1, H, n + 1, D].
+"""Adds a layer's new key and value [1, H, 1, D] to the n cached ones; returns all [1, H, n + 1, D].
 
 The arguments are the layer's number, the key and the value.
 """
@@ -175,7 +175,7 @@ class StepGraph(nn.Module):
 
 
 class DecodeStep:
-    """Reads one token with the weights of a transformers model on a CPU.
+    """Computes the forward pass for one token with the weights of a transformers model on a CPU.
 
     Args:
         module: the model, one that `supports` allows.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _SECONDS = 1.5
-"""Longest wait for the hub's answer, including the time to look up its address."""
+"""Longest wait for the hub's answer, in seconds, with the time to look up its address."""
 
 
 def require(name: str) -> None:
@@ -32,7 +32,7 @@ def require(name: str) -> None:
 
 
 def only_cached(name: str) -> bool:
-    """Whether the model must be loaded from the cache: the hub is not reachable or lacks it.
+    """Whether the model must come from the local cache: the hub can't be reached or lacks it.
 
     Raises ModelError if the model is not in the cache either.
     """

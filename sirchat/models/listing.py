@@ -13,7 +13,16 @@ from typing import Literal
 
 from sirchat import paths
 from sirchat.errors import ModelError
-from sirchat.models.names import BUNDLED, PACKAGED, cached_models, packaged_gguf, snapshot_of
+from sirchat.models.names import (
+    BUNDLED,
+    PACKAGED,
+    cache_folder,
+    cached_models,
+    locate,
+    packaged_gguf,
+    snapshot_of,
+    suggestion,
+)
 from sirchat.models.shape import ModelShape, shape_of_folder, shape_of_gguf
 
 Source = Literal["bundled", "package", "folder", "hub"]
@@ -65,6 +74,30 @@ def model_names() -> list[str]:
     return [one.name for one in find_models() if not one.problem]
 
 
+def find_model(name: str) -> FoundModel:
+    """The model on this machine that `--model` would load.
+
+    Raises ModelError if there is none, if it can't be used, or if the name is that of several.
+    """
+    source, gguf = locate(name)
+    if Path(source).is_dir():
+        kind: Source = "package" if name in PACKAGED else "folder"
+        path = Path(source, *gguf.values())
+        found = [_looked_at(name, "bundled" if name in BUNDLED else kind, path)]
+    else:
+        folder = cache_folder() / f"models--{name.replace('/', '--')}"
+        found = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
+    if not found:
+        hint = f"to download it: sirchat models pull {name}" if "/" in name else suggestion(name)
+        raise ModelError(f"model {name!r} is not on this machine", hint=hint)
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found)
+        raise ModelError(f"{name!r} has several models", hint=f"give one of {names}")
+    if found[0].problem:
+        raise ModelError(f"model {name!r}: {found[0].problem}")
+    return found[0]
+
+
 def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
     """The model in a file or folder; if it can't be used, `problem` gives the reason."""
     try:
@@ -84,7 +117,10 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield the GGUF files of a repository in the hub's cache, or else its one model."""
+    """Yield each GGUF file of a cached repository of the hub; without any, the repository's model.
+
+    A model that is not downloaded completely is yielded with a `problem`.
+    """
     snapshot = snapshot_of(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:

@@ -69,7 +69,7 @@ class LoadedModel:
         name: as the user gave it.
         module: the transformers model.
         tokenizer: its tokenizer.
-        rotations: the rotary embedding of each layer with keys and values, found by the probe.
+        rotations: of each layer with keys and values, as `probe_rotations` detects them.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
@@ -189,7 +189,7 @@ class LoadedModel:
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The anchor settings that the model was trained with; None without anchors."""
+        """The model's anchor tokens; None if it was not trained with anchor tokens."""
         return anchors_of(self.module.config)
 
     def forward(
@@ -227,7 +227,7 @@ class LoadedModel:
             return torch.as_tensor(out.logits[0].float())
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """A context manager, entered for each of several long passes: weights are unpacked once."""
+        """Context manager to enter for each of several passes: packed weights are unpacked once."""
         return SharedWeights(self.module)
 
     def read(
@@ -240,7 +240,7 @@ class LoadedModel:
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> PassResult:
-        """Read ids like `forward`; returns their surprisal, and only the last row of logits."""
+        """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
         if len(ids) == 1 or not self._has_plain_head:
             logits = self.forward(
                 ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
@@ -295,7 +295,7 @@ class LoadedModel:
         scores += self.scorer.scores(states.joined())
 
     def mask(self, visible: Tensor) -> Any:
-        """The additive attention mask [1, 1, m, n + m] for `visible`, which is as in `forward`.
+        """The additive mask [1, 1, m, n + m]: 0 where `visible` [m, n + m] is true, else very low.
 
         If the model has several kinds of layers, returns a dictionary with one mask for each kind.
         """
@@ -404,7 +404,7 @@ def gguf_parts(
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Probe a model and make a LoadedModel; raises ModelError if its cache allows no eviction."""
+    """Detect rotations, make a LoadedModel; raises ModelError if tokens can't be evicted."""
     config = module.config.get_text_config(decoder=True)
     refuse_unsupported_layers(config, name)
     kinds = state_kinds(config)

@@ -23,7 +23,7 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """The model's folder or hub id, and, for a GGUF file, the `from_pretrained` option for it.
+    """The model's folder or hub id; for a GGUF file, also the `from_pretrained` option to read it.
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
@@ -66,7 +66,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path for a name: as given, in the user's model folder, or of a cached GGUF file."""
+    """The path of a model: `name` itself, or in the user's model folder, or a cached GGUF file."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
@@ -153,7 +153,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_of(folder: Path) -> Path | None:
-    """The folder of a cached model's main branch, or else its newest snapshot; None without any."""
+    """A cached model's snapshot folder: of the main branch, or else the newest; None if none."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()

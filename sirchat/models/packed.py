@@ -1,4 +1,4 @@
-"""Layers whose weights stay packed in four or eight bits; torch's kernels for CPUs compute them.
+"""Linear layers whose weights stay packed in four or eight bits, computed by torch on a CPU.
 
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
 results are converted to the type of the input. The kernels are made for few rows at a time. For
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sirchat.models.threads import trim_memory
 
 GROUP = 32
-"""Number of neighbouring weights that share a scale and a minimum in four bits."""
+"""Number of neighbouring four-bit weights that share a scale and a minimum."""
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking
@@ -31,7 +31,7 @@ _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
 
 _SHARED: ContextVar[dict[PackedLinear, Tensor] | None] = ContextVar("shared weights", default=None)
-"""The unpacked weights that the pass in this thread shares, by layer; None if it shares none."""
+"""The unpacked weights that forward passes share, by layer; None outside `SharedWeights`."""
 
 
 class PackedLinear(nn.Module, ABC):
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module, ABC):
         """The weights as bfloat16 [K, N]; eight-bit weights are not multiplied by their scales."""
 
     def _at_hand(self) -> Tensor:
-        """The unpacked weights; later passes of a text use them again, see `SharedWeights`."""
+        """The unpacked weights; within `SharedWeights` they are kept for the next passes."""
         shared = self._shared()
         if shared is None:
             return self.unpacked()
@@ -63,7 +63,7 @@ class PackedLinear(nn.Module, ABC):
         return shared[self]
 
     def _shared(self) -> dict[PackedLinear, Tensor] | None:
-        """The unpacked weights that this pass shares with others; None if it shares none."""
+        """The unpacked weights that passes share, by layer; None outside `SharedWeights`."""
         return _SHARED.get()
 
     @abstractmethod
@@ -77,7 +77,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Use the copy of this layer's weights that `whole` holds, beginning at row `start`."""
+        """Replace this layer's weights by the equal rows of `whole`, from row `start` on."""
 
 
 class Int4Linear(PackedLinear):
@@ -263,7 +263,10 @@ def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a matrix [N, K] to 16 steps per group; returns q, scale, minimum for `Int4Linear`."""
+    """Round each group of 32 weights of a matrix [N, K] to 16 steps.
+
+    Returns q, scale and minimum, as `Int4Linear` takes them.
+    """
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
     scale = ((most - minimum) / 15).clamp_min(1e-12)
@@ -272,7 +275,7 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SharedWeights:
-    """Context manager: the passes of one text share unpacked weights, so each is unpacked once.
+    """Context manager: the passes of one text share unpacked weights; each layer is unpacked once.
 
     Each of these passes is computed inside `with shared: ...`; other passes over the same layers,
     in this thread or another, are not affected. Nothing is shared if all weights would take more

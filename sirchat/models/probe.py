@@ -26,7 +26,7 @@ _MISSING = {
     "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
     "be evicted",
 }
-"""For a kind of layers, why sirchat can't run it."""
+"""By kind of layers, the reason why sirchat can't run a model that has them."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _STATE_TOLERANCE = 0.03
@@ -81,7 +81,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model; added ones don't count."""
+    """Raise ModelError if the tokenizer has more tokens, without added ones, than the model."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(

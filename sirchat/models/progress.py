@@ -1,6 +1,6 @@
-"""Reports the progress of loading, also that of libraries with progress bars of their own.
+"""Reports the progress of loading and of downloads; replaces the progress bars of libraries.
 
-transformers is imported only where its bars are meant: a download starts without it.
+transformers is imported only where its bars are replaced, so that a download starts fast.
 """
 
 from __future__ import annotations

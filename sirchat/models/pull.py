@@ -75,7 +75,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 
 
 def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
-    """Names and sizes of the files to download."""
+    """Names and sizes, in bytes, of the files to download; raises ModelError if there are none."""
     there = {one.rfilename: one.size or 0 for one in info.siblings or ()}
     ggufs = [one for one in there if one.lower().endswith(".gguf")]
     if file is not None:

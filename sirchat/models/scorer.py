@@ -31,7 +31,7 @@ class Scorer:
     Attributes:
         layers: numbers of the layers, ascending, from 1; empty for a model without a scorer.
         weight: float32 [layers x d], for the states of all layers, side by side.
-        bias: what is added; NaN for a model without a scorer, so that every score is NaN.
+        bias: is added to the product; NaN for a model without a scorer: every score is then NaN.
         about: how the scorer was trained, as text, by name.
     """
 
@@ -71,7 +71,7 @@ class Scorer:
 
 
 def scorer_of(name: str, module: Any) -> Scorer:
-    """The scorer of the model `name`: the user's own, or the bundled one, or one without layers.
+    """The scorer of the model `name`: the user's own or the bundled one; without any, an empty one.
 
     Raises ModelError for a file that is damaged or was made for a model of another shape.
     """
@@ -95,7 +95,7 @@ def _unusable(path: Path, why: str) -> ModelError:
 
 
 def layer_count(module: Any) -> int:
-    """Number of the model's layers: in LongCat Flash half of those that the cache has."""
+    """Number of the model's layers; in LongCat Flash, the cache has twice as many."""
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 
@@ -114,7 +114,7 @@ class LayerStates:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager: run one forward pass within the block."""
+        """Context manager: record the states of the forward pass that runs within the block."""
         with ExitStack() as hooks:
             for number in self._layers:
                 layer = decoder_layers(self._module)[number - 1]
@@ -132,7 +132,7 @@ class LayerStates:
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
-    """The list of the model's layers: the first list that has as many members as it has layers."""
+    """The model's list of layers: the first module list whose length is the number of layers."""
     count = layer_count(module)
     return next(
         one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == count

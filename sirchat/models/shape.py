@@ -48,6 +48,7 @@ class ModelShape:
         context_length: number of tokens that it was trained for.
         row_elements: how many numbers the cache stores for one token: keys and values of all
             layers. Rotated keys are stored twice, see `memory.cache`.
+        archived_elements: the same for the archive, where all keys are stored once.
         stays_packed: whether its weights stay packed if the CPU can compute with them.
     """
 
@@ -55,11 +56,12 @@ class ModelShape:
     context_length: int | None
     row_elements: int | None
     stays_packed: bool = False
+    archived_elements: int | None = None
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
-    """The shape that a folder's config.json describes; raises ModelError if it can't be read."""
-    config = _load_config(folder / "config.json")
+    """The sizes that a folder's config.json states; raises ModelError if it is not usable."""
+    config = load_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
         raise ModelError(f"{folder} has a {str(names[0])[:60]}, which does not generate text")
@@ -76,27 +78,31 @@ def shape_of_folder(folder: Path) -> ModelShape:
         raise ModelError(f"{folder} is of type {kind[:60]}; tokens can't be evicted from its cache")
     if count < len(layers):  # the others have a state of constant size, which is not counted
         text = {**text, "num_hidden_layers": count}
-    elements = None if kind in _HYBRID and not layers else _row_elements(text)
-    return ModelShape(kind, _context_length(text), elements)
+    is_known = layers or kind not in _HYBRID
+    cached, archived = _row_elements(text) if is_known else (None, None)
+    return ModelShape(kind, _context_length(text), cached, archived_elements=archived)
 
 
 def shape_of_gguf(path: Path) -> ModelShape:
-    """The shape that a GGUF file's header describes; raises ModelError if it can't be read."""
+    """The sizes that a GGUF file's header states; raises ModelError if it can't be read."""
     file = parse_gguf(path, with_lists_of_text=False)
     architecture, weights = file.architecture, Counter[str]()
     for tensor in file.tensors.values():
         weights[tensor.type] += prod(tensor.shape)
     kind = " ".join([architecture, *(name for name, _ in weights.most_common(1))])
     packs = is_supported(file) and all(one.type in BLOCKS for one in file.tensors.values())
+    cached, archived = _gguf_row_elements(file)
     return ModelShape(
         kind,
         _whole(file.metadata.get(f"{architecture}.context_length")),
-        _gguf_row_elements(file),
+        cached,
         packs and has_blocks(file),
+        archived,
     )
 
 
-def _load_config(path: Path) -> dict[str, Any]:
+def load_config(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises ModelError if it is missing, too large or not one."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")
@@ -121,25 +127,26 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def _row_elements(config: Mapping[str, Any]) -> int | None:
-    """How many numbers the cache stores for one token, from the sizes in a config."""
+def _row_elements(config: Mapping[str, Any]) -> tuple[int, int] | tuple[None, None]:
+    """How many numbers cache and archive store for one token, from the sizes in a config."""
     layers = _whole(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
         layers = 2 * (_whole(config.get("num_layers"), _MOST_LAYERS) or 0) or None
     heads = _whole(config.get("num_attention_heads") or config.get("n_head"))
     hidden = _whole(config.get("hidden_size") or config.get("n_embd"))
     if layers is None or heads is None:
-        return None
+        return None, None
     latent = _whole(config.get("kv_lora_rank"))
     if latent is not None:  # DeepSeek: a compressed part and a rotated part
-        return layers * (latent + 2 * (_whole(config.get("qk_rope_head_dim")) or 0))
+        rotated_part = _whole(config.get("qk_rope_head_dim")) or 0
+        return layers * (latent + 2 * rotated_part), layers * (latent + rotated_part)
     size = _whole(config.get("head_dim")) or (hidden // heads if hidden else None)
     if size is None:
-        return None
+        return None, None
     row = _key_value_heads(config, heads) * size
     rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
     without = rotated[:layers].count(0) if isinstance(rotated, list) else 0
-    return layers * 3 * row - without * row
+    return layers * 3 * row - without * row, layers * 2 * row
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -149,8 +156,8 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
     return next((one for one in given if one), heads)
 
 
-def _gguf_row_elements(file: GgufFile) -> int | None:
-    """How many numbers the cache stores for one token, from the sizes in a GGUF file."""
+def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:
+    """How many numbers cache and archive store for one token, from the sizes in a GGUF file."""
 
     def said(name: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{name}")
@@ -162,10 +169,13 @@ def _gguf_row_elements(file: GgufFile) -> int | None:
     key = _whole(said("attention.key_length")) or usual
     value = _whole(said("attention.value_length")) or usual
     if layers is None or key is None or value is None:
-        return None
+        return None, None
     by_layer = heads[:layers] if isinstance(heads, list) else [heads] * layers
     counts = [_whole(one) for one in by_layer]
-    return None if None in counts else sum(filter(None, counts)) * (2 * key + value)
+    if None in counts:
+        return None, None
+    total = sum(filter(None, counts))
+    return total * (2 * key + value), total * (key + value)
 
 
 def _whole(value: object, most: int = _MOST) -> int | None:
@@ -182,15 +192,34 @@ def cache_bytes(shape: ModelShape, profile: Profile, rows: int) -> int | None:
     return shape.row_elements * rows * _item_size(shape, profile)
 
 
+def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | None:
+    """Bytes of the archive for `tokens` tokens with the settings of a profile; None if unknown."""
+    if shape.archived_elements is None:
+        return None
+    return shape.archived_elements * tokens * _item_size(shape, profile)
+
+
 def _item_size(shape: ModelShape, profile: Profile) -> int:
-    """Bytes of one number in the cache, as in `LoadedModel.cache_dtype` and `pick_dtype`."""
-    on_cpu = profile.device == "cpu" or (profile.device == "auto" and not _has_accelerator())
-    is_wide = profile.dtype == "float32" or (profile.dtype == "auto" and on_cpu)
+    """Bytes of one number in the cache, as in `LoadedModel.cache_dtype`."""
+    return 4 if precision(shape, profile) == "float32" else 2
+
+
+def precision(shape: ModelShape, profile: Profile) -> str:
+    """How the weights are held: `packed`, `int8`, `int4`, or a number type as in `pick_dtype`."""
+    on_cpu = uses_cpu(profile)
+    if profile.quantize in ("packed", "int8", "int4"):
+        return profile.quantize
     unasked = profile.quantize == "auto" and profile.dtype == "auto" and on_cpu
-    packed = profile.quantize in ("packed", "int8", "int4") or (
-        unasked and shape.stays_packed and _packs_four_bits()
-    )
-    return 4 if is_wide and not packed else 2
+    if unasked and shape.stays_packed and packs_four_bits():
+        return "packed"
+    if profile.dtype == "auto":
+        return "float32" if on_cpu else "bfloat16"
+    return profile.dtype
+
+
+def uses_cpu(profile: Profile) -> bool:
+    """Whether the model will compute on the CPU."""
+    return profile.device == "cpu" or (profile.device == "auto" and not _has_accelerator())
 
 
 def free_memory() -> int | None:
@@ -210,7 +239,7 @@ def _has_accelerator() -> bool:
     return False
 
 
-def _packs_four_bits() -> bool:
+def packs_four_bits() -> bool:
     """Whether this CPU can compute with four bits, as in `packed.can_pack_four_bits`."""
     with suppress(OSError):
         return "avx512f" in Path("/proc/cpuinfo").read_text("ascii", "replace")

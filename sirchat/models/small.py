@@ -1,7 +1,8 @@
-"""Builds a small model of any family that the installed transformers has, with random weights.
+"""Builds a small model, with random weights, of any family that the installed transformers has.
 
-The sizes in a family's usual configuration are replaced by small ones, by their names; all other
-settings stay. Nothing is downloaded.
+A family is what `model_type` names in a model's config.json. In its usual configuration, the
+settings that are sizes, recognized by their names, get small values; all others stay. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": [*_LINEAR, "hybrid"] * 3},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a family needs beside small sizes."""
+"""By family, other settings that a small model of it needs."""
 
 
 def causal_families() -> list[str]:
@@ -91,7 +92,7 @@ def causal_families() -> list[str]:
 
 
 def language_model_of(family: str) -> str | None:
-    """The family of the language model in a family that also reads images or sound; else None."""
+    """The family of the language model inside a multimodal family; None if there is none inside."""
     config = CONFIG_MAPPING[family]
     inner = (getattr(config, "sub_configs", None) or {}).get("text_config")
     name = str(getattr(inner, "model_type", "")) or f"{family}_text"
@@ -113,7 +114,7 @@ def small_config(family: str) -> Any:
 def build_small(family: str) -> Any:
     """A model of that family with random weights, the same each time.
 
-    Raises what transformers raises if it can't build one, and ValueError if it stays large.
+    Raises any error of transformers, and ValueError if there are more than 20 million weights.
     """
     config = small_config(family)
     with torch.device("meta"):

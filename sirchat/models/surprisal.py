@@ -1,4 +1,4 @@
-"""Computes surprisal from logits, or from hidden states without storing all logits."""
+"""Computes surprisal, -log p(token), from logits, or from hidden states a block at a time."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         ids: [m], the token that came after each row's context.
 
     Returns:
-        float32 [m]. For float32 weights, the logits have only rounding errors; for eight-bit
-        weights, errors of about 2^-17 of their size; for bfloat16 weights, sums are not rounded.
+        float32 [m]. On a CPU the logits are computed in float32, also for bfloat16 weights; for
+        eight-bit weights, they have relative errors of about 2^-17.
     """
     if hidden.device.type != "cpu":
         found = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]

@@ -19,7 +19,11 @@ _SYS = Path("/sys")
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set the number of threads; 0 means the environment's, or else one for each free core."""
+    """Set torch's number of CPU threads to `wanted`, if it is above 0.
+
+    For 0, the environment variable SIRCHAT_THREADS or OMP_NUM_THREADS gives the number; without
+    them, it is one thread for each free core.
+    """
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
         wanted = int(told)

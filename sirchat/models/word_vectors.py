@@ -2,8 +2,8 @@
 
 The mean of the embeddings is subtracted. Of their principal directions the first three, which all
 words share, are left out, and the next 256 are kept (after Mu and Viswanath 2018,
-"All-but-the-Top", https://arxiv.org/abs/1702.01417). A word of several tokens is the sum of its
-tokens' vectors, in which ids that the tokenizer learned later, and so are rarer, weigh more.
+"All-but-the-Top", https://arxiv.org/abs/1702.01417). The vector of a word of several tokens is
+the sum of the tokens' vectors, in which higher token ids, usually of rarer tokens, weigh more.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WordVectors:
 
 
 def word_vectors_of(module: Any, tokenizer: Any) -> WordVectors:
-    """Makes vectors of words from a transformers model's input embeddings."""
+    """A WordVectors object that uses a transformers model's input embeddings."""
     embeddings = module.get_input_embeddings()
 
     def encode(text: str) -> list[int]:

@@ -41,6 +41,7 @@ from sirchat.saved.saved_state import (
     row_tensors,
     rows_fit,
     saved_head,
+    saved_pins,
     state_tensors,
 )
 from sirchat.saved.session_list import remove_session, tells_of
@@ -246,6 +247,7 @@ class Autosave:
         fields = saved_head(saved, self._session).fields
         for name in ("pinned", "recalled"):
             fields[name] = [position for position in fields[name] if position < seen]
+        fields["pins"] = [part for part in fields["pins"] if part[0] < turns]
         fields["conversation"] |= {"in_round": False, "pending_ids": []}
         store.drop_kv()
         store.truncate(turns, seen, Head(seen, held, None, fields))
@@ -260,9 +262,9 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     """
     head = store.head()
     if head is None:
-        raise SessionError(f"session {store.id} holds no turn yet")
+        raise SessionError(f"session {store.id} holds no message yet")
     if rebuild:
-        read_again(session, store.turns())
+        read_again(session, store.turns(), saved_pins(head))
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)

@@ -7,16 +7,17 @@ What is read is checked.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 
 from sirchat.chat.conversation import Conversation, Turn, TurnStats
 from sirchat.chat.events import Finish
+from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile, with_new_names
 from sirchat.engine.records import EngineState
@@ -89,6 +90,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
         "unknown_surprisal": saved.unknown_surprisal,
         "round": saved.round,
         "pinned": pinned.tolist(),
+        "pins": [list(astuple(one)) for one in pinned_text(session)],
         "excluded": np.flatnonzero(saved.rows["flags"] & Flag.EXCLUDED).tolist(),
         "recalled": saved.recalled.tolist(),
         "kv": stamp,
@@ -150,6 +152,19 @@ def decode_state(
             attempt=now.attempt,
         )
         return saved, conversation, fields.kv
+
+
+_PINS = TypeAdapter(
+    list[Annotated[list[_Count], Field(min_length=3, max_length=3)]], config=_STRICT
+)
+
+
+def saved_pins(head: Head) -> list[PinnedText]:
+    """The parts of the text that the user pinned; none if another version wrote them otherwise."""
+    try:
+        return [PinnedText(*one) for one in _PINS.validate_python(head.fields.get("pins", []))]
+    except ValueError:
+        return []
 
 
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:

@@ -29,9 +29,11 @@ class Part(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A chat that was found, and its first line with most of the words, in parts.
+    """A chat that was found.
 
-    `line` is empty if the words are only in the chat's name.
+    `line` is the line of the chat that has the most of the searched words (the first, if several
+    have), split into parts that match and parts that don't. It is empty if the words are only in
+    the chat's name.
     """
 
     session: SavedSession

@@ -158,10 +158,10 @@ class SessionStore:
             raise SessionError(f"{self.path} was removed while it was in use")
 
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
-        """Add turns, the rows [k] of the k tokens read since the last head, and the new head.
+        """Add turns, the rows [k] of the k tokens read since the last call, and a new head.
 
-        `rows` is a structured array of flat fields. Rows are never changed later; values that
-        change, such as which rows are held, belong in the head.
+        `rows` is a structured array of flat fields. Rows are never changed later. The head is the
+        record of all values that change, such as which rows are held.
         """
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)

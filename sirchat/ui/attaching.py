@@ -1,6 +1,6 @@
-"""Files in messages: `@path` and `/read`, completion of their names, and a note of their size.
+"""Files in messages: `@path` and `/read`, completion of file names, and notes on the files' size.
 
-Only text that was typed can name a file. Transcripts, pipes and pasted text never do.
+Only typed text can name a file. Text that is pasted, or comes from a transcript or a pipe, can't.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word
 _LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")
 _OPEN = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
 _CLOSING = ".,;:!?)]}'\"…"
-"""Signs after a file's name that may belong to the sentence."""
+"""Punctuation that may follow a file's name in a sentence, and is then no part of the name."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,19 @@ class AttachedFile:
 
     @property
     def block(self) -> str:
-        """The text as it stands in the message, under its name."""
+        """The text as it is put into the message: a code block, with the file's name at its top."""
         return without_surrogates(fenced(displayable_line(self.name), self.text))
 
 
 def with_files(
     text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
-    """The message to send for a typed `text` in which `@path` names files; and the list of files.
+    """Load the files that `@path` names in a typed `text`; return the message, and the files.
 
-    Each file's text is put before the message, once. A word that names no file is not changed; if
-    it looks like a path, `note` is called. `\\@` is an ordinary `@`. `pasted_signs`: indices of
-    each `@` that was pasted; a pasted `@` names no file.
+    The message has the text of each file, once, and then `text`, without the `@` of file names. If
+    `text` is nothing but file names, it is left out. A word that names no file is not changed; if
+    it looks like a path, `note` is called with a remark. `\\@` is an ordinary `@`.
+    `pasted_signs`: the index in `text` of each `@` that was pasted; such an `@` names no file.
 
     Raises UsageError, as `load_text_file` does, if a file exists but can't be used.
     """
@@ -81,9 +82,9 @@ def with_files(
 
 
 def open_mention(before: str) -> str | None:
-    """The part of a file's name typed after `@`, with its opening quote, if any; None without `@`.
+    """What is typed so far of a file's name after `@`, with its opening quote, if it has one.
 
-    `before` is the text before the cursor.
+    `before` is the text before the cursor. Returns None if it does not end in `@` or such a name.
     """
     found = _OPEN.search(before)
     return found[0][1:] if found else None
@@ -92,7 +93,8 @@ def open_mention(before: str) -> str | None:
 def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
     """The message that `/read FILE [QUESTION]` sends, and a list with the file.
 
-    Raises UsageError if `rest` names no file, and if the file can't be loaded.
+    `rest` is `FILE [QUESTION]`. Raises UsageError if it names no file, and if the file can't be
+    loaded.
     """
     name, question = first_name(rest)
     if not name:
@@ -104,7 +106,10 @@ def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
 
 
 def first_name(text: str) -> tuple[str, str]:
-    """The first word of a text, or all words in quotes at its start; and the rest of the text."""
+    """Split off the name at the start of a text: its first word, or the words in quotes there.
+
+    Returns the name without quotes, and the rest of the text.
+    """
     found = re.match(r'\s*(?:"([^"]*)"?|(\S*))\s*', text)
     if found is None:  # it matches any text
         return "", text
@@ -112,24 +117,27 @@ def first_name(text: str) -> tuple[str, str]:
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """A line that compares the number of tokens of these files with the budget."""
+    """A line with each file's number of tokens, and the budget; warns if this is too small."""
     counts = [len(session.template.as_text(file.block)) for file in files]
     parts = [
         f"{displayable_line(file.name)}: {count:,} tokens"
         for file, count in zip(files, counts, strict=True)
     ]
     line, total = f"{', '.join(parts)}; the budget is {session.budget:,} tokens", sum(counts)
-    if total <= session.budget or session.profile.policy == "full":
+    room = session.limits.evictable()
+    if room < session.budget // 2 and total <= 2 * session.budget:
+        line += f", of which a message can take {room:,}"
+    if total <= room or session.profile.policy == "full":
         return line
-    share = "most" if total > 2 * session.budget else "a part"
+    share = "most" if total > 2 * room else "a part"
     return f"{line}, so {share} of the text will be evicted while it is read"
 
 
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
-    """A line that says how much of a user turn is held, if the budget can't hold all of it.
+    """A line: how many tokens of a user turn are held, and which budget would hold them all.
 
-    `option` sets the budget: `/budget` or `--budget`. Returns "" if all of the turn is held, or
-    could be.
+    `option`: how the user sets the budget, `/budget` or `--budget`. Returns "" if all of the turn
+    is held, if the budget has room for all of it, and for turns that the user did not write.
     """
     limits = session.limits
     held = limits.ledger.held_of_turn(turn.index)
@@ -140,11 +148,12 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
         rest = f"the model's context, {limits.context_length:,} tokens, is too short for all"
     else:
         rest = f"{option} {enough} would hold all"
-    return f"read {turn.tokens_in:,} tokens, {held:,} held; {rest}"
+    kept = f" (recall keeps {limits.reserve:,} of the budget free)" if limits.reserve else ""
+    return f"read {turn.tokens_in:,} tokens, {held:,} held{kept}; {rest}"
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The name of the file after `@` ("" if it names none); and the text for it in the message."""
+    """The file name in an `@path`, or "" if there is no such file; and the text to send instead."""
     word = found["word"] or ""
     if found["escape"]:
         return "", found[0][1:]
@@ -167,7 +176,7 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, then the message; thus the files are evicted before the message."""
+    """The files' texts, then the message; what comes first is also evicted first."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 
@@ -175,9 +184,10 @@ _BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
 
 
 def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """The part of a file's name at the end of `text`, with its opening quote; None without a name.
+    """What is typed so far of a file's name at the end of `text`, with its opening quote, if any.
 
-    `commands` matches the commands after which a file's name may come.
+    Such a name comes after `@`, or after a command that `commands` matches. Returns None if `text`
+    does not end in such a name.
     """
     command = commands.match(text)
     if command and (begun := _BEGUN.match(text, command.end())):
@@ -186,9 +196,9 @@ def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> 
 
 
 def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Yield files and folders whose names begin with `begun`; names with spaces get quotes.
+    """Yield completions for the path `begun`: files and folders; names with spaces get quotes.
 
-    Hidden files are offered only if the first dot is typed.
+    Hidden files are offered only if the first dot of their name is typed.
     """
     name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
     found = PathCompleter(expanduser=True).get_completions(Document(name), event)

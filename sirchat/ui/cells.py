@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from rich.cells import cell_len, get_character_cell_size
+from rich.cells import cached_cell_len, cell_len, get_character_cell_size
 from rich.style import Style
 from rich.text import Text
 
@@ -43,9 +43,11 @@ class StyledRun(NamedTuple):
     whole: bool = False
 
 
-@lru_cache(maxsize=32768)
 def shown(text: str) -> str:
-    """A token's text as it is drawn: filtered, on one line, with characters of known width."""
+    """A token's text as it is drawn: one line of known width, without control characters.
+
+    No text is cached: what is erased from a chat must be nowhere.
+    """
     if text.isascii() and text.isprintable():
         return text
     return grid_safe(displayable(text))
@@ -57,7 +59,7 @@ def shown_line(text: str) -> str:
 
 
 def significant(score: float) -> str:
-    """A score with three significant digits; large scores below 1e9 are shown without exponent."""
+    """A score as text, with three significant digits; below 1e9, 12,300 is shown for `1.23e+04`."""
     text = f"{score:#.3g}".removesuffix(".")
     return f"{float(text):,.0f}" if "e+" in text and abs(score) < 1e9 else text
 
@@ -68,7 +70,7 @@ def quoted(text: str) -> str:
 
 
 def grid_safe(text: str) -> str:
-    """The text, in characters of known width; a combining mark without a letter gets `BASE`."""
+    """The text with known widths; a combining mark without a letter is drawn over `BASE`."""
     safe: list[str] = []
     for char in map(_safe, text):
         bare = not safe or safe[-1][-1] in f" {NEWLINE}"
@@ -79,9 +81,14 @@ def grid_safe(text: str) -> str:
     return "".join(safe)
 
 
+def drop_measured() -> None:
+    """Drop the texts that rich keeps with their widths, when something was erased."""
+    cached_cell_len.cache_clear()
+
+
 @lru_cache(maxsize=8192)
 def _safe(char: str) -> str:
-    """The text drawn for one character; empty for characters without an agreed width."""
+    """What is drawn for one character: itself, a replacement of known width, or "" (nothing)."""
     code, category = ord(char), unicodedata.category(char)
     if char in "\n\u2028\u2029":
         return NEWLINE
@@ -139,7 +146,10 @@ def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
 
 
 def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
-    """Append a run to the last line, broken if needed; returns the free cells of the last line."""
+    """Append a run to the last line; what does not fit into `room` cells goes into new lines.
+
+    A line has `width` cells. Returns the number of free cells in the line that is now the last.
+    """
     text = run.text
     while (size := cell_len(text)) > room:
         head, text = _split(text, room)

@@ -44,7 +44,7 @@ from sirchat.ui.turn_commands import Retry, parse_retry, undo
 _PREFIX = "do_"
 
 _AROUND = 12
-"""Number of tokens on either side of the words that `/recall "words"` restores, too."""
+"""Number of tokens before, and after, the words that `/recall "words"` restores with them."""
 
 _LONGEST = 40  # most characters shown of an unknown command
 
@@ -69,32 +69,32 @@ class Send:
 
 @dataclass(frozen=True)
 class Edit:
-    """Asks to replace the last message by `text`; without a text, the user changes it first."""
+    """Asks the chat to replace the user's last message by `text`; "" lets the user edit it."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Summarize:
-    """Asks for a summary of the conversation, made in this way; see `chat.summary`."""
+    """Asks the chat for a summary; `way`: "extract" (the best sentences) or "model" (new text)."""
 
     way: str
 
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """Asks the chat to go on with another session: of another chat, or of this chat, read anew."""
+    """Asks the chat to go on with `session`: another chat, or the same chat in a new session."""
 
     session: Session
     is_other_chat: bool
 
 
 Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
-"""What a command asks the chat to do after the command itself."""
+"""What the chat must do after a command has run."""
 
 
 class Commands:
-    """The commands of one chat."""
+    """The slash commands of one chat; each method `do_NAME` is the command `/NAME`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Commands:
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
-        """The arguments of a command, and its description."""
+        """The arguments of a command, such as `[NAME]`, and what the command does."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
         text = inspect.cleandoc(getattr(cls, _PREFIX + name).__doc__ or "")
@@ -159,12 +159,12 @@ class Commands:
     def do_help(self, rest: str) -> None:
         """[COMMAND]: list all commands, or explain one of them."""
         if not rest:
-            self._screen.show(draw_help(self._screen.width))
-            self._screen.note(KEYS)
+            keys = Text(KEYS, self._screen.theme.quiet)
+            self._screen.page(Group(draw_help(self._screen.width), keys))
             return
         name = self._known(rest)
         others = [alias for alias, target in _ALIASES.items() if target == name]
-        self._screen.show(draw_command(name, *self.help_of(name), others))
+        self._screen.page(draw_command(name, *self.help_of(name), others))
 
     def do_model(self, rest: str) -> Action | None:
         """[NAME]: go on with another model, which reads the whole chat; alone, list the models."""
@@ -201,8 +201,9 @@ class Commands:
         self._switching.setting("/recent", "recent", rest)
 
     def do_recall(self, rest: str) -> None:
-        """[on|off|RETRIEVER|WORDS]: restore archived tokens for each turn; alone, show what was
-        restored; WORDS of the chat are restored now, with the words around them, and pinned."""
+        """[on|off|RETRIEVER|WORDS]: restore archived tokens for each of your messages; alone, show
+        what was restored; WORDS of the chat are restored now, with the words around them, and
+        pinned."""
         recalled = self._session.recalled
         if rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
@@ -215,9 +216,9 @@ class Commands:
             self._screen.page(Group(tables[0], Text(), tables[1]))
 
     def _are_words(self, rest: str) -> bool:
-        """Whether an argument of `/recall` means words, and not a value of the setting.
+        """Whether the argument of `/recall` is words of the chat, not a value of the setting.
 
-        What is like the name of a retriever, but in the chat, means words, too.
+        Something that only resembles the name of a retriever is words, if the chat contains it.
         """
         names = ["on", "off", *retriever_names()]
         if rest.startswith('"') or rest in names:
@@ -281,7 +282,8 @@ class Commands:
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"{end.turns} turns; {end.seen - end.tokens_out:,} tokens read, "
+            f"{end.turns:,} message{'s' * (end.turns != 1)}; "
+            f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
             f"policy {session.profile.policy}, "
@@ -291,11 +293,11 @@ class Commands:
         )
 
     def do_pin(self, rest: str) -> None:
-        """TEXT|last|turn N: never evict these words, your last message, or turn N."""
+        """TEXT|last|turn N: never evict these words, your last message, or message number N."""
         self._switching.pin(rest, pinned=True)
 
     def do_unpin(self, rest: str) -> None:
-        """TEXT|last|turn N: allow again that these words or this turn are evicted."""
+        """TEXT|last|turn N: allow again that these words or this message are evicted."""
         self._switching.pin(rest, pinned=False)
 
     def do_erase(self, rest: str) -> None:
@@ -304,12 +306,12 @@ class Commands:
         self._erasing.run(rest)
 
     def do_evicted(self, rest: str) -> None:
-        """-: list the evicted words of each turn, the most surprising words first."""
+        """-: list the evicted words of each message, the most surprising words first."""
         show_evicted(self._session, self._screen)
 
     def do_summarize(self, rest: str) -> Action:
         """[extract|model]: sum up the whole chat, evicted or not, by its most telling sentences or
-        in the model's words; if you keep it, it is read as a turn and pinned, in place of the
+        in the model's words; if you keep it, it is read as a message and pinned, in place of the
         former summary."""
         way = rest or next(iter(WAYS))
         _one_of("/summarize", way, tuple(WAYS))
@@ -346,8 +348,8 @@ class Commands:
         return Send(text)
 
     def do_copy(self, rest: str) -> None:
-        """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the reply N
-        turns ago; --osc52 lets the terminal do it, which also works over ssh."""
+        """[code|N] [--osc52]: put the last reply on the clipboard, its last code, or the Nth reply
+        before it; --osc52 lets the terminal do it, which also works over ssh."""
         copy_reply(self._session, self._screen, rest)
 
     def do_export(self, rest: str) -> None:
@@ -355,20 +357,20 @@ class Commands:
         export_chat(self._session, self._screen, rest)
 
     def do_save(self, rest: str) -> None:
-        """[NAME]: save the chat now and after each turn; /load NAME finds the chat again."""
+        """[NAME]: save the chat now and after each reply; /load NAME finds the chat again."""
         self._saved_chat.save(without_quotes(rest) if rest else None)
 
     def do_branch(self, rest: str) -> None:
-        """NAME [TURNS]: go on in a copy of this chat, without your last TURNS messages."""
-        name, _, turns = rest.rpartition(" ")
-        if not name or not turns.isdecimal():
-            name, turns = rest, "0"
+        """NAME [N]: go on in a copy of this chat, without your last N messages and the replies."""
+        name, _, count = rest.rpartition(" ")
+        if not name or not count.isdecimal():
+            name, count = rest, "0"
         if not name:
             raise UsageError(
                 "/branch needs a name",
                 hint="/branch NAME, or /branch NAME 2 to leave out your last 2 messages",
             )
-        self._saved_chat.branch(without_quotes(name), int(turns))
+        self._saved_chat.branch(without_quotes(name), int(count))
 
     def do_branches(self, rest: str) -> None:
         """-: list this chat and its branches (copies made by /branch)."""

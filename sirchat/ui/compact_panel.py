@@ -31,7 +31,7 @@ from sirchat.ui.cells import (
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 _ROWS = 3
-"""Rows of held text."""
+"""Maximum number of rows of held text."""
 
 _BYTES_A_COLUMN = 12
 """Maximum number of bytes of held text per frame and column of the screen, colours included."""
@@ -50,7 +50,7 @@ _WIDE = 72
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
-    """Draw title, gauge, turns, the words to be evicted next, and the held words of highest score.
+    """Draw how full the cache is, the turns, the words evicted next, and the best held words.
 
     `evicted`: words that were just evicted; they are shown in one more row, struck out.
     """
@@ -74,7 +74,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The first row; its rule is short, as one of full width takes a tenth of a frame's bytes."""
+    """The first row: policy, decay, model, speed, colours; its lines are short, to save bytes."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.border)
@@ -85,7 +85,7 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _legend(theme: Theme, room: int) -> list[StyledRun]:
-    """The colour of each range of surprisal in nats; empty if there is no room for it."""
+    """Runs that name the surprisal, in nats, of each colour; none if `room` cells are too few."""
     names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
     for label in (" surprise in nats:", " nats:"):
         if len(label) + sum(len(name) + 1 for name in names) <= room:
@@ -121,7 +121,7 @@ def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
 
 
 def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
-    """A row with one cell per turn that shows how much of it is held; old turns may not fit."""
+    """A row with one cell per turn, which shows the turn's held share; the oldest may not fit."""
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
     if width >= _WIDE:
         count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
@@ -141,7 +141,7 @@ def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def share_glyph(turn: HeldShare) -> str:
-    """The glyph for a turn's held share: a full block for all; a dot if none of its words is."""
+    """The character for a turn's held share: full block: all tokens; dot: no word of the turn."""
     if turn.held >= turn.tokens > 0:
         return _ALL
     if not turn.held_said:
@@ -150,11 +150,16 @@ def share_glyph(turn: HeldShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A row: the score that a token needs to be held, and the words that are evicted next."""
+    """A row with the words that are evicted next, and why: their score is too low."""
     parts, leave, count = [], "evicted next", len(snapshot.next_to_go)
     if snapshot.threshold is not None and snapshot.unit:
-        needs = "a token needs" if width >= _WIDE else "needs"
-        parts.append(f"{needs} {snapshot.threshold:.2f} {snapshot.unit} to be held")
+        least = f"{snapshot.threshold:.2f}"
+        if not count:
+            parts.append(f"scores below {least} are evicted first")
+        elif width >= _WIDE:
+            leave = f"evicted next, as their score is below {least}"
+        else:
+            leave = f"evicted next (score below {least})"
     elif snapshot.threshold is not None:
         leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
     elif not snapshot.evicted:
@@ -180,7 +185,7 @@ def _joined(words: Sequence[str]) -> str:
 
 
 class _Word(NamedTuple):
-    """A word to draw, of one or more tokens; `slot`: index of its `first` among all held tokens."""
+    """A word to draw. `first`: its first token; `slot`: index of `first` among all held tokens."""
 
     first: TokenRow
     slot: int
@@ -211,7 +216,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines with nearly the most words that fit, at most `count`; `runs(n)` draws n words."""
+    """Lines with nearly as many words as fit, at most `count`; `runs(n)` draws n words."""
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:
@@ -228,7 +233,10 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """The share of the space for held text that `runs` need: of its cells or bytes, the larger."""
+    """How much of the space for held text `runs` take; 1 is all of it.
+
+    Returns the larger of two shares: of the cells of this space, and of its bytes.
+    """
     cells, size, style = 0, 0, Style.null()
     for run in runs:
         if run.style is not style:
@@ -240,7 +248,7 @@ def _over(runs: Iterable[StyledRun], width: int) -> float:
 
 
 def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
-    """Yield the words' runs; a mark where tokens are missing; a label where another turn begins."""
+    """Yield the words' runs; also a mark where tokens are missing, and a label at each new turn."""
     position = slot = turn = -1
     for first, at, runs, _ in words:
         unseen = at - slot - 1
@@ -263,7 +271,10 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 
 
 def gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
-    """`⋯n` for n evicted tokens, else `…` for held ones that are not shown, else nothing."""
+    """`⋯n` for n evicted tokens; else `…` for held tokens that are not shown; else nothing.
+
+    `following` is the text after the mark; if it begins with a digit, a dot separates the two.
+    """
     mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
     if mark and following[:1].isdigit():  # separates the count from a digit of the text
         mark += "·"
@@ -272,7 +283,7 @@ def gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[Style
 
 @lru_cache(maxsize=256)
 def _switch(style: Style) -> int:
-    """Bytes to switch a style on and off, in 256 colours."""
+    """Number of bytes needed to switch a style on and off, in 256 colours."""
     # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.
     weights = (style.bold, style.dim, style.italic, style.underline, style.strike)
     codes = 2 * sum(map(bool, weights)) + (9 if style.color else 0)

@@ -1,4 +1,4 @@
-"""Completion at the prompt: the commands and their values, with help, and names of files."""
+"""Completion at the prompt: commands and their values, each with help, and names of files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Selection = tuple[str, str]
 _PANEL = (
     ("full", "show all held tokens now"),
     ("live", "show some held tokens while the model writes"),
-    ("turn", "show some held tokens after each turn"),
+    ("turn", "show some held tokens after each reply"),
     ("on", "the same as live"),
     ("off", "never show the panel"),
 )
 _TOKENS = (
     ("all", "all held tokens"),
-    ("turn", "the held tokens of one turn: turn N"),
+    ("turn", "the held tokens of one message: turn N"),
     ("top", "the held tokens of highest score: top N"),
     ("next", "the tokens that will be evicted next"),
 )
@@ -130,7 +130,7 @@ class SlashCompleter(Completer):
 
     @cached_property
     def _policies(self) -> list[Selection]:
-        """All policies with their help; cached, as each help text reads the plugin registry."""
+        """All policies, each with its help; cached, because searching for plugins is slow."""
         return [(name, _class_help(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
@@ -147,7 +147,7 @@ class SlashCompleter(Completer):
 
 
 def _saved_chats() -> Iterator[Selection]:
-    """Yield names and ids of chats that can be loaded, newest first, with their first message."""
+    """Yield names and ids of saved chats, newest first, each with the chat's first message."""
     yield "last", "the chat that was saved last"
     sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
     for one in sessions:
@@ -172,7 +172,7 @@ def _value_help(setting: str, value: str) -> str:
 
 
 def _class_help(find: Callable[[str], object], name: str) -> str:
-    """The first paragraph of the docstring of a policy or retriever, or why it can't be found."""
+    """The first paragraph of a policy's or retriever's docstring; or the error of `find`."""
     try:
         text = find(name).__doc__ or ""
     except SirchatError as error:
@@ -181,7 +181,7 @@ def _class_help(find: Callable[[str], object], name: str) -> str:
 
 
 def _options(policy: str) -> Iterator[Selection]:
-    """Yield the options of a policy, without those that are also settings, with their help."""
+    """Yield the options of a policy, each with its help; options that are settings are left out."""
     try:
         options = options_of(policy)
     except SirchatError:

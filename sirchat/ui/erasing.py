@@ -1,4 +1,4 @@
-"""`/erase`: first shows what it would erase, then erases it, and names turns that repeat it."""
+"""`/erase`: first shows what would be erased; `--yes` erases it, and names turns that repeat it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.chat.words import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError, format_value
+from sirchat.ui.cells import drop_measured
 from sirchat.ui.line_input import Typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -39,7 +40,10 @@ class Erasing:
         self._previewed: _Request | None = None
 
     def run(self, rest: str) -> None:
-        """Show what would be erased; `--yes` erases it, and `--yes` alone erases what was shown."""
+        """Run `/erase` with the arguments `rest`: show what would be erased; `--yes` erases it.
+
+        `--yes` alone erases what was shown last. Raises UsageError if nothing matches.
+        """
         words = rest.split()
         flags = {word for word in words if word in ("--yes", "--everywhere")}
         target = " ".join(word for word in words if word not in flags)
@@ -53,6 +57,7 @@ class Erasing:
         if "--yes" in flags:
             self._previewed = None
             self._erase(request)
+            drop_measured()
         else:
             self._preview(request)
             self._previewed = request
@@ -75,7 +80,7 @@ class Erasing:
         self._screen.note("later, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, request: _Request) -> None:
-        """Erase from memory, archive and saved chat first, then from what was typed."""
+        """Erase from memory, archive and saved chat, then from the typed lines; print how much."""
         session, target = self._session, request.target
         telling = self._telling_words(target)
         turn = self._turn(target)
@@ -109,7 +114,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """The number of tokens that match a target, and indices of the turns that contain it."""
+        """Number of tokens that match `target` (words or a turn); indices of the turns with it."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))
@@ -141,7 +146,7 @@ class Erasing:
         return _Matches(None, whole, own)
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """Numbers of typed lines with the target, of this chat and of others; no `/erase` lines."""
+        """How many typed lines, in this chat and in others, match `target`; not `/erase` lines."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
@@ -153,7 +158,7 @@ class Erasing:
         return mine, sum(map(anywhere, lines)) - mine
 
     def _telling_words(self, target: str) -> list[str]:
-        """The surprising words of the turn named by `target`; none if it names words."""
+        """The surprising words of the turn that `target` names; none if `target` is no turn."""
         if self._turn(target) is None:
             return []
         try:
@@ -169,7 +174,7 @@ class Erasing:
         return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
 
     def _point_out(self, telling: list[str]) -> None:
-        """Name the turns that still contain one of the words `telling`."""
+        """Print in which turns the words `telling` still are."""
         found = [
             f"{displayable_line(word)} in {_turns(turns)}"
             for word in telling
@@ -184,9 +189,10 @@ class Erasing:
 
 @dataclass(frozen=True)
 class _Matches:
-    """Tells whether to erase a typed line: if it matches `pattern`, or is the message `whole`.
+    """Tells whether to erase a typed line.
 
-    `among`: the lines in which to look for the pattern, besides `/erase` lines; None: all lines.
+    With a `pattern`: whether it is found in the line. Without one: whether the line is the message
+    `whole`. `among`: the pattern erases only these lines, and `/erase` lines; None: any line.
     """
 
     pattern: re.Pattern[str] | None

@@ -1,4 +1,4 @@
-"""`/help`, `/why` and lists of what was evicted: answers that change nothing."""
+"""What `/help`, `/why`, `/evicted` and `/thinking` print; nothing here changes the chat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 
 
 def show_evicted(session: Session, screen: Screen) -> None:
-    """Show each turn's evicted words; if all of them are held elsewhere, only count the turn."""
+    """Print the evicted words of each turn, except words that are held elsewhere.
+
+    Of turns that lost no other words, only the number is printed.
+    """
     turns = list(evicted_turns(session))
     named = [turn for turn in turns if turn.words]
     if named:
@@ -39,7 +42,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
         screen.note('/recall "words" restores words, and the words around them')
     if others := len(turns) - len(named):
         went = "lost only repeats and punctuation"
-        screen.note(f"{others:,} {'more ' * bool(named)}turn{'s' * (others > 1)} {went}")
+        screen.note(f"{others:,} {'more ' * bool(named)}message{'s' * (others > 1)} {went}")
     if not turns:
         screen.note("nothing is evicted")
 
@@ -60,10 +63,11 @@ _MOST_ATTENDED = 5  # words that are named
 
 
 def show_why(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/why`: say whether the last reply had some words, and why they are held or not.
+    """Run `/why`: say whether some words were held for the last reply, and whether they are now.
 
-    `rest` is `[TARGET] [--all]`. Without a target, the answer is about the last reply. Raises
-    UsageError if nothing matches.
+    `rest` is `[TARGET] [--all]`: words or a turn; `--all` adds a table of each token's numbers.
+    Without a target, the answer is about the last reply. Raises UsageError if no token matches, or
+    if neither a target nor a reply is there.
     """
     target, all_numbers = _ALL.sub("", rest).strip(), bool(_ALL.search(rest))
     found, paid = last_round(session.turns), None
@@ -87,7 +91,10 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
 def _why(
     session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
 ) -> list[str]:
-    """What `/why` says about its target: first of the last reply, if it had these tokens."""
+    """The answer to `/why TARGET`: could the last reply use these tokens; why are they held or not.
+
+    `paid` is the attention that the last reply paid; None if there is no reply.
+    """
     explained = explain(ranks, target, session.profile.policy, session.recalled_turns)
     if paid is None:
         return [explained]
@@ -104,13 +111,13 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens from before the reply, without sinks, if there are others."""
+    """The tokens that are older than the reply, without sinks; with sinks, if all are sinks."""
     before = [one for one in ranks if one.row.position < paid.start]
     return [one for one in before if "sink" not in one.row.flags] or before
 
 
 def _had(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that were held when the reply was generated."""
+    """The tokens older than the reply that were held for it."""
     return [
         one
         for one in _before(ranks, paid)
@@ -124,9 +131,13 @@ def _about_related(
     related: tuple[int, tuple[str, ...]] | None,
     paid: AttentionPaid,
 ) -> list[str]:
-    """What `/why` alone says: of the earlier turn that fits the last message best, if any."""
+    """The answer to `/why` without a target, about an earlier turn that resembles the last message.
+
+    `related`: the index of that turn, and the words that it shares with the message; None if no
+    turn shares a word.
+    """
     if related is None:
-        return ["No earlier turn shares a telling word with your last message."]
+        return ["No earlier message shares a telling word with your last message."]
     turn, words = related
     said = shorten(displayable_line(session.turns[turn].text), _LENGTH)
     shared = " and ".join(f"“{displayable_line(one)}”" for one in words[:2])
@@ -135,7 +146,10 @@ def _about_related(
 
 
 def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
-    """A line that names the words to which the last reply paid most attention."""
+    """A line that names the words to which the last reply paid most attention, if there are any.
+
+    If the model does not show its attention, the line says so.
+    """
     if not paid.shares:
         return [_HIDDEN] if paid.shares is None else []
     best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
@@ -153,7 +167,7 @@ def _can_retry_full(session: Session) -> bool:
 
 
 _LITTLE = 0.5
-"""Attention, as a share of an average token's, below which the model missed it."""
+"""Attention to a token, divided by the mean attention; below this, the model missed the token."""
 
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
 
@@ -161,9 +175,10 @@ _HIDDEN = "How much attention the reply paid to which words can't be read from t
 def describe_use(
     ranks: Sequence[TokenRank], what: str, paid: AttentionPaid, *, can_retry: bool
 ) -> str:
-    """Say whether the last reply had the tokens of `what`, and how much attention it paid to them.
+    """Say whether some tokens were held for the last reply, and how much attention it paid to them.
 
-    Empty if none of them is from before the reply. `can_retry`: whether `/retry full` is advised.
+    `what` is what the sentence calls the tokens. Returns "" if none of them is older than the
+    reply. `can_retry`: whether to advise `/retry full`.
     """
     before, had = _before(ranks, paid), _had(ranks, paid)
     if not before:
@@ -185,9 +200,7 @@ def describe_use(
     times = f"({share:.1f} times an average token)"
     if share < _LITTLE:
         help_ = "/retry full may help" if can_retry else "/retry draws another reply"
-        return (
-            f"{was}, but the reply paid it little attention {times}: the model missed it; {help_}."
-        )
+        return f"{was}, but the reply made little use of it {times}; {help_}."
     if share < 1:
         return f"{was}, and the reply paid it some attention {times}: it was not forgotten."
     return f"{was}, and the reply paid attention to it {times}: it was not forgotten."
@@ -203,7 +216,7 @@ _RANKED_BY = {
     **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
     **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
 }
-"""For each policy, words for why it ranks tokens higher: singular verb, plural verb, the rest."""
+"""For each policy, how to say why a token ranks higher: singular verb, plural verb, the rest."""
 
 
 def explain(
@@ -214,7 +227,7 @@ def explain(
 ) -> str:
     """Say in one or two sentences why the tokens of `target` (words or turn) are held or not.
 
-    `recalled` are the turns of which tokens are recalled now.
+    `recalled`: the turns of which tokens are recalled now.
     """
     by_words = {one.turn: one.words for one in recalled if one.words}
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]
@@ -247,7 +260,7 @@ def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]
         words = " and ".join(
             f"“{displayable_line(one)}”" for one in by_words.get(best.row.turn, ())
         )
-        return f" for this turn only: it was recalled{' by the words ' * bool(words)}{words}."
+        return f" for this round only: it was recalled{' by the words ' * bool(words)}{words}."
     if best.rank is None:
         return f"; policy {policy} gives no token a rank."
     if best.leaves:
@@ -268,7 +281,7 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
 
 
 def _higher(one: TokenRank, policy: str) -> str:
-    """A clause that says how many held tokens rank above this one."""
+    """How many tokens rank higher, as a clause: "of the 120 held tokens, 8 are newer"."""
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
     above = (one.rank or 1) - 1
@@ -302,7 +315,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         '/recall "WORDS"': "restore evicted words",
         "/pin, /unpin": "never evict words; allow it",
         "/summarize": "pin a summary of the chat",
-        "/erase": "erase words or turns for good",
+        "/erase": "erase words for good",
         "/reset": "start an empty conversation",
     },
     "Look": {

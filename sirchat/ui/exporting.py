@@ -24,7 +24,7 @@ from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable, displayable_line
-from sirchat.ui.theme import theme_named
+from sirchat.ui.theme import ROLE_NAMES, theme_named
 
 FORMATS = {
     "md": "the chat as Markdown",
@@ -34,7 +34,6 @@ FORMATS = {
 }
 _FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _PANEL_WIDTH = 100  # columns
-_NAMES = {"system": "System", "user": "You"}
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -84,8 +83,7 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
 
 def _markdown(session: Session) -> str:
     return "\n\n".join(
-        f"## {_speaker(turn, session)}\n\n{displayable(turn.text).strip()}"
-        for turn in _said(session)
+        f"## {_speaker(turn)}\n\n{displayable(turn.text).strip()}" for turn in _said(session)
     )
 
 
@@ -105,13 +103,13 @@ def _page(session: Session) -> str:
         text = displayable(turn.text).strip()
         is_reply = turn.role == "assistant"
         body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
-        turns.append(f"<h2>{html.escape(_speaker(turn, session))}</h2>\n{body}")
+        turns.append(f"<h2>{html.escape(_speaker(turn))}</h2>\n{body}")
     title = f"A chat with {displayable_line(session.model.name)}"
     return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
 
 
 def _picture(session: Session) -> str:
-    """The panel as SVG, in dark colours; it uses the viewer's fonts, so nothing is loaded."""
+    """The panel as an SVG file, in dark colours; the file loads no fonts and nothing else."""
     console = Console(
         record=True,
         width=_PANEL_WIDTH,
@@ -132,8 +130,8 @@ def _said(session: Session) -> list[Turn]:
     return [turn for turn in session.turns if turn.text.strip()]
 
 
-def _speaker(turn: Turn, session: Session) -> str:
-    return _NAMES.get(turn.role) or displayable_line(session.model.name)
+def _speaker(turn: Turn) -> str:
+    return ROLE_NAMES[turn.role].capitalize()
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
@@ -202,14 +200,14 @@ def _text_of(session: Session, target: str) -> str:
         return block
     if target and not target.isdecimal():
         raise UsageError(
-            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of turns ago, "
-            f"{_FLAG}"
+            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "
+            f"before the last, {_FLAG}"
         )
     ago = int(target or 0)
     if ago >= len(replies):
         raise UsageError(
-            f"nothing is copied: there is no reply {ago:,} turns ago; allowed: 0 (the last) "
-            f"to {len(replies) - 1:,}"
+            f"nothing is copied: there is no reply {ago:,} before the last; allowed: 0 (the "
+            f"last) to {len(replies) - 1:,}"
         )
     return replies[-1 - ago]
 
@@ -241,7 +239,7 @@ _TOOLS = (
 
 
 class NoClipboardError(UsageError):
-    """No program is there that reaches the user's clipboard; `why` says so in a few words."""
+    """No program can reach the user's clipboard; `why` gives the reason in a few words."""
 
     def __init__(self, why: str, hint: str) -> None:
         super().__init__(f"nothing is copied: {why}", hint=hint)
@@ -281,8 +279,8 @@ def osc52(text: str) -> str:
 def _run(program: str, tool: _Tool, text: str) -> str:
     """Run a tool; returns a description of the error, or an empty text if it worked.
 
-    Some tools stay in the background to serve the text. They get no output pipe, since we would
-    wait until it closes, and run in a session of their own, which Ctrl-C does not reach.
+    Some tools stay in the background to serve the text. So they get no output pipe: we would wait
+    until they close it. They also run in a new process group, which Ctrl-C does not reach.
     """
     try:
         done = subprocess.run(

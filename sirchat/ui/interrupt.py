@@ -1,4 +1,4 @@
-"""Ctrl-C while the model loads, and while it generates."""
+"""What Ctrl-C does while modules are imported, while another program runs, and during a reply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Context manager: Ctrl-C ends imports, even if an import swallows the KeyboardInterrupt."""
+    """Context manager: Ctrl-C ends imports, even if a module catches KeyboardInterrupt."""
     usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()
     if signal.getsignal(signal.SIGINT) is not usual or not in_main:

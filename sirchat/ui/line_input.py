@@ -1,4 +1,4 @@
-"""Typed input: the keyboard while no prompt reads it, and the history of typed lines."""
+"""Typed input: the keyboard between two prompts, and the history of typed lines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LineInput:
 
 @contextmanager
 def line_input(screen: Screen) -> Iterator[LineInput]:
-    """Context manager: opens keyboard, history and prompt; the terminal's echo is off inside."""
+    """Context manager: yields keyboard, history and prompt; the terminal's echo is off inside."""
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
         history = input_history(screen.note)
@@ -50,7 +50,7 @@ def line_input(screen: Screen) -> Iterator[LineInput]:
 
 
 def prompt_output(screen: Screen) -> Output:
-    """The prompt's output; a dumb terminal gets no escape sequences."""
+    """The output for a prompt; for a terminal without escape sequences, it writes plain text."""
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
@@ -61,7 +61,7 @@ class Typed(History):
 
     Attributes:
         typed_now: lines typed since the program began.
-        typed_for: the typed line, by the message that was sent with a file's text in it.
+        typed_for: for each message that was sent with a file's text in it, the line as typed.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -116,7 +116,7 @@ class _Private(Typed, FileHistory):
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:
-    """The history in a file; or, after a call of `complain`, in memory if writing fails."""
+    """The history in a file; if the file can't be written, call `complain` and use memory."""
     path = paths.history_file()
     try:
         paths.private_dir(path.parent)
@@ -131,12 +131,13 @@ if sys.platform != "win32":
     import termios
 
 _ESCAPE_SECONDS = 0.05
-"""If no byte follows an Esc for this time, it is the Esc key, not the start of an arrow key."""
+"""If no byte follows an Esc byte for this time, it was the Esc key; arrow keys send more bytes."""
 
 _DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
 
 _PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
 _CURSOR_ON = "\x1b[?25h"
+_ERASE_BELOW = "\x1b[J"
 
 
 class Keyboard:
@@ -144,7 +145,7 @@ class Keyboard:
 
     Args:
         keys: the source of keys, shared with the prompt.
-        out: the terminal, where bracketed paste is switched on and off; if None, never.
+        out: the terminal to which `mark_pastes` writes; None: nothing is written.
     """
 
     def __init__(self, keys: Input, out: Any = None) -> None:
@@ -184,7 +185,7 @@ class Keyboard:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context manager: the terminal has its usual state inside, for example for an editor."""
+        """Context manager: inside, the terminal is in its usual mode, for example for an editor."""
         self._restore()
         try:
             yield
@@ -197,7 +198,10 @@ class Keyboard:
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
-        """Read the keys typed so far; returns whether the Esc key was among them."""
+        """Read the keys typed since the last call; returns whether the Esc key was among them.
+
+        All keys are kept for `keep_typed`.
+        """
         if sys.platform == "win32":
             return False
         return self._read_escape(self._keys.read_keys())
@@ -239,9 +243,12 @@ class Keyboard:
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards."""
+        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards.
+
+        What stands below the cursor is erased: a panel, which the next frame draws again.
+        """
         self._restore()
-        self._write(_PASTE_OFF + _CURSOR_ON)
+        self._write(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._suspend)
@@ -250,7 +257,7 @@ class Keyboard:
             self._write(_PASTE_ON)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """Exit by an exception, so that every context manager restores what it changed."""
+        """On SIGTERM or SIGHUP, raise SystemExit, so that every context manager can clean up."""
         sys.exit(128 + number)
 
 

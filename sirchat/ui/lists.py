@@ -1,4 +1,4 @@
-"""Saved chats, models and settings as tables; nothing heavy is imported."""
+"""Saved chats, models, the memory they take, and settings as tables; no slow imports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
+from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, Choice, ModelFit
 from sirchat.models.listing import FoundModel
 from sirchat.saved.search import Part
 from sirchat.saved.session_list import SavedSession
@@ -22,7 +23,7 @@ from sirchat.ui.theme import Theme
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """A table of all settings; star: the value is not the default; dot: the setting is fixed."""
+    """A table of all settings; `*`: not the default value; `·`: can't be changed in a chat."""
     table = Table.grid(padding=(0, 2))
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -37,7 +38,7 @@ def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
 
 
 Fragment = tuple[str, str]
-"""A style, `dim`, `bold`, `match` or none, and a text in it."""
+"""A style (`dim`, `bold`, `match` or "" for none), and a text in this style."""
 
 _STYLES = {"match": "bold underline"}
 _ONE_LINE = 120  # from this width on, in columns, a chat takes one line instead of two
@@ -45,12 +46,12 @@ _LONGEST_MODEL, _LEAST_TEXT = 20, 12  # cells
 
 
 class SessionLines:
-    """Saved chats as lines of text, aligned with each other; at every width from 60 columns.
+    """The lines of a list of saved chats, in aligned columns; for windows of 60 columns or more.
 
     Args:
         sessions: the chats, in their order.
         present: the id of the present chat.
-        found: for chats that a search found, by id: the line with the words.
+        found: after a search, the line with the words that were found, by the id of its chat.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class SessionLines:
         self._model = min(max(models, default=0), _LONGEST_MODEL)
 
     def of(self, number: int, width: int) -> list[list[Fragment]]:
-        """The lines of one chat: id, time of the last change, turns, model; then name and text."""
+        """The lines of chat `number` (from 0): id, time of change, turns, model; name and text.
+
+        That is one line; or two, if `width`, in columns, is small.
+        """
         one = self.sessions[number]
         facts = f"  {one.updated:%Y-%m-%d %H:%M}  {_turns(one):>{self._turns}}  "
         head = [("", displayable_line(one.id)), ("dim", facts)]
@@ -79,7 +83,7 @@ class SessionLines:
         return [_cut([*head, ("dim", f"{model}{padding}"), *self._text(one)], width)]
 
     def _text(self, one: SavedSession) -> list[Fragment]:
-        """Name, and the line that was found or else one that tells what the chat is about."""
+        """The chat's name, and the line that a search found, or else a message of the user."""
         whose = "(this chat) " if one.id == self._present else "(open) " if one.in_use else ""
         said = one.last if cell_len(one.last) >= _LEAST_TEXT else one.first
         parts = self._found.get(one.id) or [Part(said, False)]
@@ -104,7 +108,7 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
-    """Print the lines of all chats; where there is no terminal, each is one line, and not cut."""
+    """Print the lines of all chats; where there is no terminal, one uncut line for each."""
     width = console.width if console.is_terminal else _NO_LIMIT
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
@@ -113,7 +117,7 @@ _NO_LIMIT = 10_000
 
 
 def _turns(one: SavedSession) -> str:
-    return f"{one.turns:,} turn{'s' * (one.turns != 1)}"
+    return f"{one.turns:,} message{'s' * (one.turns != 1)}"
 
 
 def _model(one: SavedSession) -> str:
@@ -121,7 +125,7 @@ def _model(one: SavedSession) -> str:
 
 
 def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    """The line, filtered and cut to `width` cells, without empty fragments."""
+    """The line without control characters, cut to `width` cells; empty fragments are left out."""
     shown: list[Fragment] = []
     for style, text in line:
         text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
@@ -131,7 +135,7 @@ def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
     return shown
 
 
-_TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache")
+_TITLES = ("model", "kind", "on disk", "context", "budget", "KV cache", "fits up to")
 
 
 _GAP = "  "
@@ -139,11 +143,15 @@ _GAP = "  "
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it."""
+    """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it.
+
+    `largest` is the largest budget that fits in the free memory: 0 if none does, None if unknown.
+    """
 
     found: FoundModel
     budget: int | None
     cache: int | None
+    largest: int | None = None
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
@@ -156,10 +164,11 @@ def print_models(models: Iterable[ListedModel], console: Console) -> None:
         for number, row in enumerate([_TITLES, *rows]):
             _print(console, _aligned(row, wide), "bold" if number == 0 else "")
     else:
-        for name, kind, size, context, budget, cache in rows:
+        for name, kind, size, context, budget, cache, largest in rows:
             _print(console, name, "bold")
             _print(console, f"  {kind}, {size}, context {context}")
             _print(console, f"  KV cache {cache} at budget {budget}")
+            _print(console, f"  fits up to {largest}")
     for one in models:
         if one.found.problem:
             line = f"{one.found.name}: {one.found.problem}"
@@ -186,20 +195,79 @@ def _model_cells(one: ListedModel) -> list[str]:
         _count(shape.context_length if shape is not None else None),
         _count(one.budget),
         in_bytes(one.cache),
+        _largest(one.largest),
     )
     return [displayable_line(cell) for cell in cells]
+
+
+def print_fit(fit: ModelFit, console: Console) -> None:
+    """Print what a model takes in memory: a table with a row for each choice of settings."""
+    found, shape = fit.found, fit.found.shape
+    context = _count(shape.context_length if shape is not None else None)
+    about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
+    _print(console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold")
+    _print(console, f"free memory here: {in_bytes(fit.free)}, of which {_PROGRAM} are for sirchat")
+    budgets = list(fit.choices[0].caches)
+    _print(console, "")
+    rows = [
+        ("setting", "weights", "loading", "reading", "archive", "fits up to"),
+        *(
+            (
+                _setting(one),
+                in_bytes(one.weights),
+                in_bytes(one.loading),
+                in_bytes(one.working),
+                in_bytes(one.archive),
+                _largest(one.largest_budget),
+            )
+            for one in fit.choices
+        ),
+    ]
+    _print_table(console, rows)
+    _print(console, "")
+    titles = ("KV cache at budget", *(f"{one:,}" for one in budgets))
+    caches = ((_setting(one), *map(in_bytes, one.caches.values())) for one in fit.choices)
+    _print_table(console, [titles, *caches])
+    _print(console, "")
+    for line in _LEGEND:
+        _print(console, line, "dim")
+
+
+_PROGRAM = in_bytes(PROGRAM)
+_LEGEND = (
+    "loading: the most that the weights take while they are loaded",
+    "reading: what is unpacked for a short time while a text is read",
+    f"archive: keys and values that are evicted in an hour of talk, {TOKENS_PER_HOUR:,} tokens,",
+    "  at most --archive-limit",
+    "fits up to: the largest budget, in tokens, for which the free memory suffices",
+)
+
+
+def _setting(choice: Choice) -> str:
+    return choice.setting or f"as set ({choice.precision})"
+
+
+def _largest(budget: int | None) -> str:
+    return "too large" if budget == 0 else _count(budget)
+
+
+def _print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first row has the titles, the first column is aligned at the left."""
+    wide = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        _print(console, _aligned(row, wide, 1), "" if number else "bold")
 
 
 def _count(number: int | None) -> str:
     return "?" if number is None else f"{number:,}"
 
 
-def _aligned(row: Sequence[str], wide: Sequence[int]) -> str:
-    """A line of the table: names and kinds are aligned at the left, numbers at the right."""
+def _aligned(row: Sequence[str], wide: Sequence[int], left: int = 2) -> str:
+    """A line of a table: the first `left` cells are aligned at the left, numbers at the right."""
     cells = []
     for number, (cell, width) in enumerate(zip(row, wide, strict=True)):
         room = " " * (width - cell_len(cell))
-        cells.append(f"{cell}{room}" if number < 2 else f"{room}{cell}")
+        cells.append(f"{cell}{room}" if number < left else f"{room}{cell}")
     return _GAP.join(cells).rstrip()
 
 

@@ -1,8 +1,9 @@
 """One turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-The reply is laid out as Markdown above the live region, which holds the panel. With `markdown` off,
-full rows of the reply are printed above the region, which also holds the unfinished row; if the
-panel is off, too, the reply is streamed as it is. On a plain terminal it is always streamed.
+The last rows, which are redrawn, are the live region; it holds the panel. The reply is laid out
+as Markdown above this region. With `markdown` off, full rows of the reply are printed above the
+region, and the unfinished row stands in it. If the panel is off, too, or the terminal is plain, the
+reply is printed as it comes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
-from rich.segment import ControlType, Segment
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
@@ -22,7 +21,7 @@ from sirchat.chat.snapshot import Snapshot
 from sirchat.chat.words import evicted_words, latest_words
 from sirchat.ui.attaching import describe_excess
 from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.painter import TEXT_SECONDS, Pace
+from sirchat.ui.painter import TEXT_SECONDS, Pace, Region
 from sirchat.ui.progress import draw_bar
 from sirchat.ui.screen import Screen
 from sirchat.ui.status_line import describe_round
@@ -36,10 +35,10 @@ _WORDS = 3
 """Maximum number of evicted words of the user that the status line names."""
 
 _LATEST = 100
-"""Number of the latest evicted tokens among which a frame looks for evicted words."""
+"""To find evicted words to show, a frame looks at this number of tokens: those evicted last."""
 
 _REGION_ROWS = 10
-"""Maximum number of rows of the live region."""
+"""Maximum number of rows of the live region, which is redrawn again and again."""
 
 
 class LiveView:
@@ -60,8 +59,8 @@ class LiveView:
         self._evicted_words: tuple[str, ...] = ()  # words of the latest eviction that had any
         self._gone: set[int] = set()  # positions evicted in this round
         self._pace = Pace()
-        self._region = _Region()
-        self._live: Live | None = None
+        self._region = Region(screen.console)
+        self._size = screen.console.size  # of the window, at the last frame
 
     def __enter__(self) -> LiveView:
         return self
@@ -75,7 +74,7 @@ class LiveView:
         self._end_reply()
 
     def show(self, event: Event) -> None:
-        """Show one event."""
+        """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
         if isinstance(event, Delta):
             self._delta(event.text)
         elif isinstance(event, Reading):
@@ -100,18 +99,18 @@ class LiveView:
         if self._markdown is not None:
             self._markdown.push(self._line, self._session.conversation.reply.tokens_out)
             self._line = ""
-            if self._pace.is_due():
+            if self._is_due():
                 self._draw_in_time()
         elif self._streams or self._session.profile.panel != "live":
             self._stream()
-        elif self._pace.is_due():  # checked before what is slower: this runs for every token
+        elif self._is_due():  # checked before what is slower: this runs for every token
             if self._screen.is_plain:
                 self._stream()  # and so on to the end, so that no row is broken
             else:
                 self._draw_in_time()
 
     def _begin_reply(self) -> None:
-        """Decide how the reply is shown."""
+        """Decide whether the reply is shown as Markdown or as it is written."""
         self._has_begun = True
         profile = self._session.profile
         is_as_written = not profile.markdown and profile.thinking == "show"
@@ -130,7 +129,7 @@ class LiveView:
             only_reasoning=not profile.markdown,
         )
         if not self._draws_panel:
-            self._stop_live()
+            self._region.remove()
             self._pace = Pace(TEXT_SECONDS)
 
     def _evicted(self, event: Evicted) -> None:
@@ -144,7 +143,7 @@ class LiveView:
         if turn.role == "user":
             self._user = turn
             if excess := describe_excess(turn, self._session, "/budget"):
-                self._stop_live()  # the note stands before the reply
+                self._region.remove()  # the note stands before the reply
                 self._screen.note(excess)
         if turn.role != "assistant":
             return
@@ -161,51 +160,48 @@ class LiveView:
             self._screen.show(draw_compact_panel(snapshot, theme, width, evicted=evicted))
 
     def _note(self, text: str) -> None:
-        if self._live is None and self._markdown is None:
+        if not self._region.is_shown and self._markdown is None:
             self._screen.note(text)
         else:
             self._notes.append(text)
 
     def _draw_when_due(self) -> None:
-        if self._pace.is_due() and not self._screen.is_plain:
+        if self._is_due() and not self._screen.is_plain and not self._streams:
             self._draw_in_time()
 
+    def _is_due(self) -> bool:
+        """Whether to draw a frame: at once if the window changed, so that no change is missed."""
+        return self._pace.is_due() or self._screen.console.size != self._size
+
     def _draw_in_time(self) -> None:
+        self._size = self._screen.console.size
         start, written = time.perf_counter(), self._screen.written
         self._draw()
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print the new part of the reply, and redraw the live region, in one write."""
-        console = self._screen.console
+        """Print the new part of the reply, and redraw the panel or bar below it, in one write."""
         if self._markdown is not None:
             self._draw_markdown(self._markdown)
             return
         rows = self._take_rows()
-        self._region.content = Group(*self._parts())
-        if self._live is None:
-            self._live = _live_on(console, self._region)
-        if rows:
-            console.print(Text(rows[:-1]), soft_wrap=False)
-        else:
-            self._live.refresh()
+        self._region.draw(Group(*self._parts()), above=rows)
 
     def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
         if self._screen.is_plain:  # the window may have shrunk
-            self._screen.console.print(_Written(reply.end_style()), end="")
+            self._region.remove()
+            self._write(reply.end_style())
             self._markdown, self._line = None, reply.rest
             self._stream()
             return
-        size = self._screen.console.size
-        if reply.is_above_panel and not is_end:
-            self._region.content = Group(*self._parts())
-            self._live = self._live or _live_on(self._screen.console, self._region)
+        size = self._size
         height = size.height - (_REGION_ROWS if reply.is_above_panel else 1)
         written = reply.frame(size.width, height, is_end=is_end)
-        if written:
-            self._screen.console.print(_Written(written), end="")
-        elif self._live is not None:
-            self._live.refresh()
+        if reply.is_above_panel and not is_end:
+            self._region.draw(Group(*self._parts()), above=written)
+        else:
+            self._region.remove()
+            self._write(written)
         if not self._session.profile.markdown and reply.is_past_reasoning:
             self._go_on_as_written(reply)
 
@@ -215,13 +211,20 @@ class LiveView:
         if reply.has_gap:
             end += "\n" if reply.is_above_panel else "\n\n"
             self._line = self._line.lstrip("\n")
-        self._screen.console.print(_Written(end), end="")
+        self._region.remove()
+        self._write(end)
         self._markdown = None
 
-    def _take_rows(self) -> str:
-        """Remove and return the full rows of the reply; one cell is left for the cursor.
+    def _write(self, text: str) -> None:
+        """Write a text that has its own escape sequences."""
+        self._screen.console.file.write(text)
+        self._screen.console.file.flush()
 
-        Tabs become spaces, so that the width of a row is known.
+    def _take_rows(self) -> str:
+        """Remove the full rows from the text that is not printed yet, and return them.
+
+        A row is one cell narrower than the window, for the cursor. Tabs become spaces, so that the
+        width of a row is known.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
@@ -249,28 +252,18 @@ class LiveView:
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
-        """Remove the live region, and write the part of the reply that was in it as plain text."""
-        if self._stop_live():
+        """Remove the live region, and print the text that is not printed yet, without Markdown."""
+        if self._region.remove():
             self._screen.stream(self._take_rows())
         if self._line:
             self._screen.stream(self._line)
             self._streams, self._line = True, ""
 
-    def _stop_live(self) -> bool:
-        """Remove the live region; returns whether there was one."""
-        if self._live is None:
-            return False
-        self._region.content = Text("")
-        self._live.stop()
-        self._live = None
-        return True
-
     def _end_reply(self) -> None:
         if self._markdown is not None:
-            self._region.content = Text("")
+            self._size = self._screen.console.size
             self._draw_markdown(self._markdown, is_end=True)
         if self._markdown is not None:
-            self._stop_live()
             self._streams = not self._markdown.is_above_panel
             self._markdown = None
         self._stream()
@@ -280,36 +273,3 @@ class LiveView:
         for note in self._notes:
             self._screen.note(note)
         self._notes = []
-
-
-class _Region:
-    """The content of the live region; replacing it does not redraw it."""
-
-    content: RenderableType = ""
-
-    def __rich__(self) -> RenderableType:
-        return self.content
-
-
-class _Written:
-    """Text that contains its own escape sequences; rich writes it unchanged."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Segment(self._text, None, [(ControlType.CARRIAGE_RETURN,)])
-
-
-def _live_on(console: Console, region: _Region) -> Live:
-    live = Live(
-        region,
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        vertical_overflow="crop",
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    live.start()
-    return live

@@ -42,7 +42,7 @@ _STYLES = {
     "s": "strike",
 }
 _PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
-"""A first asterisk within a word, as in 2*3: it can't close emphasis, and rarely opens it."""
+"""Matches a text up to its first asterisk, if this is within a word, as in 2*3: rarely markup."""
 
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {
@@ -56,7 +56,7 @@ _CODE = {
 
 
 class MarkdownLayout:
-    """Lays out Markdown.
+    """Turns Markdown into rows for a terminal.
 
     Args:
         colours: whether to use colours; if not, only bold, underline and similar styles.
@@ -82,11 +82,11 @@ class MarkdownLayout:
     def rows(
         self, source: str, width: int, *, soft: bool, is_draft: bool = False
     ) -> list[StyledRow]:
-        """Lay out a text in rows: all its blocks, with an empty row between two blocks.
+        """Lay out a text in rows for a window of `width` columns, with empty rows between blocks.
 
-        With `soft`, the terminal wraps paragraphs and code; see `cut_line`. `is_draft`: the text
-        will still grow: if its last block has open emphasis, this is closed; if its last block is
-        a table, only the number of its rows is shown.
+        If `soft`, the terminal is to wrap the long lines of paragraphs and code; see `cut_line`.
+        `is_draft`: the text will still grow. Then emphasis that is open at its end is closed, and a
+        table at its end is shown as the number of its rows.
         """
         blocks = self._parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -100,9 +100,9 @@ class MarkdownLayout:
         return rows
 
     def finished_lines(self, source: str) -> int:
-        """Number of lines in the finished blocks, which are all blocks but the last one.
+        """Number of lines in the finished blocks: all blocks but the last, which may still grow.
 
-        The last line may be unfinished, but must not consist only of signs that could be markup.
+        `source` may end within a line, but not in a line of nothing but signs that may be markup.
         """
         last = source.rfind("\n") + 1
         if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
@@ -111,7 +111,7 @@ class MarkdownLayout:
         return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
 
     def _parse(self, source: str) -> list[list[Token]]:
-        """The blocks of a text; a text that is given twice in a row is parsed once."""
+        """The blocks of a text; if the same text is given again, it is not parsed again."""
         if source != self._parsed[0]:
             self._parsed = (source, parse(source))
         return self._parsed[1]
@@ -150,7 +150,10 @@ class MarkdownLayout:
 
 
 def parse(source: str) -> list[list[Token]]:
-    """The Markdown tokens of each block; `map` of a block's first token is its range of lines."""
+    """Parse a text, and return the Markdown tokens of each of its blocks.
+
+    The first token of a block has in `map` the range of the block's lines.
+    """
     blocks: list[list[Token]] = []
     for token in _parser().parse(source):
         if token.level == 0 and token.nesting >= 0:
@@ -166,7 +169,7 @@ def _parser() -> MarkdownIt:
 
 
 def _open_emphasis(block: list[Token]) -> str:
-    """The mark that closes the emphasis, code or link that is open at the block's end, or ""."""
+    """The mark that closes what is open at the block's end (emphasis, code, a link); "" if none."""
     last = next((token for token in reversed(block) if token.nesting == 0), None)
     if last is None or last.type != "inline":
         return ""
@@ -188,7 +191,7 @@ def _is_marked(token: Token) -> bool:
 
 
 def _open_table_counted(block: list[Token]) -> list[Token]:
-    """The block; if it ends with a table, one line with the number of rows replaces that table.
+    """The block; a table at its end is replaced by one line with the number of its rows.
 
     The table's columns may still change, and then every row would have to be written again.
     """
@@ -213,7 +216,7 @@ def _open_table_counted(block: list[Token]) -> list[Token]:
 
 
 def _shown(tokens: Sequence[Token]) -> list[Token]:
-    """Changed tokens from which rich hides nothing: addresses are text, and line breaks stay."""
+    """Change tokens so that rich hides nothing: addresses become text, and line breaks stay."""
     shown = []
     for token in tokens:
         if token.type == "inline":
@@ -269,14 +272,14 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
 
 @cache
 def _parameters(style: Style, colors: ColorSystem) -> str:
-    """The SGR parameters of the escape sequence that sets a style."""
+    """The numbers of the escape sequence (SGR) that sets a style, such as `1;36`."""
     return (
         style.render("x", color_system=colors).partition("m")[0].removeprefix("\x1b[").rstrip("x")
     )
 
 
 class _Flow(markdown.TextElement):
-    """A paragraph or code; if `flows` (outside lists and quotes), its lines are not wrapped."""
+    """A paragraph or code block; if `flows` (outside lists and quotes), rich wraps no line."""
 
     style_name = "markdown.paragraph"
 
@@ -363,7 +366,7 @@ def _side(cell: markdown.TableDataElement) -> Literal["left", "center", "right"]
 
 
 class _Blocks(markdown.Markdown):
-    """Variant of rich's `Markdown` with the elements above, for tokens that are already parsed."""
+    """Variant of rich's `Markdown` that draws parsed tokens with the element classes above."""
 
     elements: ClassVar[dict[str, type[markdown.MarkdownElement]]] = {
         **markdown.Markdown.elements,

@@ -35,7 +35,7 @@ class MarkdownReply:
         below: whether something is drawn in the rows below the reply; then the reply ends with a
             line break. If nothing is drawn there, the terminal wraps paragraphs.
         fold: how the reasoning at the beginning is shown: "show", "fold" or "hide".
-        is_open: whether the reply begins inside reasoning, because the template has its first tag.
+        is_open: whether the reply begins within reasoning, as the template has written `<think>`.
         only_reasoning: show only the reasoning; the caller then shows the text in `rest`.
     """
 
@@ -81,15 +81,15 @@ class MarkdownReply:
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add filtered text; `tokens`: number of the reply's tokens so far, with this text."""
+        """Add text without control sequences; `tokens`: number of the reply's tokens up to here."""
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
-        """What to write so that a window `width` columns wide shows the text so far.
+        """The text to write so that a window `width` columns wide shows the reply so far.
 
-        At the end (`is_end`), all text is shown. `height`: number of rows free for the reply.
+        At the end (`is_end`), all of it is shown. `height`: number of rows free for the reply.
         """
         written = ""
         if width != self._width:
@@ -107,7 +107,7 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The text that ends the style; write it before anything other than the next frame."""
+        """The escape sequence that ends the style; write it before any text not from `frame`."""
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
@@ -119,7 +119,7 @@ class MarkdownReply:
         return None if OPEN.startswith(start) and not is_end else False
 
     def _reasoning(self, *, is_end: bool) -> str:
-        """What to write to show the reasoning so far, dimmed: as it is written, or folded."""
+        """The text to write to show the reasoning so far, dimmed, or one line in its place."""
         end = self._source.find(CLOSE)
         stop = end + len(CLOSE) if end >= 0 else len(self._source)
         text = self._source[:stop].rstrip()
@@ -136,14 +136,14 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """The line shown in place of the reasoning; empty at the end if `fold` is "hide"."""
+        """The line shown instead of the reasoning; when this is over, "" if `fold` is "hide"."""
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
         return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""
 
     def _blocks(self, *, is_end: bool) -> str:
-        """What to write to show the finished blocks, and the unfinished one so far."""
+        """The text to write to show the finished blocks, and the unfinished block so far."""
         stop = len(self._source) if is_end else _settled(self._source)
         lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
@@ -164,7 +164,10 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """The rows of the finished blocks (`length` characters), and of the text after them."""
+        """The rows of the finished blocks (`length` characters), and those of the text after them.
+
+        `stop` is where that text ends.
+        """
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
         if not length:
@@ -173,7 +176,7 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part of the source: Markdown; or as written, from `_plain_from` on."""
+        """The rows of a part of the source: Markdown; from index `_plain_from` on as written."""
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -182,10 +185,10 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """The rows `target`, but begun by the rows that can't change; None if their texts differ.
+        """What to paint: the rows that can't change any more, and then the rest of `target`.
 
-        The rows may be broken at other places, for example after a change of the window's width;
-        then the text that follows the unchanged rows begins a new row.
+        None if `target` does not begin with the text of those rows. The lines of `target` may be
+        broken at other places, for example in a wider window; then its rest begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -203,7 +206,7 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows from cell `x` of row `y` on; the rest of that line is broken into new rows."""
+        """The rows from cell `x` of row `y` on; the line of this cell is broken into rows anew."""
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:

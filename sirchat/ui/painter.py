@@ -1,13 +1,16 @@
-"""Redraws rows of a terminal with few bytes, and never changes rows that scrolled off.
+"""Redraws rows of a terminal with few bytes; never changes rows that have left the window.
 
 The painter remembers the rows that it wrote and that may still change. It writes only cells that
-differ: where only the end grows, as in a paragraph, it writes only the new text.
+differ: where only the end grows, as in a paragraph, it writes only the new text. The region is what
+stands below them, such as a panel; it is drawn as a whole.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+
+from rich.console import Console, RenderableType
 
 from sirchat.ui.styled_rows import Cell, StyledRow, cells_width, has_known_widths
 
@@ -41,11 +44,11 @@ class Painter:
         self._style = ""
 
     def can_paint(self, target: Sequence[StyledRow]) -> bool:
-        """Whether the rows `target` begin with the rows that can't change any more, unchanged."""
+        """Whether `target` begins with exactly the rows that can't change any more."""
         return list(target[: self.gone]) == self.rows[: self.gone]
 
     def paint(self, target: Sequence[StyledRow]) -> str:
-        """The text to write so that the terminal shows the rows `target`, not the present rows."""
+        """The text to write so that the terminal shows the rows `target`, not its present rows."""
         if list(target) == self.rows:
             return ""
         old, self._out = self.rows, []
@@ -75,7 +78,10 @@ class Painter:
         self.gone = max(self.gone, len(self.rows) - reachable)
 
     def begin_anew(self) -> str:
-        """Text to write after the window's width changed; the present rows never change again."""
+        """After a change of the window's width, begin below the present rows, which become final.
+
+        Returns the text to write.
+        """
         self.gone = len(self.rows)
         if self._below or not self.rows:
             return ""
@@ -84,7 +90,7 @@ class Painter:
         return self.end_style() + "\n"
 
     def end_style(self) -> str:
-        """The text that ends the style; write it before anything other than the next rows."""
+        """The escape sequence that ends the style; write it before any text not from `paint`."""
         self._out = []
         self._set_style("")
         return "".join(self._out)
@@ -114,7 +120,7 @@ class Painter:
             self._write(cells)
 
     def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:
-        """Move to column `x` of row `y`; if row `y` is a wrapped one, fill the row above first."""
+        """Move to column `x` of row `y`; if this begins a wrapped row, fill the row above first."""
         if new.continues and x == 0 and y >= self._existing:
             above = target[y - 1].cells
             if not self._is_at(y - 1, above):
@@ -131,7 +137,7 @@ class Painter:
         self._x += cells_width(cells)
 
     def _write_on_blank(self, cells: Sequence[Cell], start: int) -> None:
-        """Write cells into a row that is blank from column `start` on; long gaps are skipped."""
+        """Write cells into a row that is blank from column `start` on; skip long runs of blanks."""
         at = 0
         while at < len(cells):
             end = at
@@ -179,7 +185,7 @@ class Painter:
 
 
 def _common(one: Sequence[Cell], other: Sequence[Cell]) -> int:
-    """How many cells at the beginning are equal."""
+    """Number of cells at the beginning that are the same in both rows."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -192,17 +198,59 @@ def _count(number: int) -> str:
     return "" if number == 1 else str(number)
 
 
+class Region:
+    """Rows below all others, which are drawn anew with each frame and removed at the end.
+
+    The cursor stays in the first of them. To erase from the cursor on removes them all, whatever a
+    change of the window did to them: terminals cut rows, wrap them anew, or move them.
+
+    Args:
+        console: the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.is_shown = False
+
+    def draw(self, content: RenderableType, above: str = "") -> None:
+        """Write the text `above`, whole rows, and draw `content` below it, in one write."""
+        with self._console.capture() as captured:
+            self._console.print(content, soft_wrap=False)
+        rows = captured.get().split("\n")[:-1][: self._console.size.height]
+        up = f"\x1b[{_count(len(rows) - 1)}A" if len(rows) > 1 else ""
+        # The terminal wraps no row, even if the window has just become narrower.
+        drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
+        self._write((_ERASE if self.is_shown else _HIDE_CURSOR) + above + drawn)
+        self.is_shown = True
+
+    def remove(self) -> bool:
+        """Erase the region; returns whether it was shown."""
+        was_shown, self.is_shown = self.is_shown, False
+        if was_shown:
+            self._write(_ERASE + _SHOW_CURSOR)
+        return was_shown
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+_ERASE = "\r\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
 FRAME_SECONDS = 1 / 8
 TEXT_SECONDS = 1 / 30
-"""Least time between two frames where no panel is drawn, only text."""
+"""Least number of seconds between two frames while no panel is drawn, only text."""
 BYTES_PER_SECOND = 12_000
-"""Maximum number of bytes of frames per second, besides the reply's own text."""
+"""Maximum number of bytes per second for drawing, besides the text of the reply itself."""
 TIME_SHARE = 1 / 50
-"""Largest share of the time spent drawing."""
+"""Largest share of the time that may be spent on drawing."""
 
 
 class Pace:
-    """Decides when the next frame is due: if frames are large or slow, fewer are drawn.
+    """Decides when the screen may be redrawn: less often if a frame takes many bytes or long.
+
+    A frame is one redrawing.
 
     Args:
         seconds: least time between two frames.
@@ -217,6 +265,6 @@ class Pace:
         return time.monotonic() >= self._due
 
     def drew(self, seconds: float, size: int) -> None:
-        """Record a frame: the seconds that it took, and its `size` in bytes."""
+        """Record that a frame was drawn: the seconds that it took, and its `size` in bytes."""
         wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
         self._due = time.monotonic() + wait

@@ -1,4 +1,4 @@
-"""The large panel, which draws every held token: pure functions from a snapshot to rich objects."""
+"""Draws the large panel, with every held token, from a snapshot; returns rich objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw gauge, all held text, rankings, histogram and turns, in a box `width` cells wide."""
+    """Draw how full the cache is, all held text, rankings, a histogram and all turns, in a box.
+
+    The box is `width` cells wide.
+    """
     inner = width - 4
     sections = [
         gauge(snapshot, theme, inner),
@@ -74,7 +77,7 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """Number of evicted tokens before each row, and after the last one."""
+    """Number of evicted tokens before each held token; and last, after all of them."""
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
     pairs.append((snapshot.seen, snapshot.in_all_layers))
@@ -82,7 +85,10 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """Yield a turn's tokens, marks for gaps, and brackets round sinks, pins, recalled tokens."""
+    """Yield a turn's tokens, marks for gaps, and brackets round sinks, pins, recalled tokens.
+
+    `rows` has pairs: a token, and the number of evicted tokens before it.
+    """
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
         brackets = _brackets(row)
@@ -132,6 +138,9 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     name, scores = _scores(snapshot)
     half = _half(width)
     tables = [draw_ranking(rows, scores, name, theme, half) for rows in (strongest, weakest)]
+    if not weakest:
+        free = snapshot.budget - snapshot.resident
+        tables[1] = Text(f"nothing: there is room for {free:,} tokens", theme.quiet)
     return _pair(
         Group(heading(_ranked_by(snapshot), theme, half), tables[0]),
         Group(heading("evicted next", theme, half), tables[1]),
@@ -157,7 +166,7 @@ def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
 def _ranked_by(snapshot: Snapshot) -> str:
     """The heading of the first ranking, which is by score; without scores, by surprisal."""
     has_scores = any(row.score is not None for row in snapshot.rows)
-    return "strongest" if has_scores or not snapshot.rows else "most surprising"
+    return "evicted last" if has_scores or not snapshot.rows else "most surprising"
 
 
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
@@ -168,7 +177,7 @@ def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
         return turns
     threshold = snapshot.threshold if snapshot.unit == "nats" else None
     bars = draw_histogram(snapshot.histogram, threshold, theme, half)
-    return _pair(Group(heading("surprisal", theme, half), *bars), turns, width)
+    return _pair(Group(heading("surprise", theme, half), *bars), turns, width)
 
 
 def _half(width: int) -> int:
@@ -195,18 +204,18 @@ def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
         f"turn {one.turn}" + (f" ({', '.join(map(shown, one.words))})" if one.words else "")
         for one in snapshot.recalled_turns
     ]
-    line = cut(f"recalled for this turn: {', '.join(named)}", width)
+    line = cut(f"recalled for this round: {', '.join(named)}", width)
     return [line_of([StyledRun(line, theme.quiet)])]
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
     """Lines that explain the colours and marks."""
     space = StyledRun("  ", theme.quiet)
-    runs = [StyledRun("nats ", theme.quiet)]
+    runs = [StyledRun("surprise in nats: ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
         name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
         runs += [StyledRun(name, shades[0], whole=True), space]
-    runs.append(StyledRun("left after decay ", theme.quiet))
+    runs.append(StyledRun("left after decay: ", theme.quiet))
     for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
         runs += [StyledRun(name, style, whole=True), space]
     runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" evicted  ", theme.quiet)]

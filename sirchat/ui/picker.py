@@ -1,4 +1,4 @@
-"""Choosing by arrow keys among drawn items, or by one key; prompt-toolkit owns the terminal."""
+"""Lets the user choose from a list by arrow keys, or answer a question by pressing one key."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.styles import Style
 
 Draw = Callable[[int, int], list[list[tuple[str, str]]]]
-"""Draws the item with this number in lines of at most this width, in cells.
+"""Takes the index of an item and a width in cells; returns the lines that draw the item.
 
-A line is in parts, each a style (`dim`, `bold`, `match` or none) and a text in it.
+A line is a list of parts: each is a style (`dim`, `bold`, `match` or "") and a text.
 """
 
 _STYLE = Style.from_dict({"dim": "fg:ansibrightblack", "bold": "bold", "match": "bold underline"})
 _PLAIN_STYLE = Style.from_dict({"dim": "", "bold": "bold", "match": "bold underline"})
 _MOST = 10  # items shown at a time
 _ESCAPE_SECONDS = 0.05
-"""If no byte follows an Esc for this time, it is the Esc key, not the start of an arrow key."""
+"""If no byte follows an Esc byte for this time, it was the Esc key; arrow keys send more bytes."""
 
 
 class Picker:
-    """Lets the user choose an item of a list; below it a line says which keys do what.
+    """Lets the user choose an item of a list; a line below the list says which keys do what.
 
     Args:
         keys: the source of keys, shared with the prompt.
@@ -39,9 +39,10 @@ class Picker:
         self._keys, self._output, self._has_colours = keys, output, has_colours
 
     def pick(self, count: int, draw: Draw, more: str = "") -> int | None:
-        """The number of the chosen item, of `count` items; None after Esc, Ctrl-C or Ctrl-D.
+        """Let the user choose one of `count` items; returns its index.
 
-        `more` is a remark for the line below the list. The list is removed from the screen.
+        Returns None after Esc, Ctrl-C or Ctrl-D. `more` is a remark for the line below the list.
+        The list is removed from the screen at the end.
         """
         view = _View(count, draw, more)
 
@@ -62,16 +63,17 @@ class Picker:
         return app.run()
 
     def press(self, question: str, keys: Collection[str]) -> str:
-        """Ask, and wait for one of these keys; see `pressed`."""
+        """Show a question, wait for one of these keys, and return that key; see `pressed`."""
         return pressed(question, keys, self._output, self._keys)
 
 
 def pressed(
     question: str, keys: Collection[str], output: Output, source: Input | None = None
 ) -> str:
-    """Ask, and wait for one of these keys; Ctrl-C and Ctrl-D raise KeyboardInterrupt.
+    """Show a question, wait for one of these keys, and return that key.
 
-    Keys are read from `source`, or from the terminal. The question is removed from the screen.
+    Keys are read from `source`; None: from the terminal. Ctrl-C and Ctrl-D raise KeyboardInterrupt.
+    At the end, the question is removed from the screen.
     """
     bindings = KeyBindings()
 
@@ -101,7 +103,7 @@ def pressed(
 
 
 class _View:
-    """The items in the window, and which one is marked."""
+    """The items that are shown, and the index of the item that is marked."""
 
     def __init__(self, count: int, draw: Draw, more: str) -> None:
         self.count, self._draw, self._more = count, draw, more

@@ -34,7 +34,10 @@ def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text
 
 @contextmanager
 def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
-    """Context manager: show a bar while model `name` loads; yields its callback; None: no bar."""
+    """Context manager: show a progress bar while the model `name` loads.
+
+    Yields the callback that moves the bar; None where no bar can be shown.
+    """
     if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
         yield None
         return
@@ -77,7 +80,7 @@ def pull_progress(console: Console) -> Iterator[Progress]:
 
 
 class _Log:
-    """Writes a line on a download when it begins, every few seconds, and at its end."""
+    """Shows a download in a log: a line when it begins, every 10 seconds, and when it ends."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

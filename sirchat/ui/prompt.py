@@ -213,7 +213,10 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Pasted text that is edited no longer counts as pasted, but each `@` in it still does."""
+        """Note each change of the text: a pasted text that was edited no longer counts as pasted.
+
+        Each `@` in it still does.
+        """
         self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):
             self._pasted = None
@@ -274,7 +277,10 @@ class Prompt:
         return keys
 
     def _enter(self, buffer: Buffer) -> None:
-        """Submit the text; but after a backslash or inside triple quotes, insert a line break."""
+        """Submit the typed text, or, if there is none, the suggested line.
+
+        After a backslash or inside triple quotes, insert a line break instead.
+        """
         if not buffer.text and self._suggested:
             buffer.insert_text(self._suggested)
         text = buffer.text
@@ -289,7 +295,7 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Clear the typed text, and keep it in the history; if there is none, KeyboardInterrupt.
+        """Clear the typed text, but keep it in the history; without text, raise KeyboardInterrupt.
 
         In `edit`, always raise KeyboardInterrupt: the message stays as it was.
         """
@@ -317,7 +323,7 @@ class Prompt:
 
 
 def _leave_signals_alone() -> None:
-    """Print no traceback when a signal ends the program in one of the prompt's tasks."""
+    """Make the event loop print no traceback when a signal ends the program in one of its tasks."""
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
 
@@ -329,7 +335,7 @@ def _leave_signals_alone() -> None:
 
 
 class _Filtered(Processor):
-    """Shows a dot for each filtered character; the text itself is unchanged."""
+    """Shows a dot in place of each control character; the text itself is unchanged."""
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []
@@ -344,7 +350,7 @@ _WORD = re.compile(r"@\S+")
 
 
 class PastedSigns:
-    """Knows which `@` signs of a text were pasted; must be told of each change of the text.
+    """Knows which `@` signs of a text were pasted; call `changed` after each change of the text.
 
     A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
     """
@@ -380,12 +386,12 @@ class PastedSigns:
         self._text, self._signs = text, frozenset(stay)
 
     def _was_pasted(self, word: str) -> bool:
-        """Whether a word was pasted before, or a longer or shorter form of it was."""
+        """Whether a word, or a longer or shorter form of it, was pasted before."""
         return any(word.startswith(one) or one.startswith(word) for one in self._words)
 
 
 def _common_length(left: str, right: str) -> int:
-    """Length of the common prefix, found by bisection, as texts may be long."""
+    """Length of the common prefix of two texts; found by bisection, as the texts may be long."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The chat loop: prompt-toolkit owns the terminal for input, a live view during a reply."""
+"""The chat loop: reads a line at the prompt, and runs it as a command or sends it to the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.turn_commands import Retry, edited, editor, retry
 
 _LEAVING = ("exit", "quit", ":q", "bye")
-"""Lines that may be meant to leave, as they do in other programs."""
+"""Lines that leave other programs; at the first of them, the chat asks whether to leave."""
 
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
@@ -76,7 +76,7 @@ class Chat:
         )
 
     def run(self, first: Line | None = None) -> None:
-        """Handle the line `first`, if given, and then each line read, until the user leaves."""
+        """Run the line `first`, if given, and then each line read, until the user leaves."""
         line = first
         while True:
             try:
@@ -155,7 +155,7 @@ class Chat:
         return True
 
     def _is_leaving(self) -> bool:
-        """Ask whether to leave; no answer but y does. Asked once: then such a line is a message."""
+        """Ask the user whether to leave, once in a chat; returns True for y, yes or Ctrl-D."""
         self._has_asked_to_leave = True
         self._screen.note("leave? (y/n)")
         answer = self._prompt.read()
@@ -184,9 +184,10 @@ class Chat:
         return True
 
     def _edit(self, changed: str) -> None:
-        """Replace the user's last own message, by a text that the user writes now if it is empty.
+        """Replace the user's last message by `changed`, and generate a new reply.
 
-        A summary that was made after it goes, too.
+        If `changed` is "", the user edits the message now. Summaries that were made after the
+        message are taken back, too.
         """
         text = own_message(self._session)
         changed = changed or self._changed(text)
@@ -197,7 +198,7 @@ class Chat:
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _changed(self, text: str) -> str:
-        """The text as the user changes it now; empty if the user cancels that."""
+        """Let the user change `text`; returns the changed text, or "" if the user cancels."""
         if command := editor():
             with self._keyboard.lent():
                 changed = edited(command, text)
@@ -207,7 +208,10 @@ class Chat:
         return self._prompt.edit(text)
 
     def _summarize(self, way: str) -> None:
-        """Make and show a summary, and pin it as it is or as the user changes it, or drop it."""
+        """Make and show a summary, and ask what to do with it; pin it, unless the user drops it.
+
+        `way` is "extract" or "model", see `WAYS`.
+        """
         text = ""
 
         def made(stops: Interrupted) -> Iterator[Event]:
@@ -224,7 +228,10 @@ class Chat:
             self._screen.note("no summary is kept; the conversation is unchanged")
 
     def _reviewed(self, text: str) -> str:
-        """The summary `text`, kept or changed by the user; empty if the user drops it."""
+        """Ask the user to keep, edit or drop the summary `text`.
+
+        Returns the summary as the user leaves it, or "" if the user drops it.
+        """
         while True:
             self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
             try:
@@ -237,7 +244,10 @@ class Chat:
                 return changed
 
     def _send(self, text: str, line: Line) -> None:
-        """Send the message `text`; if the typed `line` names a file, `text` has the file's text."""
+        """Send `text`, the message that was made of the typed `line`.
+
+        If the line names files, `text` begins with the texts of the files.
+        """
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
@@ -257,7 +267,7 @@ class Chat:
 
 
 def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """Return a function that tells whether to stop the reply: Esc, Ctrl-C, or already `wanted`."""
+    """Return a function that says whether to stop the reply: after Esc, Ctrl-C, or if `wanted`."""
 
     def stops() -> bool:
         nonlocal wanted

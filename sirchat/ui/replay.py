@@ -1,4 +1,4 @@
-"""Replays a transcript, or prints one reply alone, for the shell."""
+"""For the shell: replays the turns of a transcript, or sends one message and prints the reply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from sirchat.ui.status_line import describe_turn
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """`feed`: read the recorded replies; `json`: print JSON; `name`: of the file, in messages."""
+    """How a transcript is replayed.
+
+    Attributes:
+        feed: whether the model reads the recorded replies; if not, it generates new ones.
+        json: whether to print events as JSON.
+        name: the name of the file, for error messages.
+    """
 
     feed: bool = False
     json: bool = False
@@ -31,7 +37,7 @@ def replay(
     screen: Screen,
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session, and print its events.
+    """Replay the turns in a session, and print the events that the session yields.
 
     Ctrl-C closes the current turn early, and ends the replay.
 
@@ -47,7 +53,7 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Run the turns through the session; call `show` with each event, also those of start and end.
+    """Replay the turns in a session; call `show` with each event, also those of start and end.
 
     Raises as `replay` does.
     """
@@ -99,7 +105,10 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Yield pairs: each turn and the next; without `look_ahead` (typed input), turn and None."""
+    """Yield pairs: each turn and the next turn, or None after the last turn.
+
+    Without `look_ahead`, as for input that is being typed, the second is always None.
+    """
     if not look_ahead:
         yield from ((turn, None) for turn in turns)
         return

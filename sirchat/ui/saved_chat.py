@@ -1,4 +1,4 @@
-"""The current chat as a saved session: autosave, `/save`, `/load`, and what `rm` removes."""
+"""The current chat as a saved session: autosave, `/save`, `/load`, `/branch` and `/switch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.rereading import check_rewind, rewind
+from sirchat.chat.rereading import check_rewind, pins_note, rewind
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
@@ -31,12 +31,13 @@ from sirchat.ui.lists import SessionLines, draw_sessions
 from sirchat.ui.picker import Draw
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.theme import ROLE_NAMES
 
 _FIRST = "main"
-"""Another name for the first chat of a family, from which all branches were copied."""
+"""What `/switch` calls the chat from which all branches were copied, directly or not."""
 
 _OF_THE_SESSION = ("description", "seed")
-"""Settings in `FIXED` that belong to a session; the others in `FIXED` belong to the program."""
+"""Settings that can't change in a chat (`FIXED`), but that a loaded chat brings with it."""
 
 
 class SavedChat:
@@ -46,7 +47,8 @@ class SavedChat:
         session: the current session.
         screen: where messages go.
         store: the file that the session was resumed from, if any.
-        debug: raise errors of saving instead of showing them. trusted: policies, as `module:Class`.
+        debug: whether to raise errors of saving, instead of showing them.
+        trusted: the `module:Class` policies that saved chats may name.
         pick: lets the user pick one of several chats; see `Picker.pick`.
     """
 
@@ -117,8 +119,8 @@ class SavedChat:
     def load(self, ident: str) -> Session | None:
         """Switch to the saved chat `ident`; returns its session, or None if it is this chat.
 
-        `ident`: id, name or "last", which skips damaged chats with a note. Raises SessionError or
-        SettingError; the current chat is then unchanged.
+        `ident`: an id, a name, or "last": the newest chat that is not damaged. Raises SessionError
+        or SettingError; the current chat is then unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
@@ -138,7 +140,7 @@ class SavedChat:
         self._session, self._saving, self._is_on = session, saving, session.profile.save
         self._screen.note(f"this chat is session {saving.id}{_name_part(saving)}")
         if not self._is_on:
-            self._screen.note("new turns are not saved, as before; /save starts saving")
+            self._screen.note("new messages are not saved, as before; /save starts saving")
         return session
 
     def branch(self, name: str, back: int) -> None:
@@ -166,9 +168,11 @@ class SavedChat:
         if back and rewind(self._session, back):
             self._saving.follow()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
+            if pins := pins_note(self._session):
+                self._screen.note(pins)
 
     def switch(self, ident: str) -> Session | None:
-        """Like `load`, but only for branches of this chat; the `ident` "main" is the first chat."""
+        """Like `load`, but only for branches of this chat; "main" is the original chat."""
         branches = self._branches()
         for one in branches:
             is_first = ident == _FIRST and one.id == self._saving.family
@@ -200,10 +204,11 @@ class SavedChat:
         self.update()
 
     def choose(self, words: str) -> str:
-        """What to load: `words`, if they are an id or a name, or else the chat that the user picks.
+        """The id or name of the chat that `/load` should load; "" if the user picks none.
 
-        That is one in which all `words` were said, or any if there are none. Without a terminal,
-        the chats are shown. Empty if no chat is picked. Raises SessionError if none is found.
+        An id or a name in `words` is returned. For other words, the user picks one of the chats in
+        which all of them were said; without words, one of all chats. Without a terminal, the chats
+        are printed, and none is picked. Raises SessionError if no chat is found.
         """
         folder = sessions_dir()
         if not words:
@@ -236,7 +241,10 @@ class SavedChat:
         found: Mapping[str, Sequence[Part]] = MappingProxyType({}),
         more: str = "",
     ) -> str:
-        """The id of the chat that the user picks; empty if none, or if there is no terminal."""
+        """Let the user pick a chat; returns its id. Returns "" if none is picked.
+
+        Without a terminal, the chats are printed, and none is picked.
+        """
         if not sessions:
             return ""
         chats = SessionLines(sessions, self._saving.id, found)
@@ -250,7 +258,10 @@ class SavedChat:
         return "" if number is None else sessions[number].id
 
     def unname(self, text: str, *, whole: bool) -> bool:
-        """Remove the chat's name if it contains `text` (if `whole`: is `text`); True if removed."""
+        """Remove the chat's name if `text` is in it; if `whole`, only if the name is `text`.
+
+        Returns whether the name was removed.
+        """
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
             self._screen.note(
@@ -266,7 +277,7 @@ class SavedChat:
         self._screen.error(f"the chat is not saved any more: {error}{hint}")
 
     def _begin(self) -> None:
-        """Write the whole chat, to a new file if the old one can't be written."""
+        """Write the whole chat, in a new file if the old one can't be written; switch saving on."""
         session, before = self._session, self._session.profile
         session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
         try:
@@ -297,10 +308,13 @@ class SavedChat:
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
     def _report_saved(self, former: str) -> None:
-        """Print where the chat is saved; if its name `former` was another one, print that, too."""
+        """Save keys and values, and print where the chat is saved.
+
+        `former` is the name that the chat had before, or ""; if the name has changed, it is named.
+        """
         saving, kept = self._saving, False
         if not saving.id:
-            self._screen.note("the chat is still empty; it will be saved after its first turn")
+            self._screen.note("the chat is still empty; it will be saved after the first reply")
             return
         try:
             kept = saving.save_kv()
@@ -319,7 +333,7 @@ class SavedChat:
     def _resumed(self, store: SessionStore) -> Session:
         """The session saved in `store`, with its own settings and the model that is loaded now."""
         if store.head() is None:
-            raise SessionError(f"session {store.id} holds no turn yet")
+            raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
         check_model(store, model)  # first: the settings may be invalid for another model
         kept = {name: getattr(current, name) for name in FIXED if name not in _OF_THE_SESSION}
@@ -329,7 +343,7 @@ class SavedChat:
         return session
 
     def _leave(self, otherwise: str) -> None:
-        """If the settings say so, save this chat with keys and values; its file stays open.
+        """If the setting `save` is on, save this chat with keys and values; its file stays open.
 
         If saving fails, raises SessionError with a message that begins with `otherwise`.
         """
@@ -352,19 +366,21 @@ def _name_part(saving: Autosave) -> str:
 _TURNS = 4
 _LENGTH = 200  # characters of a turn
 _ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
-"""Settings that change replies, but are not in the first line that a chat shows."""
+"""Settings of replies that `greet_again` names where they differ from their defaults."""
 
 
 def greet_again(session: Session, screen: Screen) -> None:
-    """Print the last turns, how much is held, and settings of replies that differ from defaults."""
+    """Print the last turns, how many tokens are held, and reply settings not at their defaults."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)
-            screen.note(f"{turn.role.upper()}: {text}")
+            screen.note(f"{ROLE_NAMES.get(turn.role, turn.role)}: {text}")
     screen.note(
-        f"the chat goes on after {len(session.turns)} turns: {session.seen:,} tokens read, "
+        f"the chat goes on after {len(session.turns):,} messages: {session.seen:,} tokens read, "
         f"{session.resident:,} held"
     )
+    if pins := pins_note(session):
+        screen.note(pins)
     usual = with_model_defaults(Profile(), session.model)
     changed = [
         f"{name} {as_typed(getattr(session.profile, name))}"

@@ -1,11 +1,13 @@
-"""All output: replies to stdout, everything else to stderr, all of it filtered."""
+"""All output: replies and drawings to stdout, notes and errors to stderr.
+
+Texts pass the display filter first, so that they can't control the terminal.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from typing import Any, TextIO, cast
@@ -85,7 +87,7 @@ class Screen:
 
     @property
     def is_plain(self) -> bool:
-        """Whether replies come as plain text: no terminal, a dumb or small one, or NO_COLOR."""
+        """Whether replies are plain text: no terminal, a dumb or small one, or NO_COLOR is set."""
         return (
             not self._out.isatty()
             or self.is_dumb
@@ -117,33 +119,34 @@ class Screen:
             self._out.flush()
 
     def show(self, drawing: RenderableType) -> None:
-        """Print a drawing, such as the panel; its text must already be filtered."""
+        """Print a drawing, such as the panel; its text must contain no control sequences."""
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Print a drawing; use the pager if the drawing is taller than three windows.
+        """Print a drawing; show it in the pager instead if it and a prompt don't fit the window.
 
-        A pager takes the keys that are typed next, so it is not used where scrolling back is easy.
+        Every command that may print much prints by this method. Only somebody who sits at a
+        terminal gets a pager; if there is none, or it can't be started, the drawing is printed.
         """
-        options = self.console.options
-        rows = len(self.console.render_lines(drawing, options, pad=False))
-        pager = shlex.split(os.environ.get("PAGER") or "less")
-        is_there = bool(pager) and shutil.which(pager[0]) is not None
-        is_long = rows > _WINDOWS * self.console.size.height
-        if not self._out.isatty() or self.is_dumb or not is_long or not is_there:
-            self.show(drawing)
-            return
         with self.console.capture() as captured:
             self.show(drawing)
-        if not _paged(pager, captured.get()):
-            self.show(drawing)
+        text = captured.get()
+        is_tall = text.count("\n") >= self.console.size.height
+        if not (is_tall and self._has_reader and _paged(text)):
+            self._out.write(text)
+            self._out.flush()
+
+    @property
+    def _has_reader(self) -> bool:
+        """Whether somebody reads replies, and types, at a terminal that can turn pages."""
+        return self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
 
     def clear(self) -> None:
         """Clear the window."""
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print one dim line to stderr."""
+        """Print one dim line to stderr; control characters of `text` are left out."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:
@@ -156,13 +159,16 @@ class Screen:
         self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._error_style))
 
 
-_WINDOWS = 3
+def _paged(text: str) -> bool:
+    """Show a text in the pager, which handles Ctrl-C; False if there is none that can be started.
 
-
-def _paged(pager: list[str], text: str) -> bool:
-    """Show a text in the pager, which handles Ctrl-C; False if the pager can't be started."""
-    # `less` shows colours, leaves the text on the screen, and says in its last line how to leave.
-    # LESSSECURE: it starts no shell and no editor, and writes no file.
+    The pager is $PAGER, else `less`; an empty $PAGER, or `cat`, means none, as it does in git.
+    """
+    pager = shlex.split(os.environ.get("PAGER", "less"))
+    if not pager or pager == ["cat"]:
+        return False
+    # F: `less` ends at once if all fits; R: it shows colours; X: it leaves the text on the screen.
+    # Its last line says how to leave. LESSSECURE: no shell, no editor, and no file is written.
     environ = {"LESS": "FRX -Pq\\ leaves$", **os.environ, "LESSSECURE": "1"}
     try:
         with left_to_child():

@@ -1,4 +1,4 @@
-"""A chat begins: the prompt is there at once, while a thread loads the model.
+"""Starts a chat: the prompt is there at once, while a thread loads the model.
 
 Until the session is open, this module reads the first line, and imports nothing heavy. Then it
 hands over to `repl.py`, even in the middle of a line.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # the thread imports what loads a model
     from sirchat.ui.repl import Chat
 
     Open = Callable[[Progress | None], Session]
-    """Loads the model and opens a session, reporting progress."""
+    """Loads the model and opens a session; calls its argument, if not None, to report progress."""
 
 
 def chat(
@@ -128,10 +128,10 @@ def say_toy(screen: Screen) -> None:
 
 
 def choose_model(screen: Screen) -> str | None:
-    """Ask for the default model, by one key, and remember it: a real one on this machine, or tiny.
+    """Let the user choose the default model by one key: a model on this machine, or `tiny`.
 
-    Returns None if there is only `tiny`, which is then said in one line, or where no key can be
-    read. Raises KeyboardInterrupt for Ctrl-C.
+    The choice is remembered, and its name is returned. Returns None if there is only `tiny`, or
+    where no key can be read; a line then says so. Raises KeyboardInterrupt for Ctrl-C.
     """
     from sirchat.models.listing import find_models
 
@@ -170,7 +170,7 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """Completes file names at once, and commands once the session is open."""
+    """Completes file names at once; for a command, waits until the session is open."""
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt
@@ -205,11 +205,11 @@ _REPORT_SECONDS = 0.25  # between two calls of `on_step`
 
 
 class SessionLoader:
-    """Opens a session in a thread that ends with the program.
+    """Loads the model and opens a session, in a thread that ends with the program.
 
     Attributes:
         session: a future that gives the session and the events of its start, or raises the error.
-        step: what the thread does now, such as `Loading weights 3/30`; empty at the beginning.
+        step: what the thread does now, such as `Loading weights 3/30`; "" at the beginning.
     """
 
     def __init__(self, open_session: Open, on_step: Callable[[], None]) -> None:

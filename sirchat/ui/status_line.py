@@ -13,9 +13,10 @@ _CELLS, _WIDE = 8, 80
 
 
 def toolbar(session: Session, width: int) -> str:
-    """The line of model, policy, held tokens and budget, decay, and speed of the last reply.
+    """The line below the prompt: model, policy, held tokens and budget, decay, speed.
 
-    `width`: of the window, in columns; in a narrow window the gauge (bar) is left out.
+    The speed is that of the last reply. `width`: of the window, in columns; if it is small, the bar
+    that shows the share of held tokens is left out.
     """
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
@@ -51,7 +52,7 @@ _ENDINGS = {
 def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] = ()) -> str:
     """A line about one turn: tokens read and written, speed, evicted tokens, held tokens.
 
-    `recalled` are the turns of which tokens were restored for this one.
+    `recalled` are the turns of which tokens were restored for this turn.
     """
     parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
     if recalled:
@@ -70,8 +71,8 @@ def describe_round(
 ) -> str:
     """A line about a user turn and its reply: tokens read, written, evicted and held, and speed.
 
-    `evicted_words` are words of the user that were evicted in this round, `recalled` the turns of
-    which tokens were restored for it.
+    `evicted_words`: words of the user that were evicted in this round. `recalled`: the turns of
+    which tokens were restored for this round.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)
@@ -84,7 +85,7 @@ def describe_round(
 
 
 def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
-    """For example "recalled 140 tokens of turns 3, 17"; the turns that gave most are named."""
+    """For example "recalled 140 tokens of turns 3, 17"; at most 4 turns are named."""
     most = sorted(sorted(turns, key=lambda one: -one.tokens)[:_NAMED], key=lambda one: one.turn)
     named = ", ".join(str(one.turn) for one in most)
     others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""

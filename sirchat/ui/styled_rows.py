@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 Cell = tuple[str, str]
-"""A character with the combining characters after it, and its style as SGR parameters."""
+"""A character with the combining characters after it; and its style, such as "1;36" (SGR)."""
 
 
 class StyledRow(NamedTuple):
@@ -18,7 +18,7 @@ class StyledRow(NamedTuple):
 
     Attributes:
         cells: the characters, without spaces at the end.
-        continues: whether the terminal itself wraps the row above into this one (no line break).
+        continues: whether the terminal wraps the row above into this row; else this is a new line.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -44,7 +44,10 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
 
 
 def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
-    """Cut a text, shown as it is and not as Markdown, into rows; for `soft` see `cut_line`."""
+    """Cut a text into rows for a window of `width` columns, as it is written, not as Markdown.
+
+    If `soft`, the terminal is to wrap long lines; see `cut_line`.
+    """
     lines = text.removesuffix("\n").expandtabs().split("\n")
     return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
 
@@ -85,7 +88,10 @@ def has_known_widths(cells: Iterable[Cell]) -> bool:
 
 
 def _ended(line: Sequence[Cell]) -> list[Cell]:
-    """Remove final spaces; other spaces get the style before them, unless it shows on a space."""
+    """Remove spaces at the end; give other spaces the style before them, so that less is written.
+
+    A style that shows on a space, such as underline, is not given to spaces.
+    """
     length = len(line)
     while length and line[length - 1][0] == " ":
         length -= 1
@@ -100,7 +106,10 @@ def _ended(line: Sequence[Cell]) -> list[Cell]:
 
 
 def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
-    """Wrap cells as a terminal does; a wide character that doesn't fit follows a line break."""
+    """Wrap cells into rows as a terminal does.
+
+    If a wide character does not fit into the last column, a line break comes before it.
+    """
     rows: list[StyledRow] = []
     row: list[Cell] = []
     used, continues = 0, False
@@ -120,7 +129,7 @@ def _shows_on_space(style: str) -> bool:
 
 @lru_cache(4096)
 def _has_no_width(char: str) -> bool:
-    """Whether terminals may join the character with the one before."""
+    """Whether a terminal may draw the character in the same cell as the character before it."""
     return char > "\u02ff" and (
         unicodedata.category(char) in ("Mn", "Me", "Mc", "Cf")
         or "\U0001f3fb" <= char <= "\U0001f3ff"
@@ -129,10 +138,10 @@ def _has_no_width(char: str) -> bool:
 
 
 def take_rows(line: str, width: int) -> tuple[list[str], str]:
-    """Split a text into full rows and the rest; the rows and the rest, joined, are the text again.
+    """Split a text into full rows of at most `width` cells, and the rest of the text.
 
-    A row that is full is broken after its last space, if it has one. All text before a line break
-    goes into rows, and the line break stays at the end of its row.
+    A row is broken after its last space, if it has one. All text before a line break goes into
+    rows, and the line break stays at the end of its row. Nothing of the text is lost.
     """
     *finished, rest = line.split("\n")
     rows: list[str] = []

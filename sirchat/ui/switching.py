@@ -1,4 +1,4 @@
-"""`/set`, `/policy`, `/model` and the like: other settings or another model in a running chat."""
+"""`/set`, `/policy`, `/model` and similar: change settings, or the model, of a running chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.rereading import own_pins, read_again
+from sirchat.chat.rereading import pinned_text, pins_note, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.config.profile import FIXED, Profile
@@ -36,7 +36,7 @@ _CACHE_SETTINGS = (
     *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
 )
-"""Settings that can change which tokens are held; evictions are reported after a change."""
+"""Settings that can change which tokens are held; after a change, the evictions are reported."""
 
 
 class Switching:
@@ -53,7 +53,7 @@ class Switching:
     def setting(self, source: str, name: str, text: str) -> None:
         """Set the setting or policy option `name` to the value in `text`.
 
-        If `text` is empty, show the current value. SettingError names the command, `source`.
+        If `text` is empty, show the current value. `source` is the command; SettingError names it.
         """
         profile = self._session.profile
         self._refuse_unknown(name)
@@ -77,10 +77,10 @@ class Switching:
         self._apply("/policy", f"policy is already {name}", **updates)
 
     def profile(self, name: str) -> None:
-        """Apply all settings of the profile `name`; all others get the user's default again.
+        """Apply the profile `name`: settings that the profile doesn't name get the user's default.
 
-        Exceptions: settings fixed for the conversation are not changed, and a note says so; screen
-        settings that are not in the profile are not changed either.
+        Exceptions: settings that can't change in a chat stay, and a note says so; settings of the
+        screen that the profile doesn't name stay, too. Without a `name`, list all profiles.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -100,30 +100,39 @@ class Switching:
                 )
 
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens of `target` (words, or a turn); report evicted and restored ones.
+        """Pin or unpin the tokens of `target` (words, or a turn).
 
-        `around`: number of tokens before and after them that are pinned or unpinned, too.
+        Prints how many tokens this has evicted and restored. `around`: how many tokens before, and
+        after, these tokens are pinned or unpinned, too.
         """
-        evicted, restored, count = 0, list[int](), 0
+        evicted, restored, named = 0, list[int](), 0
+        ledger = self._session.limits.ledger
+        before = len(ledger.pinned_positions)
         for event in self._session.pin(target, pinned, around):
             if isinstance(event, Evicted):
                 evicted += len(event.positions)
             elif isinstance(event, Restored):
                 restored += event.positions
-            elif isinstance(event, Pinned) and pinned:
-                count = event.tokens
             elif isinstance(event, Pinned):
-                self._screen.note(f"{event.tokens:,} tokens no longer pinned")
+                named = event.tokens
             else:
                 self._report(event)
+        count = abs(len(ledger.pinned_positions) - before)  # others were pinned, or not, already
         if not pinned:
+            unpinned = f"{count:,} token{'s' * (count != 1)} no longer pinned"
+            self._screen.note(unpinned if count else "nothing of this was pinned")
             self._report_moved(evicted, len(restored))
             return
         came = sum("pinned" in row.flags for row in self._session.tokens(restored))
-        done = f"pinned {count:,} tokens, all of which were held"
-        if came:
+        all_held = "tokens, all of which were held" if count > 1 else "token, which was held"
+        done = f"pinned {count:,} {all_held}"
+        if not count:
+            done = "all of this is pinned already"
+        elif came:
             done = f"brought back {came:,} tokens and pinned them"
             done += f", with {count - came:,} that were held" * (came < count)
+        if 0 < count < named:
+            done += f"; pinned already: {named - count:,}"
         if others := len(restored) - came:
             done += f"; {others:,} others were restored"
         if evicted:
@@ -185,7 +194,7 @@ class Switching:
 
 
 _FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
-"""Settings that change with the model, if they still have the old model's defaults."""
+"""Settings that `/model` changes to the new model's default, if they have the old model's."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,7 @@ class _Former:
     Attributes:
         session: the former session, unchanged.
         profile: the settings of the new session at its beginning.
-        stamp: `epoch` and `erasures` of the new session at its beginning.
+        stamp: counts of the new session at its beginning: its resets (`epoch`), its erasures.
     """
 
     session: Session
@@ -206,7 +215,7 @@ class _Former:
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The former session stays in memory, for `/undo`, until the next message or until the
+    The session with the old model stays in memory, for `/undo`, until the next message or until the
     conversation is erased. `trusted` are the `module:Class` policies that settings may name.
     """
 
@@ -236,7 +245,7 @@ class ModelSwitching:
         with loading_bar(self._screen, name) as report:
             model = self._loaded(name, session.profile, report)
             new = Session(model, self._profile(session, model, name))
-            read_again(new, session.turns, report)
+            read_again(new, session.turns, pinned_text(session), report)
         self._former = _Former(session, new.profile, (new.epoch, new.erasures))
         self._replace_session(new)
         self._report(session, new)
@@ -245,7 +254,8 @@ class ModelSwitching:
     def go_back(self, session: Session) -> Session | None:
         """Return to the session from before the last change of the model; None if there is none.
 
-        Settings changed since then are changed in that session, too; SettingError if that fails.
+        Settings that were changed since then are also changed in that session; SettingError if one
+        can't be changed.
         """
         if self._former is None:
             return None
@@ -263,13 +273,13 @@ class ModelSwitching:
         return former
 
     def drop_former(self) -> None:
-        """Drop the former session, and free its memory."""
+        """Drop the session from before the last change of the model, and free its memory."""
         if self._former is not None:
             self._former = None
             trim_memory()
 
     def check(self, session: Session) -> None:
-        """Drop the former session if `session` was reset, or something was erased from it."""
+        """Call `drop_former` if `session` was reset, or something was erased from it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
             self.drop_former()
 
@@ -279,7 +289,7 @@ class ModelSwitching:
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
-        """The chat's settings; the old model's defaults are replaced by the new model's."""
+        """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)
@@ -306,8 +316,8 @@ class ModelSwitching:
         ]
         if changed:
             self._screen.note(f"using {now.model.name}'s defaults: {', '.join(changed)}")
-        if pins := own_pins(before):
-            self._screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
+        if pins := pins_note(now):
+            self._screen.note(pins)
         for event in now.start():
             if isinstance(event, Notice):
                 self._screen.note(event.text)

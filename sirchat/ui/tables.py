@@ -1,4 +1,4 @@
-"""Tables and bars of the large panel, and tables of tokens: pure functions, as in `panel`."""
+"""Draws the tables and bars of the large panel, and other tables of tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ _RANKING_WIDTH = 60
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
-    """A table of tokens: id, surprisal, score and flags, and attention if any token has it."""
+    """A table of tokens: id, surprisal, score; attention and flags if any token has them."""
     tracked = any(row.attention is not None for row in rows)
+    flagged = any(row.flags for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("role", no_wrap=True)
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
     _columns(table, "id", "surprisal", "score", *["attention"] * tracked)
-    table.add_column("flags", no_wrap=True, overflow="ellipsis")
+    if flagged:
+        table.add_column("flags", no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(
             str(row.position),
@@ -44,8 +46,11 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme) -> RenderableType:
             nats(row.surprisal),
             score_text(row.score),
             *[significant(row.attention or 0.0)] * tracked,
-            " ".join(row.flags),
+            *[" ".join(row.flags)] * flagged,
         )
+    for column in table.columns:  # where the window is narrow, words are cut, and no number
+        if column.justify == "right":
+            column.min_width = max(len(str(cell)) for cell in [column.header, *column.cells])
     return table
 
 
@@ -61,8 +66,9 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
         **{name: [significant(one.factors[name]) for one in token_ranks] for name in factors},
         "score": [score_text(one.row.score) for one in token_ranks],
         "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in token_ranks],
-        "needs": [score_text(one.threshold) for one in token_ranks],
     }
+    if any(one.threshold is not None for one in token_ranks):
+        numbers["needs"] = [score_text(one.threshold) for one in token_ranks]
     tables: list[Table] = []
     shown: list[str] = []
     for name in numbers:  # as many columns as fit, then another table below
@@ -106,7 +112,7 @@ def _width(table: Table) -> int:
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """A table of recalled tokens; `scores`: their recall score for the last round, by position."""
+    """A table of recalled tokens, best first. `scores`: the recall score of each position."""
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -125,7 +131,7 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
 ) -> Table:
-    """A table of the turns that recalled tokens belong to: the words they share, what is held."""
+    """A table of the turns of recalled tokens: how many, which words they share, what they say."""
     table = _table(theme)
     _columns(table, "turn", "tokens")
     table.add_column("by the words", no_wrap=True, overflow="ellipsis", min_width=12)
@@ -140,16 +146,16 @@ def draw_recalled_turns(
 def draw_ranking(
     rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
 ) -> RenderableType:
-    """A table of tokens in the given order, with position, turn, surprisal and a text in `scores`.
+    """A table of tokens in the given order: position, turn, text, surprisal, and a score or rank.
 
-    `scores` gives the text by position; `name` is the title of that column. If `scores` is
-    empty, there is no such column.
+    `scores` has the text for the last column, by position; `name` is the title of that column.
+    If `scores` is empty, there is no such column.
     """
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", ratio=1)
-    _columns(table, "nats", *[name] * bool(scores))
+    _columns(table, "surprise", *[name] * bool(scores))
     for row in rows:
         text = Text(quoted(row.text), theme.token(row))
         known = [scores.get(row.position, "-")] if scores else []
@@ -162,7 +168,7 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
     table = _table(theme)
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
-    _columns(table, "tokens", "held", "share", "mean nats")
+    _columns(table, "tokens", "held", "share", "mean surprise")
     for turn in turns:
         share = f"{turn.held / turn.tokens:.0%}" if turn.tokens else "-"
         table.add_row(
@@ -200,7 +206,7 @@ def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
     """Lines with a bar per bin of surprisal; thick part: held tokens; thin part: evicted tokens."""
-    lines = [line_of([StyledRun(_bin("nats", "held", "evicted"), theme.quiet)])]
+    lines = [line_of([StyledRun(_bin("", "held", "evicted"), theme.quiet)])]
     marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
     room = width - cell_len(lines[0].plain) - 2  # two cells for rounding up
@@ -236,7 +242,7 @@ def score_text(score: float | None) -> str:
 def _threshold_mark(threshold: float | None, low: float, high: float) -> str:
     if threshold is None or not low <= threshold < high:
         return ""
-    return f" ◂ {threshold:.2f} to be held"
+    return f" ◂ held from {threshold:.2f} on"
 
 
 def _length(cells: float) -> int:
@@ -249,9 +255,9 @@ def _table(theme: Theme) -> Table:
 
 
 def _columns(table: Table, *names: str) -> None:
-    """Add columns of numbers."""
+    """Add columns of numbers with these titles."""
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
 
 
 def heading(text: str, theme: Theme, width: int) -> Text:

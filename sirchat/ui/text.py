@@ -28,7 +28,7 @@ class _State(Enum):
 
 
 class DisplayFilter:
-    """Filters a stream of text, chunk by chunk."""
+    """Removes from a stream of text, chunk by chunk, all that could control the terminal."""
 
     def __init__(self) -> None:
         self._state = _State.TEXT
@@ -99,16 +99,16 @@ class DisplayFilter:
 
 
 def displayable(text: str) -> str:
-    """A complete text, filtered."""
+    """A complete text, without the characters that the display filter drops."""
     return DisplayFilter().push(text)
 
 
 def shorten(text: str, length: int) -> str:
-    """The text on one line, cut to at most `length` characters."""
+    """The text on one line; if it has more than `length` characters, cut and ended with "…"."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def displayable_line(text: str) -> str:
-    """A complete text, filtered, on one line: for names, errors and notices."""
+    """Like `displayable`, but on one line; for names, errors and notices."""
     return " ".join(displayable(text).split())

@@ -1,4 +1,4 @@
-"""Colours and weights: the styles of tokens, labels and bars.
+"""Styles of tokens, labels and bars: their colours, and what is bold or underlined.
 
 A token's hue shows its surprisal; its brightness shows how much surprisal is left after decay. High
 surprisal is also bold or underlined, so that it shows without colour. The 256-colour numbers are
@@ -17,15 +17,15 @@ from rich.style import Style
 from sirchat.chat.events import TokenRow
 
 LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
-"""Upper limits of the surprisal buckets, in nats."""
+"""Upper limits of the buckets, the ranges of surprisal that have one colour each; in nats."""
 
 LEVELS: Final = (0.6, 0.25, 0.0)
-"""Least share of surprisal left after decay, for each intensity: strong, fading, faint."""
+"""For each intensity (strong, fading, faint), the least share of surprisal left after decay."""
 
 ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model"}
 
 Shades = tuple[Style, Style, Style]
-"""One bucket's styles: strong, fading, faint."""
+"""The styles of one bucket of surprisal, one for each intensity: strong, fading, faint."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class Theme:
     """The styles for one kind of background, such as a dark one.
 
     Attributes:
-        tokens: for each surprisal bucket, the style of each intensity.
+        tokens: the styles of tokens for each bucket of surprisal (see `LIMITS`).
         quiet: labels and secondary text. heading: titles of sections.
         gauge, rest: the full and the empty part of a bar. border: boxes and rules.
         gap: mark for evicted or omitted tokens. flash: a token that was just evicted.
         template: text of the chat template. mark: brackets of sinks and pins.
+        system, you, model: who wrote a turn.
     """
 
     name: str
@@ -56,31 +57,31 @@ class Theme:
     model: Style
 
     def token(self, row: TokenRow) -> Style:
-        """The style of a held token."""
+        """The style of a held token, chosen by its surprisal and how much of that is left."""
         if row.role == "template":
             return self.template
         surprisal = row.surprisal or 0.0
         return self.tokens[bucket(surprisal)][intensity(surprisal, row.decayed_surprisal)]
 
     def role(self, role: str) -> Style:
-        """The style of a turn's label."""
+        """The style of the label of a turn that was written by `role`."""
         roles = {"system": self.system, "user": self.you, "assistant": self.model}
         return roles.get(role, self.quiet)
 
 
 def bucket(surprisal: float) -> int:
-    """Index of the bucket of a surprisal in nats."""
+    """Index of the bucket (range between two of the `LIMITS`) that has this surprisal, in nats."""
     return bisect_right(LIMITS, surprisal, hi=len(LIMITS) - 1)
 
 
 def intensity(surprisal: float, decayed: float) -> int:
-    """The intensity, from the share of surprisal left after decay: 0 strong, 1 fading, 2 faint."""
+    """The intensity for the share of surprisal left after decay: 0 strong, 1 fading, 2 faint."""
     left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme "dark", "light" or "none"; "auto" chooses by COLORFGBG (dark if it is not set)."""
+    """The theme "dark", "light" or "none"; for "auto", as COLORFGBG says, and dark without it."""
     if name == "auto":
         background = environ.get("COLORFGBG", "").rpartition(";")[2]
         name = "light" if background in ("7", "15") else "dark"
@@ -100,7 +101,10 @@ def _shades(numbers: tuple[int, int, int], *, bold: bool, underline: bool) -> Sh
 
 
 def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    """The styles of each bucket; the last two buckets are also bold, the last one underlined."""
+    """The styles of the buckets of surprisal, from their colour numbers (strong, fading, faint).
+
+    The last two buckets are also bold, and the last one is also underlined.
+    """
     last = len(LIMITS) - 1
     return tuple(
         _shades(numbers, bold=index >= last - 1, underline=index == last)

@@ -1,4 +1,4 @@
-"""`/undo`, `/edit` and `/retry`: the last message is taken back, or said in another way."""
+"""`/undo`, `/edit`, `/retry`: take the last message back, change it, or get another reply to it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sirchat.chat.conversation import UndoPoint
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.last_reply import retriever_for_retry, retry_under, settings_for_full
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
-from sirchat.chat.rereading import own_pins, read_before_last, undo_summaries
+from sirchat.chat.rereading import pins_note, read_before_last, undo_summaries
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.settings import temporarily
 from sirchat.config.profile import Profile
@@ -32,11 +33,11 @@ from sirchat.ui.text import displayable_line, shorten
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
     """Undo the last user turn and everything after it, and print a note.
 
-    Returns None, or a new session: after a resume, or if tokens that the turn evicted are no longer
-    archived, a new session reads all earlier turns again, and is saved in the same file. Raises
-    UndoError, with nothing changed, if there is no user turn.
+    Returns None if the turn could be taken back. If not (after a resume, or if tokens that the turn
+    evicted are no longer archived), a new session reads all earlier turns again, is saved in the
+    same file, and is returned. Raises UndoError, with nothing changed, if there is no user turn.
     """
-    before = session.undoable[-1].budget if session.undoable else session.budget
+    point = session.undoable[-1] if session.undoable else None
     try:
         events = session.undo()
     except UndoError:
@@ -45,10 +46,18 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
         return _read_anew(session, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
-            stays = f" as before that message; the budget of {session.budget:,} stays"
-            how = stays if session.budget != before else ""
-            _report(event.text, session, screen, after=how)
+            after = "" if point is None else _held_then(session, point)
+            _report(event.text, session, screen, after=after)
     return None
+
+
+def _held_then(session: Session, point: UndoPoint) -> str:
+    """After an undo to `point`: whether as much is held as then, if the budget was another."""
+    if session.budget == point.budget:
+        return ""
+    held = len(point.checkpoint.cache.held)
+    how = " as" if held == session.resident else f", not {held:,} as"
+    return f"{how} before that message; the budget of {session.budget:,} stays"
 
 
 def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
@@ -57,9 +66,9 @@ def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Sessi
         before = read_before_last(session, progress)
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(before)
-    _report(said, before, screen, f"; {before.seen:,} tokens of earlier turns were read again")
-    if pins := own_pins(session):
-        screen.note(f"{pins:,} tokens that you had pinned are no longer pinned")
+    _report(said, before, screen, f"; {before.seen:,} tokens of earlier messages were read again")
+    if pins := pins_note(before):
+        screen.note(pins)
     return before
 
 
@@ -75,7 +84,8 @@ class Retry:
     Attributes:
         settings: sampling settings for this reply alone.
         full: whether everything that fits the model's context is held for this reply.
-        recall: the retriever for this reply, or empty for the usual one; None: recall as it is.
+        recall: the retriever for this reply; "": the present one, or the best if recall is off;
+            None: the setting `recall` is not changed.
     """
 
     settings: dict[str, Any]
@@ -84,7 +94,7 @@ class Retry:
 
 
 def parse_retry(rest: str) -> Retry:
-    """What `/retry` was asked for: `[full|recall [RETRIEVER]]` and sampling settings.
+    """Parse the arguments of `/retry`: `[full|recall [RETRIEVER]]` and sampling settings.
 
     Raises UsageError for anything else.
     """
@@ -98,7 +108,7 @@ def parse_retry(rest: str) -> Retry:
 
 
 def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
-    """Answer the user's last own message once more, as `asked`."""
+    """Undo the last reply, and generate another reply to the user's message, as `asked` says."""
     undo_summaries(session)
     updates, note = dict[str, Any](), ""
     if asked.full:
@@ -118,7 +128,10 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """A note about a reply under other settings, which are in force; `as_usual` were before."""
+    """A note about a reply generated under other settings; call it before these are taken back.
+
+    `as_usual` is the profile with the usual settings.
+    """
     if session.profile.recall != as_usual.recall and session.recalled_turns:
         how = describe_recalled(session.recalled_turns)
     elif session.profile.recall != "off":

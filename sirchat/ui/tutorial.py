@@ -32,7 +32,7 @@ SETTINGS: Final[dict[str, Any]] = {
     "temperature": 0.0,
     "panel": "off",
 }
-"""The tutorial's settings at first: a budget so small that it is full after two messages."""
+"""The settings at the tutorial's start: the budget is so small that two messages fill it."""
 
 COMMANDS: Final = {
     *("policy", "budget", "decay", "sinks", "recent", "recall", "set", "system"),
@@ -44,9 +44,10 @@ COMMANDS: Final = {
 
 @dataclass(frozen=True)
 class Effect:
-    """Says where `word` must be after a step (True) or must not be (False); None: not checked.
+    """Where `word` must be, or must not be, after a step.
 
-    `in_reply`: in the model's reply; `in_memory`: in the text of the tokens that are held.
+    `in_reply`: whether it must be in the model's reply; `in_memory`: in the text of held tokens.
+    True: it must be there; False: it must not be there; None: this is not checked.
     """
 
     word: str
@@ -61,8 +62,8 @@ class TutorialStep:
     Attributes:
         before: text that is shown first.
         line: the message or command that Enter sends.
-        after: text that is shown if all effects were observed.
-        effects: the expected effects of the line.
+        after: text that is shown after `line` was run, if all effects were observed.
+        effects: what must be true after `line` was run.
         shows_panel: whether the text `after` explains the compact panel, which is then shown.
     """
 
@@ -194,7 +195,7 @@ Read = Callable[[str], Line | None]
 """Takes the suggested line; returns the line that the user enters, or None if the user leaves."""
 
 Stops = Callable[[Interrupt], Interrupted]
-"""Takes the flag for Ctrl-C, and returns a function that says whether to stop the reply."""
+"""Takes the flag for Ctrl-C; returns a function that says whether to stop the reply."""
 
 
 def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
@@ -226,7 +227,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 
 
 def _echo(screen: Screen) -> Read:
-    """Returns a function that takes each suggested line, and prints it like a typed line."""
+    """A function for `Read` without a user: it prints the suggested line, and returns it."""
 
     def read(suggested: str) -> Line:
         screen.line(f"> {suggested}")
@@ -236,7 +237,7 @@ def _echo(screen: Screen) -> Read:
 
 
 class _Tutorial:
-    """One run through the steps."""
+    """One run of the tutorial, from its first step to its last."""
 
     def __init__(self, session: Session, screen: Screen, read: Read, stops: Stops) -> None:
         self._session, self._screen = session, screen
@@ -268,7 +269,7 @@ class _Tutorial:
         )
 
     def _take(self, step: TutorialStep) -> bool:
-        """Send the user's lines until one is the step's line; False if the user leaves before."""
+        """Run the lines that the user types, up to the step's line; False if the user leaves."""
         while True:
             line = self._read(step.line)
             if line is None or line.text.strip().lower() == "q":
@@ -317,7 +318,7 @@ class _Tutorial:
         return not wrong
 
     def _fault(self, effect: Effect) -> str:
-        """How the outcome differs from the expected effect, in words; empty if it does not."""
+        """How the outcome differs from the expected effect, in words; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
             ("reply", reply, effect.in_reply),
@@ -341,7 +342,7 @@ class _Tutorial:
         self._screen.show(Text(f"\n── {title} ──", self._screen.theme.border))
 
     def _explain(self, text: str) -> None:
-        """Print an explanation, set off from the chat by a bar on its left."""
+        """Print an explanation, with a bar at the left of each line."""
         screen = self._screen
         width = min(screen.width - 3, _MOST_COLUMNS)
         for row in Text(text).wrap(screen.console, width):

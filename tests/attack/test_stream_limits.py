@@ -90,7 +90,7 @@ def test_a_chat_goes_on_under_a_limit_and_says_if_it_is_not_saved(
     with Terminal("bash", "-c", line, home=tmp_path) as chat:
         chat.ask("My name is Anna.")
         chat.ask("I live in Rome.")
-        assert "4 turns" in chat.ask("/stats")
+        assert "4 messages" in chat.ask("/stats")
         assert chat.leave() == 0
         is_saved = LIMITED_CHATS[limit]
         assert ("the chat is not saved any more" in chat.text) is not is_saved

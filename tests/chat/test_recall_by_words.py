@@ -99,6 +99,18 @@ def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     assert same(contents(one._engine), then)
 
 
+def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all() -> None:
+    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    while one.seen + 40 < 256:
+        list(one.read_user("My name is Anna."))
+        assert one.resident == one.seen
+    while one.seen <= 256:
+        list(one.read_user("My name is Anna."))
+    list(one.read_user("Tell me a joke."))
+    assert one.limits.reserve > 0
+    assert one.resident - len(one.recalled) <= 256 - one.limits.reserve
+
+
 def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     one = chat("bm25")
     assert "bert" in ask(one, "Quixbert")

@@ -43,7 +43,7 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(UNHEARD))
 def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> None:
     model = loaded(family)
-    with pytest.raises(SettingError, match="recall can't be attention") as error:
+    with pytest.raises(SettingError, match="recall can't be 'attention'") as error:
         check_recall(changed(Profile(), "flag", recall="attention"), model, "--recall")
     assert "mips" in str(error.value)
     engine, _ = talked(memory(retriever="mips"), rounds=5, family=family)

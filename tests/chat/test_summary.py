@@ -191,7 +191,7 @@ def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:
     with pytest.raises(UsageError, match="nothing to summarize"):
         made(session(babbler()))
     chat = told(tiny(), after=1, budget=64, recent=16)
-    with pytest.raises(SettingError, match="a quarter of it; a summary needs at least"):
+    with pytest.raises(SettingError, match="a quarter of the budget; it needs at least"):
         made(chat)
     chat = told(after=2)
     chat.pin("turn 0")

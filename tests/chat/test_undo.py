@@ -63,7 +63,7 @@ def test_settings_stay_when_a_turn_is_undone() -> None:
 
 def test_there_may_be_nothing_to_undo() -> None:
     chat = session(babbler(), **SMALL)
-    with pytest.raises(UndoError, match="no turn"):
+    with pytest.raises(UndoError, match="no message"):
         list(chat.undo())
     list(chat.ask("one"))
     undo(chat)

@@ -40,7 +40,7 @@ def test_nothing_is_cut_at_any_width(folder: Path, columns: int) -> None:
     assert "…" not in done.stdout
     lines = done.stdout.splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("tiny"))
-    about = " ".join(lines[at : at + 3])
+    about = " ".join(lines[at : at + 4])
     for number in ("llama", "10 MB", "2,048", "1,024", "9.4 MB"):
         assert number in about
     usable = [one for one in lines if "cannot be used" not in one and "not installed" not in one]
@@ -82,6 +82,49 @@ def test_the_budget_is_no_more_than_the_context_and_all_of_it_under_full(folder:
     assert found[0]["budget"] == 2048
 
 
+def test_the_list_says_the_largest_budget_that_fits(folder: Path) -> None:
+    """tiny takes 500 MB with the program; whoever runs this test has them."""
+    found = json.loads(run("models", "--json", "--in", str(folder)).stdout)
+    by_name = {one["name"]: one["largest_budget"] for one in found}
+    assert by_name["tiny"] in (2048, None)  # None where the system does not say what is free
+    assert by_name["m/\x1b[31mred\x07.gguf"] is None
+    (title, tiny_line, *_) = run("models", COLUMNS="160").stdout.splitlines()
+    assert title.endswith("fits up to")
+    assert tiny_line.split()[-1] in ("2,048", "?")
+
+
+def test_fit_says_what_a_model_takes(folder: Path) -> None:
+    shown = run("models", "fit", "tiny").stdout
+    for text in ("tiny: llama, 5.0 million weights, context 2,048 tokens", "free memory here: "):
+        assert text in shown
+    lines = {" ".join(line.split()) for line in shown.splitlines()}
+    assert "setting weights loading reading archive fits up to" in lines
+    assert "KV cache at budget 1,024 2,048" in lines
+    assert "as set (float32) 9.4 MB 19 MB" in lines
+    assert any(line.startswith("--dtype bfloat16 9.9 MB ") for line in lines)
+    assert any(line.startswith("--quantize int8 5.0 MB ") for line in lines)
+
+
+def test_fit_as_json_agrees_with_the_list(folder: Path) -> None:
+    told = json.loads(run("models", "fit", f"m/{NAME}", "--json").stdout)
+    first = told["choices"][0]
+    listed = json.loads(run("models", "--json", "--in", "m", "--budget", "1024").stdout)
+    (row,) = (one for one in listed if one["name"] == f"m/{NAME}")
+    assert first["kv_cache_bytes"]["1024"] == row["kv_cache_bytes"]
+    assert first["setting"] == ""
+    assert told["tokens_per_hour"] == 10_000
+    assert {"--dtype float32", "--dtype bfloat16"} & {one["setting"] for one in told["choices"]}
+
+
+def test_fit_of_a_model_that_is_not_here_says_how_to_pull_it(folder: Path) -> None:
+    done = run("models", "fit", "me/other")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "sirchat: model 'me/other' is not on this machine "
+        "(to download it: sirchat models pull me/other)\n"
+    )
+
+
 def test_what_is_wrong_is_said(folder: Path) -> None:
     assert "there is no folder 'nowhere'" in run("models", "--in", "nowhere").stderr
     assert "budget can't be" in run("models", "--budget", "many").stderr
@@ -89,10 +132,11 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_heavy_library_is_imported(folder: Path) -> None:
+@pytest.mark.parametrize("words", [["--in", "m"], ["fit", "m/babbler"]])
+def test_no_heavy_library_is_imported(folder: Path, words: list[str]) -> None:
     code = (
         "import sys; from sirchat.cli import main\n"
-        f"sys.argv = ['sirchat', 'models', '--in', {str(folder)!r}]\n"
+        f"sys.argv = ['sirchat', 'models', *{words!r}]\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'huggingface_hub', 'prompt_toolkit'}\n"

@@ -41,7 +41,7 @@ def test_a_closed_output_is_an_error_in_one_line(tmp_path: Path, command: str) -
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("command", ["ask Hello", "--help", "policies", "--json <<< Hello"])
+@pytest.mark.parametrize("command", ["ask -m tiny Hello", "--help", "policies", "--json <<< Hello"])
 def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path, command: str) -> None:
     done = shell(tmp_path, f"$SIRCHAT {command} > /dev/full")
     assert done.returncode == 1

@@ -101,7 +101,7 @@ def test_the_policy_is_refused_in_one_line_with_the_command_that_trains_a_scorer
     with pytest.raises(SettingError) as error:
         check_scorer(wanted, model, "--policy")
     text = (
-        "--policy: policy can't be learned: there is no scorer for tiny "
+        "--policy: policy can't be 'learned': there is no scorer for tiny "
         "(train a scorer: sirchat train scorer --model tiny)"
     )
     assert str(error.value) == text

@@ -28,8 +28,8 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
     assert "My name is Anna." in listed.stdout
     with Terminal("--resume", home=tmp_path) as chat:
         chat.wait_prompt()
-        assert "2 turns" in chat.text
-        assert "USER: My name is Anna." in chat.text
+        assert "2 messages" in chat.text
+        assert "you: My name is Anna." in chat.text
         assert "Anna" in chat.ask("What is my name?")
         chat.say("/exit")
         assert chat.ended() == 0

@@ -1,6 +1,6 @@
 """`python -m tests.support.speaking FILE ARGUMENTS`: sirchat, with a model that says that text.
 
-Everything but the choice of the next token is as always.
+Everything but the choice of the next token, and how often frames come, is as always.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from sirchat.cli import main
 from sirchat.engine.sampling import Sampler
 from sirchat.paths import tiny_dir
+from sirchat.ui import painter
 
 SECONDS = 0.002
 """Pause before each token, so that a reply is seen in many states."""
@@ -38,5 +39,6 @@ def saying(text: str) -> Callable[..., int]:
 if __name__ == "__main__":
     said = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
     Sampler.pick = saying(said)  # type: ignore[method-assign]
+    painter.TIME_SHARE = 1.0  # frames come as often on a slow machine
     sys.argv[0] = "sirchat"
     main()

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pexpect
 import pyte
 
-from emulator import Emulator
+from emulator import Emulator, Reflowing
 from forked_chat import ForkedChat
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
@@ -53,6 +53,7 @@ class Terminal:
         self._size = (rows, columns)
         env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
         env |= {"SIRCHAT_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": ""}
+        env["PAGER"] = "cat"  # what is taller than the window is printed, unless a test has a pager
         env["SIRCHAT_TEMPERATURE"] = "0"  # replies that can be predicted, of any model
         env["SIRCHAT_MODEL"] = "tiny"  # otherwise a bare `sirchat` asks which model to use
         env |= environ or {}
@@ -230,7 +231,10 @@ def everything_on(screen: pyte.HistoryScreen) -> str:
 
 
 def resize(screen: pyte.HistoryScreen, rows: int, columns: int) -> None:
-    """Resize as xterm does: rows above the cursor scroll off, nothing reflows."""
+    """Resize as xterm does: rows above the cursor scroll off, nothing reflows, but `Reflowing`."""
+    if isinstance(screen, Reflowing):
+        screen.reflow(rows, columns)
+        return
     y = screen.cursor.y
     for _ in range(y + 1 - rows):
         screen.cursor.y = screen.lines - 1

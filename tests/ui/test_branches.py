@@ -81,7 +81,7 @@ def test_branches_lists_this_chat_and_those_of_it_alone() -> None:
     other.saved_chat.close()
     assert chat.do("/switch") == listed
     assert "elsewhere" not in listed
-    assert listed.count(" 2 turns  ") == 3
+    assert listed.count(" 2 messages  ") == 3
 
 
 def test_main_is_the_chat_that_all_branches_come_from() -> None:
@@ -111,7 +111,7 @@ def test_what_can_not_be_branched_is_said_in_one_line_and_nothing_changes(folder
     assert "/save saves this chat" in refusal(chat, "/branch one")
     chat.do("/save trunk")
     assert "needs a name" in refusal(chat, "/branch")
-    assert "only 2 user turns" in refusal(chat, "/branch one 3")
+    assert "only 2 of your messages can be taken back, not 3" in refusal(chat, "/branch one 3")
     assert 'is called "trunk"; allowed' in refusal(chat, "/branch trunk")
     assert 'no branch "twig"' in refusal(chat, "/switch twig")
     assert len(list_sessions(folder).sessions) == 1
@@ -156,10 +156,10 @@ def test_a_branch_at_the_prompt(tmp_path: Path, columns: int) -> None:
         assert back
         chat.ask("I live in Berlin.")
         listed = " ".join(chat.ask("/branches").split())
-        assert re.search(r" 4 turns tiny \(this chat\) berlin: I live in Berlin\. 20", listed)
-        assert re.search(rf"{back[1]} 20\S+ \S+ 4 turns tiny I live in Rome\.", listed)
+        assert re.search(r" 4 messages tiny \(this chat\) berlin: I live in Berlin\. 20", listed)
+        assert re.search(rf"{back[1]} 20\S+ \S+ 4 messages tiny I live in Rome\.", listed)
         shown = " ".join(chat.ask(f"/switch {back[1]}").split())
-        assert "USER: I live in Rome." in shown
+        assert "you: I live in Rome." in shown
         assert "Berlin" not in shown
         assert "Anna" in chat.ask("What is my name?")
         assert chat.leave() == 0

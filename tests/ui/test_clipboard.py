@@ -116,7 +116,7 @@ def test_earlier_replies_are_counted_backwards(chat: Session, tools: Tools) -> N
     assert tools.got("pbcopy") == b"The first."
     copied(chat, "0")
     assert tools.got("pbcopy") == b"The last."
-    assert "there is no reply 3 turns ago; allowed: 0 (the last) to 2" in refused(chat, "3")
+    assert "there is no reply 3 before the last; allowed: 0 (the last) to 2" in refused(chat, "3")
 
 
 def test_code_is_the_last_block_of_the_last_reply(chat: Session, tools: Tools) -> None:
@@ -138,7 +138,7 @@ def test_no_control_character_is_copied(tools: Tools) -> None:
 
 @pytest.mark.parametrize("rest", ["all", "-1", "code 2", "--osc", "²"])
 def test_other_words_are_refused(chat: Session, tools: Tools, rest: str) -> None:
-    assert "allowed: code, a number of turns ago, --osc52" in refused(chat, rest)
+    assert "allowed: code, a number of replies before the last, --osc52" in refused(chat, rest)
 
 
 def test_without_a_reply_there_is_nothing_to_copy(tools: Tools) -> None:

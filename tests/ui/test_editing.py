@@ -31,7 +31,7 @@ def test_other_words_take_the_place_of_the_last_message() -> None:
 
 
 def test_where_nothing_was_said_nothing_is_edited() -> None:
-    with pytest.raises(UndoError, match="no turn"):
+    with pytest.raises(UndoError, match="no message"):
         _ = session(babbler(), **SMALL).last_said
 
 
@@ -74,7 +74,7 @@ def test_the_last_message_is_changed_in_the_editor(tmp_path: Path, columns: int)
 @pytest.mark.slow
 def test_an_editor_that_changes_nothing_or_fails_costs_one_line(tmp_path: Path) -> None:
     with Terminal(home=tmp_path, environ=_editor(tmp_path, "true")) as chat:
-        assert "no turn to undo" in chat.ask("/edit")
+        assert "no message to undo" in chat.ask("/edit")
         chat.ask("My name is Anna.")
         assert "the message is unchanged; /retry generates another reply" in chat.ask("/edit")
         (tmp_path / "editor").write_text("#!/bin/sh\nexit 3\n")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import re
+from collections.abc import Callable, Iterator
+from functools import _lru_cache_wrapper
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,24 @@ def test_parts_of_words_stay(chat: Chat) -> None:
 def test_what_else_says_it_is_pointed_out(chat: Chat) -> None:
     chat.say("Yes, Marmalade again.")
     assert "Marmalade in turn" in do(chat, "/erase --yes turn 0")
+
+
+def cached_texts() -> Iterator[str]:
+    """Every text in an lru_cache of this process."""
+    for cache in (one for one in gc.get_objects() if isinstance(one, _lru_cache_wrapper)):
+        level: list[object] = [cache]
+        for _ in range(3):  # the cache, its entries, their keys, and what these contain
+            level = gc.get_referents(*level)
+            yield from (one for one in level if isinstance(one, str))
+
+
+def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> None:
+    chat.say("Sauce à l’ail, über Nüsse ⟨Käse⟩ 海は広い。")
+    for look in ("/panel", "/tokens", "/evicted", "/why Nüsse --all"):
+        do(chat, look)
+    do(chat, "/erase --yes turn 4")
+    assert chat.texts[2] == ""
+    assert not [text for text in cached_texts() if len(text) > 1 and re.search("[üàä海⟨]", text)]
 
 
 def failing(error: Exception) -> Callable[..., None]:

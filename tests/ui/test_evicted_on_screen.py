@@ -51,7 +51,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     shown = chat.do("/evicted")
     assert "6 of 9" in shown
     assert "2 of 4" not in shown
-    assert "1 more turn lost only repeats and punctuation" in shown
+    assert "1 more message lost only repeats and punctuation" in shown
     turns.pop(0)
     assert chat.do("/evicted").startswith("1 turn lost only")
     turns.clear()

@@ -60,7 +60,7 @@ def test_markdown_has_a_heading_for_each_turn(chat: Session) -> None:
     assert exported(chat, "md chat.md") == "the chat as Markdown was written to chat.md"
     assert Path("chat.md").read_text(encoding="utf-8") == (
         "## System\n\nBe kind.\n\n"
-        f"## You\n\nI am <i>Anna</i>.\n  Who are you?\n\n## tiny\n\n{REPLY}\n"
+        f"## You\n\nI am <i>Anna</i>.\n  Who are you?\n\n## Model\n\n{REPLY}\n"
     )
 
 

@@ -74,7 +74,7 @@ def test_the_size_is_said_and_then_the_question_is_answered(
 
 def test_a_control_token_in_a_file_ends_no_turn(chat: Terminal) -> None:
     assert "a b.md: " in _ask(chat, '@"a b.md" hello')
-    assert re.match(r"2 turns;", _ask(chat, "/stats"))
+    assert re.match(r"2 messages;", _ask(chat, "/stats"))
 
 
 @pytest.mark.slow

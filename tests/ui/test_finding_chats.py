@@ -80,7 +80,9 @@ def test_sessions_search_prints_the_best_first_with_its_line(folder: Path) -> No
     path = named(folder, "trip", "Hello", "We go to Rome\nby a night train.")
     done = run("sessions", "search", "night", "train")
     assert done.returncode == 0
-    assert re.fullmatch(rf"{path.stem}  .* 2 turns  tiny  trip: by a night train\.\n", done.stdout)
+    assert re.fullmatch(
+        rf"{path.stem}  .* 2 messages  tiny  trip: by a night train\.\n", done.stdout
+    )
 
 
 def test_a_search_without_a_hit_says_what_to_do(folder: Path) -> None:
@@ -98,7 +100,7 @@ def test_a_search_shows_twenty_and_says_how_many_more_there_are(folder: Path) ->
         os.link(first, folder / f"copy{number}.sqlite")
     done = run("sessions", "search", "rome")
     assert len(done.stdout.splitlines()) == 20
-    assert "and 5 that fit less; more words find fewer" in done.stderr
+    assert "and 5 more with a weaker match; add words to find fewer" in done.stderr
 
 
 def test_load_takes_an_id_or_a_name_before_words(folder: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_saved_chat_loads_behind_a_bar_and_takes_the_line_typed_meanwhile(
     chat.wait_screen("^loading tiny ")
     chat.send("/stats" + ENTER)
     ready()
-    chat.wait("USER: My name is Anna.")
+    chat.wait("you: My name is Anna.")
     chat.wait("turns?; ")
     chat.wait_prompt()
     assert chat.leave() == 0

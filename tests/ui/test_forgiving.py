@@ -33,7 +33,7 @@ def test_recall_takes_words_without_quotes(chat: Chat) -> None:
     assert " tokens and pinned them" in shown
     assert " others were evicted to make room; holds " in shown
     assert all("pinned" in one.row.flags for one in chat.session.why("Pelican"))
-    assert "all of which were held" in chat.do("/recall Pelican")
+    assert "all of this is pinned already; holds" in chat.do("/recall Pelican")
     assert chat.session.profile.recall == "off"
 
 
@@ -72,6 +72,26 @@ def test_undo_says_what_it_holds_under_a_budget_that_has_grown(chat: Chat) -> No
     shown = chat.do("/undo")
     held = chat.session.resident
     assert f"holds {held}/400 as before that message; the budget of 400 stays" in shown
+
+
+def test_undo_says_if_a_smaller_budget_holds_less_than_before_the_message(chat: Chat) -> None:
+    before = chat.session.resident
+    chat.say("blue")
+    chat.do("/budget 48")
+    shown = chat.do("/undo")
+    held = chat.session.resident
+    assert held <= 48 < before
+    assert f"holds {held}/48, not {before} as before that message; the budget of 48 stays" in shown
+
+
+def test_pin_and_unpin_count_only_what_they_change() -> None:
+    chat = Chat(system="Call me Anna.", save=False)
+    chat.say("My name is Anna.")
+    shown = chat.do("/pin Anna")  # the system prompt's was pinned by the setting
+    assert "pinned 1 token, which was held; pinned already: 1; holds" in shown
+    assert "all of this is pinned already" in chat.do("/pin Anna")
+    assert "nothing of this was pinned" in chat.do("/unpin name")
+    assert "2 tokens no longer pinned" in chat.do("/unpin Anna")
 
 
 def test_words_that_tell_little_are_not_named_as_evicted() -> None:

@@ -176,16 +176,6 @@ def test_settings_that_followed_the_model_follow_the_other_one(tmp_path: Path) -
     assert (chat.session.budget, chat.session.profile.temperature) == (512, 0.7)
 
 
-def test_pins_are_said_to_be_gone() -> None:
-    chat = chat_of("My name is Anna.", system="Be brief.")
-    chat.do("/pin Anna")
-    assert re.search(
-        r"\d tokens that you had pinned are no longer pinned", chat.do("/model tiny-anchor")
-    )
-    chat.do("/model tiny")
-    assert "pinned" not in chat.do("/model tiny-anchor")
-
-
 def test_the_present_model_is_nothing_new_and_alone_it_lists() -> None:
     chat = chat_of(SAYINGS[0])
     assert "model is already tiny" in chat.do("/model tiny")

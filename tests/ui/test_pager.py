@@ -1,13 +1,21 @@
-"""The pager that shows what is taller than the window."""
+"""One rule for all that a command prints: what is taller than the window goes to the pager."""
+
+from __future__ import annotations
 
 import io
 import os
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.text import Text
 
 from sirchat.ui.screen import Screen
+from terminal import Terminal, pager_into
+
+ROWS, COLUMNS = 20, 80
 
 
 class _Window(io.StringIO):
@@ -15,14 +23,78 @@ class _Window(io.StringIO):
         return True
 
 
+@pytest.fixture
+def paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with what the pager got, in a window of 20 rows, at which somebody types."""
+    environ = {"PAGER": pager_into(tmp_path / "paged"), "TERM": "xterm"}
+    for name, value in {**environ, "LINES": str(ROWS), "COLUMNS": str(COLUMNS)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdin", _Window())
+    return tmp_path / "paged"
+
+
+def _printed(rows: int, out: io.StringIO | None = None) -> str:
+    """What is printed, and not shown by the pager, of so many rows."""
+    out = out or _Window()
+    Screen(out, _Window()).page(Text("\n".join(["a row"] * rows)))
+    return out.getvalue()
+
+
+def test_what_leaves_a_row_for_the_prompt_is_printed_and_what_does_not_is_paged(
+    paged: Path,
+) -> None:
+    assert _printed(ROWS - 1) == "a row\n" * (ROWS - 1)
+    assert not paged.exists()
+    assert _printed(ROWS) == ""
+    assert paged.read_text() == "a row\n" * ROWS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setenv("PAGER", "/no/such/program"),
+        lambda patch: patch.setenv("PAGER", ""),
+        lambda patch: patch.setenv("PAGER", "cat"),
+        lambda patch: patch.setenv("TERM", "dumb"),
+        lambda patch: patch.setattr(sys, "stdin", io.StringIO()),
+    ],
+    ids=["no such program", "an empty $PAGER", "cat", "a dumb terminal", "piped commands"],
+)
+def test_without_a_pager_or_somebody_to_turn_pages_all_is_printed(
+    paged: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    change(monkeypatch)
+    assert _printed(100) == "a row\n" * 100
+    assert not paged.exists()
+
+
+def test_a_pipe_gets_all(paged: Path) -> None:
+    assert _printed(100, io.StringIO()) == "a row\n" * 100
+    assert not paged.exists()
+
+
 def test_a_pager_cannot_start_a_shell_or_an_editor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    paged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pager = tmp_path / "pager"
     pager.write_text(f'#!/bin/sh\ncat >/dev/null\necho "$LESSSECURE" >{tmp_path}/secure\n')
     os.chmod(pager, 0o700)
-    for name, value in {"PAGER": pager, "TERM": "xterm", "LINES": 20, "COLUMNS": 80}.items():
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("PAGER", str(pager))
     monkeypatch.setenv("LESSSECURE", "0")
-    Screen(_Window(), _Window()).page(Text("a line\n" * 100))
+    _printed(100)
     assert (tmp_path / "secure").read_text() == "1\n"
+
+
+@pytest.mark.skipif(shutil.which("less") is None, reason="less is not installed")
+def test_less_turns_pages_and_leaves_the_text_on_the_screen(tmp_path: Path) -> None:
+    environ = {"PAGER": "less"}
+    with Terminal(home=tmp_path, environ=environ, rows=ROWS, columns=60) as chat:
+        for command in ("/help", "/show", "/panel"):
+            chat.say(command)
+            chat.wait_screen("q leaves$")
+            assert len(chat.lines) == ROWS
+            chat.send("q")
+            chat.wait_prompt()
+            assert chat.shown
+        assert "q leaves" not in chat.ask("/stats")
+        assert chat.leave() == 0

@@ -254,7 +254,7 @@ def test_histogram_counts_and_marks_the_threshold() -> None:
         (True, False),
         (False, False),
     ]
-    assert [line for line in bars if "◂ 1.25 to be held" in line] == [bars[2]]
+    assert [line for line in bars if "◂ held from 1.25 on" in line] == [bars[2]]
     assert max(cell_len(line) for line in bars) <= 60
     assert bars[0].count("─") > 3 * bars[7].count("━")
 
@@ -349,7 +349,7 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"threshold": 0.114}, "a token needs 0.11 nats to be held; evicted next: Rex, green"),
+        ({"threshold": 0.114}, "evicted next, as their score is below 0.11: Rex, green"),
         ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
         ({"leaving_words": ()}, "evicted next: only punctuation and the marks between messages"),
         ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),
@@ -407,6 +407,23 @@ def test_a_compact_panel_stays_small() -> None:
 
 
 # --- tables
+
+
+def test_where_nothing_is_evicted_next_the_panel_says_why() -> None:
+    view = replace(view_of((9, "x")), next_to_go=(), resident=10, budget=50)
+    shown = lines(draw_panel(view, NONE, 80), 80)
+    at = next(y for y, line in enumerate(shown) if "evicted next" in line)
+    assert "nothing: there is room for 40 tokens" in shown[at + 1]
+
+
+def test_a_table_of_tokens_has_no_column_of_flags_without_flags_and_cuts_no_title() -> None:
+    rows = [replace(row, flags=()) for row in view_of((9, "x" * 9)).rows]
+    titles = lines(draw_tokens(rows, NONE), 60)[0].split()
+    assert titles == ["position", "turn", "role", "token", "id", "surprisal", "score"]
+    flagged = [replace(row, flags=("sink",)) for row in rows]
+    assert "surprisal" in lines(draw_tokens(flagged, NONE), 60)[0].split()
+    long = [replace(row, id=128_255, role="template", flags=("anchor",)) for row in rows]
+    assert "128255" in lines(draw_tokens(long, NONE), 60)[1]
 
 
 def test_scores_without_a_unit_are_said_as_ranks() -> None:

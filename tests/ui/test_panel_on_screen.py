@@ -32,7 +32,7 @@ def test_the_panel_after_a_reply_reads_at_a_glance(
     assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
     assert re.search(r"^evicted: \w+", text, re.M)
     if policy == "entropy":
-        assert re.search(r"needs [\d.]+ nats to be held; evicted next: \w+", text)
+        assert re.search(r"evicted next( \(|, as their )score (is )?below [\d.]+\)?: \w+", text)
     else:
         assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
         assert re.search(r"wholly evicted", text)

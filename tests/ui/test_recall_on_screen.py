@@ -66,5 +66,5 @@ def test_panel_and_table_name_the_words(asked: Session) -> None:
 def test_why_says_by_which_words(asked: Session) -> None:
     ranks = asked.why('"zebra"')
     told = explain(ranks, '"zebra"', "sink", asked.recalled_turns)
-    assert told.endswith("for this turn only: it was recalled by the words “Quixbert”.")
-    assert explain(ranks, '"zebra"', "sink").endswith("for this turn only: it was recalled.")
+    assert told.endswith("for this round only: it was recalled by the words “Quixbert”.")
+    assert explain(ranks, '"zebra"', "sink").endswith("for this round only: it was recalled.")

@@ -15,19 +15,12 @@ from sirchat.ui.explaining import GROUPS
 from sirchat.ui.line_input import InMemory
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from terminal import Shared, Terminal, pager_into
+from terminal import Shared, Terminal
 
 
 @pytest.fixture(scope="module")
-def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file with the pager's last input."""
-    return tmp_path_factory.mktemp("pager") / "paged"
-
-
-@pytest.fixture(scope="module")
-def shared(home: Path, paged: Path) -> Iterator[Shared]:
-    pager = pager_into(paged)
-    chats = Shared(lambda: Terminal(home=home, rows=24, columns=120, environ={"PAGER": pager}))
+def shared(home: Path) -> Iterator[Shared]:
+    chats = Shared(lambda: Terminal(home=home, rows=24, columns=120))
     yield chats
     chats.close()
 
@@ -76,7 +69,7 @@ def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
 
 
 def test_help_lists_every_command_and_describes_one(chat: Terminal) -> None:
-    keys = listed = chat.ask("/help")  # taller than this window, and no pager takes the keys
+    keys = listed = chat.ask("/help")
     for name in (
         *("help", "policy", "budget", "decay", "sinks", "recent", "set", "show", "system"),
         *("panel", "tokens", "stats", "profile", "reset", "clear", "exit"),
@@ -243,7 +236,7 @@ def test_panel_shows_all_that_is_held(chat: Terminal) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> None:
+def test_tokens_are_listed_with_their_numbers(chat: Terminal) -> None:
     chat.ask("My name is Anna.")
     columns, *rows = chat.ask("/tokens turn 0").splitlines()
     assert columns.split()[:5] == ["position", "turn", "role", "token", "id"]
@@ -252,8 +245,7 @@ def test_tokens_are_listed_with_their_numbers(chat: Terminal, paged: Path) -> No
     assert re.search(r'you +" name".*\n.*you +" is".*\n.*you +" Anna"', "\n".join(rows))
     for _ in range(6):
         chat.ask("Hello.")
-    assert chat.ask("/tokens") == ""  # the pager has it: more than three windows
-    assert len(paged.read_text(encoding="utf-8").splitlines()) == 1 + _seen(chat)
+    assert len(chat.ask("/tokens").splitlines()) == 1 + _seen(chat)
     top = chat.ask("/tokens top 3").splitlines()[1:]
     scores = [float(re.split(" +", row[row.rindex('"') :])[3]) for row in top]
     assert len(scores) == 3
@@ -273,7 +265,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("Hello.")
     chat.ask("/decay 0.9")
     assert re.fullmatch(
-        r"2 turns; \d+ tokens read, \d+ written, [\d,]+ tok/s; \d+ of 1,024 held, 0 evicted; "
+        r"2 messages; \d+ tokens read, \d+ written, [\d,]+ tok/s; \d+ of 1,024 held, 0 evicted; "
         r"policy salience, decay 0.9",
         chat.ask("/stats").replace("\n", " "),
     )

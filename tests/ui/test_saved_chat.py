@@ -323,7 +323,7 @@ def test_a_chat_that_cannot_be_saved_is_not_left(
 def test_a_session_of_no_turn_is_refused(folder: Path) -> None:
     SessionStore.create(folder, {"model": "babbler"}).close()
     chat = Chat()
-    assert "holds no turn yet" in refusal(chat, "/load last")
+    assert "holds no message yet" in refusal(chat, "/load last")
 
 
 def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_saved_chat_is_gone_back_to_in_the_same_program(tmp_path: Path) -> Non
         chat.ask("/budget 128")
         assert "/128 held" in _toolbar(chat)
         shown = chat.ask("/load anna")
-        assert "goes on after 2 turns" in shown
+        assert "goes on after 2 messages" in shown
         assert "/128 held" not in _toolbar(chat)
         assert "Anna" in chat.ask("What is my name?")
         assert chat.leave() == 0

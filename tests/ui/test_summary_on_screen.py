@@ -114,7 +114,7 @@ def test_ctrl_c_while_the_model_writes_leaves_everything_as_it_was(tmp_path: Pat
 def test_where_no_single_key_is_read_it_is_shown_and_kept(tmp_path: Path) -> None:
     flags = ("--max-new-tokens", "4", "--no-save")
     with Terminal(*flags, home=tmp_path, environ={"TERM": "dumb"}) as chat:
-        for line, shown in ((TOLD, "4 out"), ("/summarize", KEPT)):
+        for line, shown in ((TOLD, "4 written"), ("/summarize", KEPT)):
             chat.wait(r"(?m)^>$")
             chat.send(f"{line}\r")
             chat.wait(shown)

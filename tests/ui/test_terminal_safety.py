@@ -58,7 +58,7 @@ _CONTROLS = {
     "broken off": "\x1b]0;owned\x1b[2J",
 }
 
-_OURS = re.compile(r"\x1b\[(?:[\d;]*m|\?25[lh]|\d*[AC]|2?K|J)|\r")
+_OURS = re.compile(r"\x1b\[(?:[\d;]*m|\?(?:25|7)[lh]|\d*[AC]|2?K|J)|\r")
 """Sequences that the chat itself writes: styles, cursor shown, hidden or moved, rows erased."""
 
 _HARM = re.compile(

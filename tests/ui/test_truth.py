@@ -84,7 +84,7 @@ def _held_text(count: Count) -> str:
 def _body(lines: list[str]) -> str:
     """The held text as drawn, without labels, brackets and blanks."""
     start = next(i for i, line in enumerate(lines) if "template" in line) + 1
-    end = lines.index("strongest")
+    end = lines.index("evicted last")
     body = [re.sub(r"^ *\d+ (system|you|model) ", "", line) for line in lines[start:end]]
     return re.sub(r"[⟨⟩⟦⟧\s]", "", "".join(body))
 
@@ -121,7 +121,7 @@ def test_the_threshold_is_true(seed: int) -> None:
     free = [r for r in rows if r not in pins and r.position < seen - profile.recent]
     block = min(max(8, profile.budget // 16), (profile.budget - profile.sinks - len(pins)) // 2)
     weakest = sorted(free, key=lambda row: (row.rank_key, row.position))[:block]
-    said = re.search(r"needs ([\d.]+) nats to be held", "\n".join(_compact_panel(chat)))
+    said = re.search(r"score (?:is )?below ([\d.]+)", "\n".join(_compact_panel(chat)))
     if count.gone and len(count.held) + 2 * block > profile.budget:
         assert said
         assert said.group(1) == f"{weakest[-1].score:.2f}"

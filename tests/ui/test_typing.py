@@ -153,7 +153,7 @@ def test_quotes_around_nothing_say_nothing_and_text_may_follow_a_block(chat: Ter
     chat.send('""""""' + ENTER)
     chat.settle()
     assert " 0/" in chat.lines[-1]
-    assert " out" in chat.ask('"""hi""" he said')
+    assert " written" in chat.ask('"""hi""" he said')
 
 
 def test_the_toolbar_follows_the_theme(chat: Terminal) -> None:

@@ -40,7 +40,7 @@ def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
     replies = [turn.text for turn in straight.session.turns if turn.role == "assistant"]
     shown = chat.do("/undo")
     assert (
-        f"undone: {SAYINGS[2]}; {chat.session.seen:,} tokens of earlier turns were read again"
+        f"undone: {SAYINGS[2]}; {chat.session.seen:,} tokens of earlier messages were read again"
         in shown
     )
     assert chat.texts == SAYINGS[:2]
@@ -54,18 +54,12 @@ def test_after_a_resume_the_chat_before_the_last_message_is_read_anew(
     assert len(list_sessions(folder).sessions) == 1
 
 
-def test_pins_are_lost_when_a_chat_is_read_anew_and_that_is_said() -> None:
-    chat = _gone_on()
-    chat.do('/pin "words"')
-    assert re.search(r"\d tokens that you had pinned are no longer pinned", chat.do("/undo"))
-
-
 def test_where_nothing_was_said_there_is_nothing_to_undo() -> None:
-    assert "no turn to undo" in refusal(Chat(), "/undo")
+    assert "no message to undo" in refusal(Chat(), "/undo")
     chat = Chat()
     chat.say(SAYINGS[0])
     chat.do("/undo")
-    assert "no turn to undo" in refusal(chat, "/undo")
+    assert "no message to undo" in refusal(chat, "/undo")
 
 
 def test_an_interrupt_while_the_chat_is_read_anew_leaves_it_as_it_was(
@@ -119,7 +113,7 @@ def test_undo_at_the_prompt(tmp_path: Path, columns: int) -> None:
     with Terminal("--resume", "last", home=tmp_path, columns=columns) as chat:
         shown = " ".join(chat.ask("/undo").split())
         assert re.search(
-            r"undone: Tell me a joke\.; \d+ tokens of earlier turns were read again", shown
+            r"undone: Tell me a joke\.; \d+ tokens of earlier messages were read again", shown
         )
         assert "Tell me a joke" not in chat.ask("/panel")
         assert "undone: My cat is called Luna." in " ".join(chat.ask("/undo").split())

@@ -120,7 +120,10 @@ def test_a_word_that_was_held_got_so_much_attention() -> None:
     assert "an average token): " in said
     assert held.startswith(("“What” is held", "Of the "))
     (rank,) = [one for one in chat.why("Lisbon") if one.row.turn == 2][:1]
-    for share, how in ((0.3, "the model missed it; /retry full may help."), (2.0, "attention to")):
+    for share, how in (
+        (0.3, "made little use of it (0.3 times an average token); /retry full"),
+        (2.0, "attention to"),
+    ):
         shares = AttentionPaid(paid.start, None, {rank.row.position: share})
         sentence = describe_use([rank], "“Lisbon”", shares, can_retry=True)
         assert f"({share} times an average token)" in sentence

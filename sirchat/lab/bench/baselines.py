@@ -32,7 +32,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds per token of greedy generation until a cache is full.
+    """Generate greedily until a cache is full, again and again; each time, yield seconds a token.
 
     The cache is a static one of transformers. The prompt and the first token do not count. On a
     GPU, transformers chooses to compile the step.

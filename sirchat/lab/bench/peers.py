@@ -220,7 +220,8 @@ class SirLLM(Worker):
         except ChildProcessError as error:
             raise SettingError(
                 f"{self._python} can't run SirLLM's code: {error}",
-                hint=f"{self._python} -m pip install transformers==4.33.0 'numpy<2' rouge SIRLLM",
+                hint=f"{self._python} -m pip install transformers==4.33.0 'numpy<2' rouge FOLDER, "
+                "where FOLDER is SirLLM's code",
             ) from None
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:

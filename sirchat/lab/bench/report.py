@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sirchat.lab.bench.archive import ArchiveUse
+from sirchat.lab.bench.memory import MemoryMeasure
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.lab.bench.start import StartMeasure
 from sirchat.models.model import LoadedModel
@@ -77,6 +78,20 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
     console.print(table)
     if note:
         console.print(note)
+
+
+def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
+    """Print to stdout what `model` was said to take, and what it took."""
+    if as_json:
+        _print_json({"model": model, "results": [asdict(one) for one in measured]})
+        return
+    table = Table("memory", "said", "its tensors", "said / tensors", "the process grew", box=None)
+    for one in measured:
+        ratio = f"{one.said / one.tensors:.3f}"
+        table.add_row(one.name, _mib(one.said), _mib(one.tensors), ratio, _mib(one.grew))
+    console = Console(highlight=False)
+    console.print(model, markup=False)
+    console.print(table)
 
 
 def _print_json(record: dict[str, object]) -> None:

@@ -196,6 +196,26 @@ def start(
 
 
 @bench_app.command()
+def memory(
+    model: Annotated[str, typer.Option(help="A model on this machine.")] = "tiny",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "auto",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare what `sirchat models fit` says of a model with the memory that it takes.
+
+    The model is loaded, and its KV cache filled to the length of its context.
+    """
+    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    from sirchat.lab.bench.memory import bench_memory
+    from sirchat.lab.bench.report import print_memory
+
+    print_memory(bench_memory(profile), profile.model, as_json=json)
+
+
+@bench_app.command()
 def panel(
     model: Model = "tiny",
     cache: Cache = 1024,

@@ -1,8 +1,8 @@
-"""Policies compared in one study: facts, SirLLM's shopping lists and games, and an ablation.
+"""Compares policies in four studies: facts, SirLLM's shopping lists, its games, and an ablation.
 
-Each part is a study of its own. `facts` runs under every setting, and also measures the perplexity
-of the text after the facts. Lists, games and the ablation (each policy with one of its switches
-turned off) run under one budget only.
+The study `facts` runs with every policy and every budget, and also measures the perplexity of the
+text after the facts. The others run with one budget only. In the ablation, each policy runs with
+one of its switches turned off.
 """
 
 from __future__ import annotations

@@ -248,10 +248,11 @@ def _cut(
 def observed(
     model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the fit: hidden states [m, layers x d], log scores [m] in float64.
+    """What a scorer is fitted to: hidden states [m, layers x d], and log scores [m] in float64.
 
-    They are of the m tokens of `ids` [n] that are no sinks. `ids` are read, then `request` and
-    `ids` once more; a score is the highest attention weight in the second reading.
+    Both have one row for each of the m tokens of `ids` [n] that are no sinks. The model reads
+    `ids`, then `request`, then `ids` again. A token's score is the highest attention weight that
+    the token received while `ids` were read again.
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)

@@ -1,4 +1,7 @@
-"""Policy `vase`: keeps tokens whose values span most, and a random draw weighted by attention."""
+"""Policy `vase`: keeps the tokens whose value vectors have the widest range, and draws others.
+
+The others are drawn at random, with the attention that they received as their weights.
+"""
 
 from __future__ import annotations
 

@@ -233,7 +233,9 @@ def _replace(
     before = module.get_submodule(path)
     wanted = [packed.out_features, packed.in_features]
     if not isinstance(before, nn.Linear) or list(before.weight.shape) != wanted:
-        raise ModelError(f"the GGUF file's {name} is {wanted}, which the model has not")
+        raise ModelError(
+            f"{name} has the shape {wanted} in the GGUF file, another one in the model"
+        )
     packed.bias = before.bias
     module.set_submodule(path, packed)
     fuse_projections(module, path, store)

@@ -330,3 +330,11 @@ def test_without_llama_cpp_there_is_one_line(
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_the_memory_of_a_model_is_within_a_tenth_of_what_is_said() -> None:
+    weights, cache, both = results("memory", "--model", "tiny")
+    assert (weights["name"], cache["name"]) == ("weights", "KV cache at 2,048")
+    for one in (weights, cache, both):
+        assert one["said"] == pytest.approx(one["tensors"], rel=0.1)
+    assert both["grew"] > weights["tensors"]

@@ -206,9 +206,10 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a round, and record its predictions or compare them with the reference.
+        """Read a round. The reference session records its predictions in `reference`; every other
+        session compares its own with these.
 
-        Returns the positions read, or an empty range if there is nothing to compare with.
+        Returns the positions read, or an empty range if `reference` has no predictions.
         """
         start, agreement = self._session.seen, None
         if self._is_reference:

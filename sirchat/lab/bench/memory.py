@@ -1,0 +1,68 @@
+"""Compares what `sirchat models fit` says of a model with the memory that it takes once loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sirchat.config.profile import Profile
+from sirchat.errors import UsageError
+from sirchat.lab.bench.archive import resident_memory
+from sirchat.models.compiling import load_model_of
+from sirchat.models.fit import fit_of
+from sirchat.models.listing import find_model
+from sirchat.models.model import LoadedModel
+
+
+@dataclass(frozen=True)
+class MemoryMeasure:
+    """What a part of a model takes, in bytes.
+
+    Attributes:
+        name: the part.
+        said: what `sirchat models fit` says.
+        tensors: the sum of the sizes of all tensors.
+        grew: by how much the process grew.
+    """
+
+    name: str
+    said: int
+    tensors: int
+    grew: int
+
+
+@torch.inference_mode()
+def bench_memory(profile: Profile) -> list[MemoryMeasure]:
+    """Load the model of a profile in this process, and fill its KV cache to the model's context.
+
+    Raises ModelError if the model is not on this machine or can't be loaded, and UsageError if its
+    files do not state its sizes.
+    """
+    said = fit_of(find_model(profile.model), profile, None).choices[0]
+    budget, cache_said = max(said.caches.items())
+    if cache_said is None:
+        raise UsageError(f"the files of model {profile.model!r} do not state its sizes")
+    torch.ones(64, 64) @ torch.ones(64, 64)  # loads what every model needs
+    before = resident_memory()
+    model = load_model_of(profile)
+    cache = model.new_cache(budget)
+    model.forward([0], cache)  # reads all weights, allocates the cache
+    after_weights = resident_memory()
+    for layer in cache.layers:
+        for tensor in layer.tensors:
+            if tensor.buffer is not None:
+                tensor.buffer.fill_(0)  # the system gives memory when it is first written
+    full = resident_memory()
+    weights = _tensor_bytes(model)
+    return [
+        MemoryMeasure("weights", said.weights, weights, after_weights - before),
+        MemoryMeasure(f"KV cache at {budget:,}", cache_said, cache.nbytes, full - after_weights),
+        MemoryMeasure("both", said.weights + cache_said, weights + cache.nbytes, full - before),
+    ]
+
+
+def _tensor_bytes(model: LoadedModel) -> int:
+    """The sizes of all parameters and buffers of a model; those that share memory count once."""
+    tensors = (*model.module.parameters(), *model.module.buffers())
+    return sum({one.data_ptr(): one.numel() * one.element_size() for one in tensors}.values())

@@ -1,0 +1,300 @@
+"""How much memory a model takes, and the largest budget that fits, from its files alone.
+
+Only headers and config files are read: no weights are loaded. Files are not trusted; a file that
+can't be read raises ModelError.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
+from sirchat.models.gguf.contents import is_supported
+from sirchat.models.gguf.header import BLOCKS, parse_gguf
+from sirchat.models.listing import FoundModel
+from sirchat.models.shape import (
+    ModelShape,
+    archive_bytes,
+    cache_bytes,
+    load_config,
+    packs_four_bits,
+    precision,
+    uses_cpu,
+)
+
+PROGRAM = 500_000_000
+"""Bytes that Python, torch and transformers take without a model (measured: 0.4 GB), and spare."""
+
+TOKENS_PER_HOUR = 10_000
+"""Tokens of one hour of talk: about 130 words a minute, of 1.3 tokens each."""
+
+BUDGETS = (1024, 4096, 16384)
+
+_MOST_HEADER = 100_000_000  # bytes, as in the safetensors library
+_MOST = 1 << 40
+_MOST_UNPACKED = 2**29  # as in `packed.SharedWeights`
+_FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")  # as in `gguf.loading`
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its name, shape and number type, such as `BF16` or `Q4_1`."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def count(self) -> int:
+        """How many numbers it has."""
+        return prod(self.shape)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is the output head."""
+        return self.name.endswith(_HEADS) or self.name == "output.weight"
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the matrix of the input embeddings."""
+        return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix that can be rounded; experts and embeddings are not."""
+        is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
+        return is_linear and not self.is_embedding and ".experts." not in self.name
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a model as they are stored.
+
+    Attributes:
+        tensors: all of them, without an output head that equals the input embeddings.
+        is_tied: whether the output head has the weights of the input embeddings.
+        is_gguf: whether they are in a GGUF file.
+        is_read_here: whether sirchat reads that file, and not transformers.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    is_tied: bool
+    is_gguf: bool = False
+    is_read_here: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many weights the model has."""
+        return sum(one.count for one in self.tensors)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The memory that a model takes with one choice of settings; sizes are bytes, None if unknown.
+
+    Attributes:
+        setting: what to type for it; empty for the present settings.
+        precision: how the weights are held, such as `packed` or `float32`.
+        weights: size of the weights.
+        loading: the most that is taken for them while they are loaded.
+        working: what reading a text takes for a short time, beside weights and KV cache.
+        caches: for each budget, in tokens, the size of the KV cache.
+        archive: size of the archive by hour of talk, `TOKENS_PER_HOUR`.
+        largest_budget: the most tokens that fit in the free memory, at most the model's context;
+            0 if the model does not fit; None if unknown.
+    """
+
+    setting: str
+    precision: str
+    weights: int
+    loading: int
+    working: int
+    caches: Mapping[int, int | None]
+    archive: int | None
+    largest_budget: int | None
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    """What a model takes: the free memory, in bytes (None if unknown), and each choice."""
+
+    found: FoundModel
+    weights: int
+    free: int | None
+    choices: tuple[Choice, ...]
+
+
+def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
+    """The memory that a model takes; the first choice is what the settings of the profile give.
+
+    Raises ModelError if its files can't be read.
+    """
+    if found.shape is None or found.path is None:
+        raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
+    stored, shape = stored_weights(found.path), found.shape
+    first = _choice("", stored, shape, profile, free)
+    choices = {first.precision: first}
+    for setting, other in _others(stored, shape, profile):
+        choices.setdefault(precision(shape, other), _choice(setting, stored, shape, other, free))
+    return ModelFit(found, stored.count, free, tuple(choices.values()))
+
+
+def _others(
+    stored: StoredWeights, shape: ModelShape, profile: Profile
+) -> Iterator[tuple[str, Profile]]:
+    """The other choices: what to type, and the profile that it gives."""
+    wanted = [("dtype", "float32"), ("dtype", "bfloat16")]
+    if uses_cpu(profile):
+        packed = [("quantize", "packed")] if shape.stays_packed else []
+        four = [("quantize", "int4")] if packs_four_bits() else []
+        wanted = [*packed, *wanted, ("quantize", "int8"), *four]
+    for name, value in wanted:
+        changes = {"dtype": "auto", "quantize": "auto", name: value}
+        yield f"--{name} {value}", profile.model_copy(update=changes)
+
+
+def _choice(
+    setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
+) -> Choice:
+    held = precision(shape, profile)
+    item = 2 if "float16" in (held, profile.dtype) or "bfloat16" in (held, profile.dtype) else 4
+    weights, limit = _bytes(stored, held, item), shape.context_length
+    budgets = {
+        *(one for one in BUDGETS if limit is None or one < limit),
+        *([limit] if limit else []),
+    }
+    loading, working = _while_loading(stored, held, item), _while_reading(stored, held)
+    row = cache_bytes(shape, profile, 1)
+    largest = None
+    if free is not None and row is not None and uses_cpu(profile):
+        rows = (free - PROGRAM - weights - working) // row
+        fits = rows > 0 and PROGRAM + loading <= free
+        largest = min(rows, limit or rows) if fits else 0
+    return Choice(
+        setting,
+        held,
+        weights,
+        loading,
+        working,
+        {one: cache_bytes(shape, profile, one) for one in sorted(budgets)},
+        archive_bytes(shape, profile, TOKENS_PER_HOUR),
+        largest,
+    )
+
+
+def _bytes(stored: StoredWeights, held: str, item: int) -> int:
+    """Size of the weights in memory, held as `held` says; others take `item` bytes a number."""
+    return sum(_tensor_bytes(one, _bits(one, stored, held), item) for one in stored.tensors)
+
+
+def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
+    if bits == 4:  # and two numbers of 16 bits for each 32 weights
+        return tensor.count * 5 // 8
+    if bits == 8:
+        return tensor.count + 2 * tensor.shape[0]
+    return tensor.count * item
+
+
+def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
+    """4 or 8 for a matrix that is packed, as in `gguf.loading` and `packed.pack_module`."""
+    if held == "packed":
+        if len(tensor.shape) != 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
+            return None
+        wants_four = tensor.type in _FOUR_BIT and not (tensor.is_embedding or tensor.is_head)
+    elif held in ("int8", "int4"):
+        if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
+            return None
+        wants_four = held == "int4" and tensor.is_matrix and not tensor.is_head
+    else:
+        return None
+    rows, columns = tensor.shape
+    fits = rows % 64 == 0 and columns % 32 == 0 and packs_four_bits()
+    return 4 if wants_four and fits else 8
+
+
+def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
+    """The most bytes that are taken while the weights are loaded; pages of the file not counted.
+
+    The factors are measured: how many bytes for each weight a matrix takes while it is packed.
+    """
+    largest = max((one.count for one in stored.tensors), default=0)
+    weights = _bytes(stored, held, item)
+    if held == "packed":
+        factors = {4: 11, 8: 5, None: 4}
+        taken = (factors[_bits(one, stored, held)] * one.count for one in stored.tensors)
+        return weights + max(taken, default=0)
+    if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
+        return 2 * 4 * stored.count
+    if held in ("int8", "int4"):  # first all are unpacked, then packed one matrix after the other
+        return item * stored.count + 10 * largest
+    return weights + (4 * largest if stored.is_gguf else 0)
+
+
+def _while_reading(stored: StoredWeights, held: str) -> int:
+    """Bytes of packed matrices that are unpacked to bfloat16 while a text is read."""
+    packed = [2 * one.count for one in stored.tensors if _bits(one, stored, held)]
+    whole = sum(packed)
+    return whole if whole <= _MOST_UNPACKED else max(packed, default=0)
+
+
+def stored_weights(path: Path) -> StoredWeights:
+    """The weights in a GGUF file, or in a folder; raises ModelError if they can't be read."""
+    if path.is_file():
+        file = parse_gguf(path, with_lists_of_text=False)
+        tensors = tuple(StoredTensor(n, t.shape, t.type) for n, t in file.tensors.items())
+        is_tied = not any(one.is_head for one in tensors)
+        return StoredWeights(tensors, is_tied, True, is_supported(file))
+    config = load_config(path / "config.json")
+    tensors = tuple(one for file in _weight_files(path) for one in _tensors_in(file))
+    says_tied = config.get("tie_word_embeddings") is True
+    is_tied = says_tied or not any(one.is_head for one in tensors)
+    if says_tied:
+        tensors = tuple(one for one in tensors if not one.is_head)
+    return StoredWeights(tensors, is_tied)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of weights that transformers loads; a folder may have others, too."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    files = load_config(index).get("weight_map")
+    names = set(map(str, files.values())) if isinstance(files, dict) else set()
+    return [folder / Path(name).name for name in sorted(names)]
+
+
+def _tensors_in(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file, from its header."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(_MOST_HEADER, path.stat().st_size):
+                raise ValueError("its header is too long")
+            header = json.loads(file.read(length))
+        for name, about in header.items():
+            if name != "__metadata__":
+                yield StoredTensor(name, _shape(about), str(about["dtype"]))
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} can't be read: {type(error).__name__}") from error
+    except struct.error as error:
+        raise ModelError(f"{path} can't be read: it is too short") from error
+
+
+def _shape(about: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = about["shape"]
+    if not isinstance(shape, list) or not isinstance(about["dtype"], str):
+        raise TypeError
+    if not all(isinstance(one, int) and one >= 0 for one in shape) or prod(shape) > _MOST:
+        raise ValueError
+    return tuple(shape)

@@ -1,0 +1,202 @@
+"""What a model is said to take in memory, from its files alone, is what it takes once loaded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chatting import tiny
+from families import build
+from gguf_file import write_gguf
+from sirchat import paths
+from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
+from sirchat.models.fit import PROGRAM, ModelFit, fit_of, stored_weights
+from sirchat.models.listing import find_model
+from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.shape import shape_of_folder
+from sirchat.paths import tiny_dir
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16"},
+    {"quantize": "int8"},
+    {"quantize": "int4"},
+    {"quantize": "int8", "dtype": "bfloat16"},
+]
+
+
+def held_bytes(model: LoadedModel) -> int:
+    """The sum of the sizes of all tensors of a loaded model, each counted once."""
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    storages = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
+    return sum(storages.values())
+
+
+def fit(path: Path, free: int | None = None, **settings: Any) -> ModelFit:
+    return fit_of(find_model(str(path)), Profile(device="cpu", **settings), free)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_weights_take_what_is_said(settings: dict[str, Any]) -> None:
+    model = load_model(str(tiny_dir()), device="cpu", **settings)
+    said = fit(tiny_dir(), **settings).choices[0]
+    assert said.weights == pytest.approx(held_bytes(model), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [*SETTINGS, {"quantize": "none"}], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])
+def test_the_weights_of_a_gguf_file_take_what_is_said(
+    settings: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tiny(), kind)
+    model = load_model(str(file), device="cpu", **settings)
+    assert fit(file, **settings).choices[0].weights == pytest.approx(held_bytes(model), rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_head_that_is_the_embedding_is_counted_once(tied: bool, tmp_path: Path) -> None:
+    module = build("llama", {"tie_word_embeddings": tied})
+    module.save_pretrained(tmp_path)
+    said = fit(tmp_path).choices[0].weights
+    assert said == 4 * sum(one.numel() for one in module.parameters())
+
+
+def test_the_cache_and_the_archive_take_what_a_chat_allocates() -> None:
+    model = tiny()
+    cache = model.new_cache(1024)
+    model.forward([1], cache)
+    cache.commit(1)
+    row = cache.first_written(torch.arange(1), np.arange(1))
+    said = fit(tiny_dir()).choices[0]
+    assert said.caches[1024] == cache.nbytes
+    assert said.archive == 10_000 * row.nbytes
+
+
+def test_the_budgets_end_with_the_models_context() -> None:
+    assert list(fit(tiny_dir()).choices[0].caches) == [1024, 2048]
+
+
+def test_the_first_choice_is_what_the_settings_give_and_the_others_are_what_to_type() -> None:
+    said = fit(tiny_dir()).choices
+    assert [one.setting for one in said[:3]] == ["", "--dtype bfloat16", "--quantize int8"]
+    assert said[0].precision == "float32"
+    assert fit(tiny_dir(), quantize="int8").choices[0].precision == "int8"
+
+
+def test_the_largest_budget_is_what_the_free_memory_has_room_for() -> None:
+    whole = fit(tiny_dir()).choices[0]
+    row = (whole.caches[1024] or 0) // 1024
+    taken = PROGRAM + whole.weights + whole.working
+
+    def largest(free: int | None) -> int | None:
+        return fit(tiny_dir(), free).choices[0].largest_budget
+
+    assert largest(taken + 1500 * row) == 1500
+    assert largest(taken + 10**9) == 2048  # the model's context
+    assert largest(taken) == 0
+    assert largest(None) is None
+
+
+def test_nothing_fits_where_loading_takes_more_than_is_free() -> None:
+    """Weights are loaded whole before they are rounded to eight bits."""
+    needed = PROGRAM + fit(tiny_dir(), quantize="int8").choices[0].loading
+    assert fit(tiny_dir(), needed, quantize="int8").choices[0].largest_budget == 2048
+    assert fit(tiny_dir(), needed - 1, quantize="int8").choices[0].largest_budget == 0
+
+
+def test_the_free_memory_of_a_gpu_is_not_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.models.shape._has_accelerator", lambda: True)
+    said = fit_of(find_model("tiny"), Profile(device="auto"), 10**12)
+    assert said.choices[0].precision == "bfloat16"
+    assert {one.largest_budget for one in said.choices} == {None}
+    assert not any("quantize" in one.setting for one in said.choices)
+
+
+def test_only_the_files_that_the_index_names_are_counted(tmp_path: Path) -> None:
+    """Some repositories hold the same weights twice, such as in consolidated.safetensors."""
+    whole = (tiny_dir() / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_bytes((tiny_dir() / "config.json").read_bytes())
+    for name in ("model-1.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(whole)
+    index = {"weight_map": {"lm_head.weight": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert fit(tmp_path).choices[0].weights == fit(tiny_dir()).choices[0].weights
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\x00",
+        struct.pack("<Q", 1 << 62) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{",
+        *(
+            struct.pack("<Q", len(text)) + text
+            for text in (
+                b'{"a": 3}',
+                b'{"a": {"shape": [-1], "dtype": "F32"}}',
+                b'{"a": {"shape": [99999999999999], "dtype": "F32"}}',
+                b'{"a": {"shape": "4", "dtype": "F32"}}',
+                b'{"a": {"shape": [4], "dtype": []}}',
+            )
+        ),
+    ],
+    ids=lambda one: repr(one)[:40],
+)
+def test_a_damaged_file_of_weights_is_an_error_in_one_line(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_dir() / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(header)
+    with pytest.raises(ModelError, match=r"model\.safetensors can't be read") as caught:
+        stored_weights(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_that_a_config_does_not_state_are_unknown(tmp_path: Path) -> None:
+    config = json.loads((tiny_dir() / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(tiny_dir() / "model.safetensors")
+    assert shape_of_folder(tmp_path).row_elements is None
+    said = fit(tmp_path, 10**12).choices[0]
+    assert said.weights == fit(tiny_dir()).choices[0].weights
+    assert set(said.caches.values()) == {None}
+    assert said.largest_budget is None
+
+
+def test_a_model_is_found_by_each_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    paths.models_dir().mkdir(parents=True, exist_ok=True)
+    write_gguf(paths.models_dir() / "small.gguf", tiny(), "Q4_1")
+    folder = tmp_path / "hub" / "models--me--cached"
+    snapshot = folder / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(tiny_dir() / name)
+    for name in ("tiny", str(tiny_dir()), "small.gguf", "me/cached"):
+        found = find_model(name)
+        assert found.name == name
+        assert found.shape is not None
+        assert found.shape.context_length == 2048
+    with pytest.raises(ModelError, match=r"me/other.*not on this machine.*models pull me/other"):
+        find_model("me/other")
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"me/cached.*incomplete.*sirchat models pull me/cached"):
+        find_model("me/cached")
+    for number in (1, 2):
+        write_gguf(snapshot / f"{number}.gguf", tiny(), "Q4_1")
+    with pytest.raises(ModelError, match=r"several.*me/cached/1\.gguf, me/cached/2\.gguf"):
+        find_model("me/cached")
+    assert find_model("me/cached/2.gguf").size > 0

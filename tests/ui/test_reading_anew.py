@@ -1,0 +1,290 @@
+"""Where a chat's text is read anew, the user's pins stay, and each turn keeps its number.
+
+That is so for `/model`, for `/undo` and `/branch` after a resume, and for `--resume --rebuild`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chatting import random_model
+from saved_chats import SAYINGS, Chat
+from sirchat.chat.session import Session
+from sirchat.models.model import load_model
+from sirchat.saved.autosave import resume_session
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.session_list import find_session
+from sirchat.saved.store import SessionStore
+from sirchat.ui.saved_chat import greet_again
+from sirchat.ui.screen import Screen
+from template_shapes import tokenizer
+
+NAME, DOG = "My name is Anna.", "My dog is called Rex, and he barks."
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with another tokenizer, most of whose tokens are single letters."""
+    path, ids = tmp_path_factory.mktemp("models") / "other", tokenizer("chatml")
+    random_model(len(ids)).save_pretrained(path)
+    ids.save_pretrained(path)
+    return str(path)
+
+
+Way = Callable[[Chat, str, Path], tuple[Session, str]]
+"""Reads a chat anew; returns the session that has read it, and what was shown."""
+
+
+def by_model(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
+    shown = chat.do(f"/model {other}")
+    return chat.session, shown
+
+
+def left_and_resumed(chat: Chat) -> Chat:
+    chat.do("/save trunk")
+    chat.saved_chat.close()
+    chat = Chat()
+    chat.do("/load trunk")
+    return chat
+
+
+def by_undo(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
+    chat = left_and_resumed(chat)
+    shown = chat.do("/undo")
+    assert "were read again" in shown
+    return chat.session, shown
+
+
+def by_branch(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
+    chat = left_and_resumed(chat)
+    shown = chat.do("/branch other 1")
+    assert "was read again" in shown
+    return chat.session, shown
+
+
+def by_rebuild(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
+    chat.do("/save trunk")
+    chat.saved_chat.close()
+    with SessionStore.open(find_session(folder, "trunk")) as store:
+        again = Session(load_model(other, device="cpu"), saved_profile(store))
+        resume_session(again, store, rebuild=True)
+    out = io.StringIO()
+    greet_again(again, Screen(out, out))
+    return again, out.getvalue()
+
+
+ways = pytest.mark.parametrize("way", [by_model, by_undo, by_branch, by_rebuild])
+
+
+def plain(text: str) -> str:
+    """A text without blanks, and without the broken characters that a random model writes."""
+    return "".join(text.replace("\ufffd", "").split())
+
+
+def pinned(session: Session) -> dict[int, str]:
+    """What is pinned of each turn, without system prompts and blanks."""
+    found: dict[int, str] = {}
+    for row in session.snapshot().rows:
+        if "pinned" in row.flags and row.role not in ("system", "template"):
+            found[row.turn] = found.get(row.turn, "") + "".join(row.text.split())
+    return found
+
+
+def count(session: Session) -> int:
+    rows = session.snapshot().rows
+    return sum("pinned" in row.flags and row.role in ("user", "assistant") for row in rows)
+
+
+@ways
+def test_pins_and_words_that_recall_pinned_are_pinned_again_by_their_text(
+    way: Way, other: str, folder: Path
+) -> None:
+    chat = Chat(system="Be brief.")
+    chat.say(NAME, SAYINGS[1], DOG, *SAYINGS[2:])
+    chat.do("/pin Anna")
+    chat.do('/recall "Rex"')  # with some words around it
+    before = pinned(chat.session)
+    assert "Anna" in before[1]
+    assert before[5] == "MydogiscalledRex,andhebarks."
+    session, shown = way(chat, other, folder)
+    assert pinned(session) == before
+    assert f"{count(session)} tokens that you had pinned are pinned again\n" in shown
+
+
+@ways
+def test_the_pinned_system_prompt_is_not_counted_as_yours(
+    way: Way, other: str, folder: Path
+) -> None:
+    chat = Chat(system="Be brief.")
+    chat.say(*SAYINGS[:2])
+    _, shown = way(chat, other, folder)
+    assert "pinned" not in shown
+
+
+@pytest.mark.parametrize("way", [by_model, by_rebuild])
+def test_of_more_pins_than_have_room_the_newest_are_kept(
+    way: Way, other: str, folder: Path
+) -> None:
+    chat = Chat(system="Be brief.", budget=120)
+    chat.say(NAME, DOG, "We met in Rome, in May.")
+    for text in (NAME, DOG, "We met in Rome, in May."):
+        chat.do(f"/pin {text}")
+    before = pinned(chat.session)
+    session, shown = way(chat, other, folder)  # which reads twice as many tokens
+    after = pinned(session)
+    assert after[5] == before[5] == "WemetinRome,inMay."
+    assert before[3].endswith(after[3])
+    assert 1 not in after
+    line = re.search(
+        r"(\d+) tokens that you had pinned are pinned again; "
+        r"(\d+) are not, as pins take at most half of the budget",
+        " ".join(shown.split()),
+    )
+    assert line is not None
+    assert int(line[1]) == count(session) <= 60
+    assert int(line[2]) > 0
+    list(session.ask("and on"))
+    assert session.resident <= 120
+
+
+@ways
+def test_what_was_erased_is_not_pinned_again(way: Way, other: str, folder: Path) -> None:
+    chat = Chat(budget=128)
+    chat.say("The dog Rex. The cat Tom. The dog Rex, too.", *SAYINGS[:2])
+    chat.do("/pin Tom")
+    chat.do("/pin Rex")
+    chat.do("/erase Tom --yes")
+    session, _ = way(chat, other, folder)
+    assert re.sub(r"\W", "", pinned(session)[0]) == "RexRex"
+    assert "Tom" not in "".join(turn.text for turn in session.turns)
+
+
+@pytest.mark.parametrize("archive", ["ram", "off"])
+def test_pins_outlive_a_long_chat_with_or_without_an_archive(archive: str, other: str) -> None:
+    chat = Chat(archive=archive, policy="sink")
+    chat.say(NAME)
+    chat.do("/pin Anna")
+    chat.say(*(f"{saying} and so on, and so on, for long" for saying in SAYINGS))
+    chat.do(f"/model {other}")
+    assert "Anna" in pinned(chat.session)[0]
+
+
+def test_a_pin_made_after_the_message_that_is_undone_goes_with_it() -> None:
+    chat = Chat(archive_limit="10kB", policy="sink", sinks=12)
+    chat.say(NAME, *SAYINGS)
+    chat.do("/pin Anna")
+    chat.say("And so on, and so on. " * 12)
+    chat.do("/pin name")
+    assert pinned(chat.session) == {0: "nameAnna"}
+    assert "were read again" in chat.do("/undo")
+    assert pinned(chat.session) == {0: "Anna"}
+
+
+# --- numbers of turns
+
+
+def with_no_prompt(chat: Chat) -> None:
+    chat.say(*SAYINGS[:3])
+
+
+def with_a_prompt_set_later(chat: Chat) -> None:
+    chat.say(SAYINGS[0])
+    chat.do("/system Be brief.")
+    chat.say(*SAYINGS[1:3])
+
+
+def with_a_prompt(chat: Chat) -> None:
+    chat.do("/system Be brief.")
+    chat.say(*SAYINGS[:3])
+
+
+def with_several(chat: Chat) -> None:
+    with_a_prompt(chat)
+    chat.do("/system Be kind.")
+    chat.say(*SAYINGS[3:])
+
+
+def with_the_same_twice(chat: Chat) -> None:
+    with_a_prompt(chat)
+    chat.do("/system none")
+    chat.do("/system Be brief.")
+    chat.say(*SAYINGS[3:])
+
+
+def with_none_left(chat: Chat) -> None:
+    with_a_prompt(chat)
+    chat.do("/system none")
+    chat.say(SAYINGS[3])
+
+
+def with_an_erased_one(chat: Chat) -> None:
+    with_a_prompt(chat)
+    chat.do("/erase turn 0 --yes")
+    chat.say(SAYINGS[3])
+
+
+TALKS = [
+    with_no_prompt,
+    with_a_prompt_set_later,
+    with_a_prompt,
+    with_several,
+    with_the_same_twice,
+    with_none_left,
+    with_an_erased_one,
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "talk"),
+    [
+        *((by_model, talk) for talk in TALKS),
+        *((way, with_several) for way in (by_undo, by_branch, by_rebuild)),
+    ],
+)
+def test_each_turn_keeps_its_number(
+    way: Way, talk: Callable[[Chat], None], other: str, folder: Path
+) -> None:
+    chat = Chat(budget=512)
+    talk(chat)
+    turns, prompt = list(chat.session.turns), chat.session.profile.system
+    last = max(n for n, turn in enumerate(turns) if turn.role == "user")
+    session, _ = way(chat, other, folder)
+    kept = turns[:last] if way in (by_undo, by_branch) else turns
+    assert [(one.role, one.text) for one in session.turns] == [(o.role, o.text) for o in kept]
+    assert session.profile.system == prompt
+    for number, turn in enumerate(kept):  # as `/tokens turn N` and `/pin turn N` find them
+        rows = session.tokens(range(session.seen))
+        spelled = "".join(row.text for row in rows if row.turn == number and row.role == turn.role)
+        assert plain(spelled) == plain(turn.text)
+
+
+@ways
+def test_only_the_last_system_prompt_is_held_after_all(way: Way, other: str, folder: Path) -> None:
+    chat = Chat(budget=512, sinks=0)
+    with_several(chat)
+    session, _ = way(chat, other, folder)
+    held = [row for row in session.snapshot().rows if row.role == "system"]
+    assert "".join("".join(row.text for row in held).split()) == "Bekind."
+    assert all("pinned" in row.flags for row in held)
+
+
+def test_undo_takes_back_a_system_prompt_that_came_after_the_message() -> None:
+    chat = Chat()
+    chat.do("/system Be brief.")
+    chat.say(*SAYINGS[:2])
+    chat.do("/system Be kind.")
+    chat = left_and_resumed(chat)
+    assert "were read again" in chat.do("/undo")
+    assert chat.session.profile.system == "Be brief."
+    assert [turn.role for turn in chat.session.turns] == ["system", "user", "assistant"]
