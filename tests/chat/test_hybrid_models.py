@@ -197,10 +197,15 @@ def test_a_resumed_chat_continues_from_the_same_state(name: str, home: Path) -> 
 def test_without_saved_keys_the_whole_text_is_read_again_for_the_state(
     name: str, home: Path
 ) -> None:
-    talk = chat(name, *SAYINGS[:1], save_kv="off")
+    talk = chat(name, SAYINGS[0], save_kv="off")
     again = resumed(talk, save_kv="off")
     for ours, theirs in zip(state(again), state(talk), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    again = resumed(chat(name, *SAYINGS, save_kv="off"), save_kv="off")
+    assert again.resident < again.seen, "evicted tokens are read, too"
+    rebuilt = state(again)
+    again._engine.rebuild_state()
+    assert same(state(again), rebuilt)
 
 
 @kinds
