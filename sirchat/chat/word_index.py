@@ -397,7 +397,7 @@ def _accumulate(
 
 
 def _pooled(told: Floats, asked: Floats) -> Floats:
-    """Counts [n] of each turn, together with the turns beside it as in `WideIndex`."""
+    """Counts [n] of a word in each turn, with shares of the counts of the turns beside it added."""
     own, after, before = _shares(told, asked)
     own[1:] += after[:-1]
     own[:-1] += before[1:]

@@ -263,9 +263,9 @@ def _length(value: Any) -> int:
 
 
 def _size_of(operator: str, left: Any, right: Any) -> int:
-    """Size of `left operator right`, in characters or list items; 0 for a number.
+    """Size of the result of `left operator right`, in characters or list items.
 
-    For a number with too many digits, it is more than the limit.
+    A number counts 0, unless it would have too many digits: then the size is above the limit.
     """
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() + right.bit_length() if operator == "*" else 0

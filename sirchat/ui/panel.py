@@ -197,7 +197,7 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """A line that says of which turns tokens are recalled, and by which words; if there are any."""
+    """One line: the turns that recalled tokens belong to, and by which words; none without any."""
     if not snapshot.recalled_turns:
         return []
     named = [

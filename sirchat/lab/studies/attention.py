@@ -86,7 +86,7 @@ class AttentionStudy(ExtendedByLimit):
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean weight and mean rank of each segment over all layers; a plot of weights by layer."""
+        """Mean attention weight and mean rank of each part of the prompt, over all layers; a plot."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
         ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most

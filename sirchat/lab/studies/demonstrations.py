@@ -38,7 +38,7 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The study of demonstrations that are read once; `limit` is the number of their sets.
+    """The study of demonstrations that are read once; `limit`: number of sets of demonstrations.
 
     Attributes:
         shots: numbers of demonstrations in a set; the table has a row for each number and setting.

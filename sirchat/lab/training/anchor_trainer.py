@@ -185,7 +185,7 @@ class TrainingClock:
 
     Args:
         limit: seconds that the training may take; None for no limit.
-        before: seconds of training at the end of each step of earlier runs.
+        before: for each step of earlier runs, the seconds of all training until it ended.
         now: returns the current time in seconds.
     """
 

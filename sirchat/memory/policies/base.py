@@ -81,7 +81,7 @@ class Policy(ABC):
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """Called right after an anchor is read; returns the numbers of the rows that stay.
+        """Called right after an anchor is read; returns the indices in `rows` of those that stay.
 
         They are int64 and ascending; all other rows are evicted. None if all rows stay.
         """

@@ -105,9 +105,9 @@ class SimilarityRetriever(LayerRetriever):
         return (unit(keys), unit(values)) if self.cosine else (keys, values)
 
     def vectors_of_query(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The turn's keys and values [..., m, D] as they are compared with rows.
+        """The new turn's keys and values [..., m, D], to be compared with those of archived rows.
 
-        If `mean` is true, their mean [..., 1, D] is returned instead.
+        If `self.mean` is true, their means [..., 1, D] are returned instead.
         """
         if self.mean:
             keys, values = keys.mean(-2, keepdim=True), values.mean(-2, keepdim=True)

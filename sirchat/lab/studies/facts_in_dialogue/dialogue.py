@@ -203,7 +203,10 @@ def _dailydialog(path: Path) -> list[Dialogue]:
 
 
 def _of_weeks(path: Path) -> list[Dialogue]:
-    """LoCoMo or Realtalk: each session is a conversation; messages without a reply are left out."""
+    """Read a file of LoCoMo or Realtalk, whose chats last weeks: one dialogue for each session.
+
+    Messages without a reply are left out.
+    """
     sessions = [one for talk in long_talks(path) for one in talk.sessions]
     dialogues = [
         [
