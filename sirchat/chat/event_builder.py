@@ -71,6 +71,12 @@ class EventBuilder:
                 f"not to all {self.engine.budget} that the budget allows"
             )
             notices.append(Notice(text))
+        if model.has_state:
+            text = (
+                "some layers of this model keep no tokens but a state, which has read every token: "
+                "a token that is evicted still has left its trace there"
+            )
+            notices.append(Notice(text))
         notices += self.clamped(profile.recall_n)
         notices += self.untrained(model.anchors)
         return [opening, *notices, *self.uncounted(model)]

@@ -321,7 +321,7 @@ class Session:
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
-        self._engine.contents.erase(positions)
+        self._engine.erase(positions)
         self._now.prompt = erase_text(target, self._now, system)
         self.profile = self.profile.model_copy(update={"system": self._now.prompt})
         self._undo_points = []

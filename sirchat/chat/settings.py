@@ -19,12 +19,8 @@ from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.recall import retriever
 from sirchat.memory.retrieval import RecallSettings
-from sirchat.models.model import (
-    LoadedModel,
-    caches_latents,
-    no_attention_reason,
-    require_comparable_queries,
-)
+from sirchat.models.model import LoadedModel, no_attention_reason
+from sirchat.models.probe import caches_latents, require_comparable_queries
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import WordContinuation
 
@@ -149,6 +145,7 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
     check_attention(profile, model, "policy")
     check_key_values(profile, model, "policy")
     check_scorer(profile, model, "policy")
+    check_anchors(profile, model, "policy")
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
@@ -204,6 +201,19 @@ def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
         )
 
 
+def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError, naming `source`, if the policy hides tokens that the model's state read.
+
+    An anchor attends to its own sequence only, but a state has read all tokens.
+    """
+    if model.has_state and build_policy(profile).compacts_at_anchors:
+        raise SettingError(
+            f"{source}: policy can't be {profile.policy}: {model.name} has layers with a state, "
+            "which read every token",
+            hint="choose policy entropy, which works with any model",
+        )
+
+
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError, naming `source`, for a budget above the model's context."""
     if policy_class(profile.policy).bounded and profile.budget > model.context_length:
@@ -238,6 +248,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
     if (after.policy, after.policy_options) != (before.policy, before.policy_options):
         check_key_values(after, model, source)
         check_scorer(after, model, source)
+        check_anchors(after, model, source)
     return after
 
 

@@ -129,8 +129,8 @@ class AttentionTracker:
         """A new observer for the next forward pass; None if no attention is recorded."""
         if self._config is None:
             return None
-        layers = self._config.counted_layers(len(self._cache.layers), self._model.sliding_layers)
-        return PassWeights(layers)
+        count, sliding = len(self._cache.row_layers), self._model.sliding_layers
+        return PassWeights(self._config.counted_layers(count, sliding))
 
     def add(self, observed: PassWeights | None) -> None:
         """Add the weights of a forward pass, after its rows were committed to the cache."""

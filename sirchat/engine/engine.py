@@ -39,7 +39,9 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.factors import automatic_decay
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.segments import Rows
+from sirchat.memory.segments import Positions, Rows
+
+_REBUILT_AT_ONCE = 256  # ids in one pass
 
 
 class Engine:
@@ -175,10 +177,12 @@ class Engine:
     def _may_look_ahead(self) -> bool:
         """Whether guessed tokens may be computed in advance.
 
-        They may not if attention is recorded, or if the policy evicts rows after each anchor.
+        They may not if attention is recorded, if the policy evicts rows after each anchor, or if
+        some layers have a state, from which a wrong guess can't be removed.
         """
         budget = self.contents.budget
-        return self.settings.attention_stats is None and not budget.compacts_at_anchors
+        is_plain = self.settings.attention_stats is None and not self.cache.has_state
+        return is_plain and not budget.compacts_at_anchors
 
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
         """Compute the logits after `token_id` and after up to `most` guessed tokens, in one pass.
@@ -240,6 +244,37 @@ class Engine:
             self.ledger.unknown_surprisal = self._no_surprisal
         return moves
 
+    def erase(self, positions: Positions) -> None:
+        """Delete these rows, and what the ledger knows of their tokens; see `rebuild_state`."""
+        self.contents.erase(positions)
+        self.rebuild_state()
+
+    def rebuild_state(self) -> None:
+        """For layers with a state: let them read the whole stream again, without erased tokens.
+
+        Meanwhile attention sees the sinks and the newest tokens, as many as the budget allows. Held
+        rows stay.
+        """
+        if not self.cache.has_state:
+            return
+        self.cache.state = ()
+        flags, total = self.ledger.column("flags"), self.contents.budget.total
+        stay = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
+        sinks = min(self.contents.budget.sinks, total // 2)
+        size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
+        cache = self._model.new_cache(min(total, len(stay)))
+        cache.in_stream = self.cache.in_stream
+        with self._model.several_passes():
+            for start in range(0, len(stay), size):
+                at = stay[start : start + size]
+                leaving = max(0, cache.length + len(at) - total)  # so many rows after the sinks
+                slots = torch.arange(cache.length)
+                cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
+                ids, positions = self.ledger.column("token_id")[at].tolist(), at.tolist()
+                self._model.read(ids, cache, positions=positions if cache.in_stream else None)
+                cache.commit(len(at), at)
+        self.cache.state = cache.state
+
     def save(self) -> EngineState:
         """Return all that a saved conversation needs to continue, except keys and values."""
         ledger, logits = self.ledger, self.logits
@@ -251,6 +286,7 @@ class Engine:
             logits=None if logits is None else logits.float().cpu().numpy(),
             round=self.contents.round,
             recalled=ledger.recalled.copy(),
+            state=self.cache.state,
         )
 
     def load(
@@ -265,7 +301,7 @@ class Engine:
         Args:
             saved: state that `save` returned.
             rows: saved keys and values. If they are None, or lack a held token, they are computed
-                anew by reading all held ids.
+                anew by reading all held ids. A state that `saved` lacks is rebuilt.
             device: device of the cache.
             attention: the attention that the tokens of `rows` had received.
         """
@@ -279,6 +315,10 @@ class Engine:
         else:
             stats = self.settings.attention_stats
             self.reader.read_again(self._held_ids(), saved.held, stats)
+        if saved.state:
+            self.cache.state = saved.state
+        else:
+            self.rebuild_state()
 
     def require(self, count: int) -> None:
         """Raise ContextFullError if `count` more tokens can't be read.

@@ -22,20 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
-from sirchat.models.model import (
-    LoadedModel,
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.probe import (
+    cache_argument,
     caches_latents,
+    refuse_unsupported_layers,
     require_comparable_queries,
-    wrap_model,
 )
-from sirchat.models.probe import cache_argument, refuse_stateful_layers
 from sirchat.models.progress import quiet_libraries
 from sirchat.models.small import build_small, causal_families, language_model_of, small_config
 
@@ -122,7 +127,7 @@ def check_family(family: str) -> FamilyCheck:
     """Check one family, in this process."""
     try:
         config = small_config(family)
-        refuse_stateful_layers(config.get_text_config(decoder=True), "it")
+        refuse_unsupported_layers(config.get_text_config(decoder=True), "it")
         module = build_small(family)
     except ModelError as error:
         return FamilyCheck(family, "refused", _in_short(error))
@@ -178,7 +183,7 @@ def _largest_difference(model: LoadedModel) -> tuple[float, float]:
     draw = random.Random(0)
     first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)
     roomy = CacheSettings(Sink(), budget=256, sinks=0, archive=1 << 30)
-    engine, own = Engine(model, roomy), _OwnCache(model.module)
+    engine, own = Engine(model, roomy), _OwnCache(model)
     _feed(engine, first, 0)
     own.read(first)
     rows = np.arange(len(first))
@@ -187,15 +192,16 @@ def _largest_difference(model: LoadedModel) -> tuple[float, float]:
     pairs = [(_logits(engine), own.read_alone(second)[-1])]
     engine.contents.exclude(rows, False)
     engine.contents.switch(replace(roomy, budget=300))
-    for layer, (keys, values) in own.rows():
-        pairs.append((engine.cache.layer_keys(layer).clone(), keys))
-        pairs.append((engine.cache.layer_values(layer).clone(), values))
-    pairs.append((model.forward(third[:3], engine.cache), own.read(third[:3])))
+    for number, layer in enumerate(own.row_layers()):
+        pairs.append((engine.cache.layer_keys(number).clone(), layer.keys))
+        pairs.append((engine.cache.layer_values(number).clone(), layer.values))
+    few = third[: 1 if model.reads_singly else 3]
+    pairs.append((model.forward(few, engine.cache), own.read(few)))
     engine.contents.switch(CacheSettings(Sink(), budget=_BUDGET))
     _feed(engine, third, 2)
     if engine.resident > _BUDGET or not _logits(engine).isfinite().all():
         raise RuntimeError(f"a budget of {_BUDGET} tokens is not kept")
-    shifted = _difference(_OwnCache(model.module).read(second)[-1], pairs[0][1])
+    shifted = _difference(_OwnCache(model).read(second)[-1], pairs[0][1])
     return max(_difference(ours, theirs) for ours, theirs in pairs), shifted
 
 
@@ -206,17 +212,23 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 class _OwnCache:
     """What the model itself computes, over transformers' cache, from which nothing is evicted."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._cache = DynamicCache(config=module.config)
+    def __init__(self, model: LoadedModel) -> None:
+        self._module, self._singly = model.module, model.reads_singly
+        self._cache = DynamicCache(config=model.module.config)
         for at, layer in enumerate(self._cache.layers):
-            if isinstance(layer, DynamicLayer):  # with a sliding window, it would drop rows
+            # With a sliding window, a layer would drop rows.
+            if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
+                states = LinearAttentionAndFullAttentionLayer(layer.number_of_states)
+                self._cache.layers[at] = states
+            elif isinstance(layer, DynamicSlidingWindowLayer):
                 self._cache.layers[at] = DynamicLayer()
         self._read = 0
 
     @torch.inference_mode()
     def read(self, ids: list[int]) -> Tensor:
         """Read ids [m] after all rows; returns logits [m, V]."""
+        if self._singly and len(ids) > 1:
+            return torch.cat([self.read([one]) for one in ids])
         positions = torch.arange(self._read, self._read + len(ids))[None]
         self._read += len(ids)
         out = self._module(
@@ -229,22 +241,19 @@ class _OwnCache:
 
     def read_alone(self, ids: list[int]) -> Tensor:
         """Read ids as `read` does, at the same positions, but without seeing the rows before."""
-        before = dict(self.rows())
-        for layer in before:
-            self._cache.layers[layer] = DynamicLayer()
+        before = [(layer.keys, layer.values) for layer in self.row_layers()]
+        for layer in self.row_layers():
+            layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
         logits = self.read(ids)
-        for layer, after in dict(self.rows()).items():
-            self._cache.layers[layer] = DynamicLayer()
-            self._cache.layers[layer].update(
-                *(torch.cat(both, dim=2) for both in zip(before[layer], after, strict=True))
-            )
+        for layer, (keys, values) in zip(self.row_layers(), before, strict=True):
+            layer.keys = torch.cat((keys, layer.keys), dim=2)
+            layer.values = torch.cat((values, layer.values), dim=2)
         return logits
 
-    def rows(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Number, keys and values of each layer that has some."""
-        for at, layer in enumerate(self._cache.layers):
-            if isinstance(layer, DynamicLayer) and layer.keys is not None:
-                yield at, (layer.keys, layer.values)
+    def row_layers(self) -> list[Any]:
+        """The layers that have keys and values."""
+        layers = (one for one in self._cache.layers if isinstance(one, DynamicLayer))
+        return [one for one in layers if one.keys is not None]
 
 
 def _feed(engine: Engine, ids: list[int], turn: int) -> None:

@@ -136,6 +136,8 @@ class Reader:
     def __init__(self, model: CausalModel, cache: BoundedCache, ledger: Ledger) -> None:
         self._model, self._cache, self._ledger = model, cache, ledger
         self._rows_per_pass = max(1, PASS_BYTES // (4 * model.vocab_size))
+        if cache.reads_singly:
+            self._rows_per_pass = 1
         self.logits: Tensor | None = None
         self._ahead: _Ahead | None = None
 
@@ -143,8 +145,10 @@ class Reader:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
         They do not count as read. The cache must have room for them. When another id is read, the
-        computed logits are discarded.
+        computed logits are discarded. Not for layers with a state, from which no id can be removed.
         """
+        if self._cache.has_state:
+            raise RuntimeError("layers with a state can't look ahead")
         scores: list[float] = []
         positions = self._next(len(ids))
         logits = self._model.forward(ids, self._cache, positions=positions, scores=scores)
@@ -237,7 +241,7 @@ class Reader:
         held = self._ledger.held_positions
         ids = self._ledger.column("token_id")[held]
         wide = AttentionStatsConfig(layers).counted_layers(
-            len(self._cache.layers), self._model.sliding_layers
+            len(self._cache.row_layers), self._model.sliding_layers
         )
         size = 4 * self._model.heads * (self._cache.length + most)  # bytes of a row's weights
         most = max(1, min(most, PASS_BYTES // size, self._rows_per_pass))
@@ -266,14 +270,15 @@ class Reader:
             rows: numbers [k] of the held rows to read again, ascending; at least one.
             visible: mask [n] of the held rows that may receive attention.
 
-        Returns None if the model exposes no attention weights, or if its sliding-window layers do
-        not see the whole cache.
+        Returns None if the model exposes no attention weights, if its sliding-window layers do not
+        see the whole cache, or if it has layers with a state, which have read the later tokens too.
         """
         cache, held = self._cache, self._ledger.held_positions
         ids, shared = self._ledger.column("token_id")[held], torch.arange(len(held))
         size = 4 * self._model.heads * (cache.length + len(rows))  # bytes of a row's weights
         most = max(1, min(len(rows), PASS_BYTES // size, self._rows_per_pass))
-        if self._model.window is not None and cache.length + most > self._model.window:
+        narrow = self._model.window is not None and cache.length + most > self._model.window
+        if narrow or cache.has_state:
             return None
         cache.grow_to(cache.length + most)
         self._ahead = None  # its rows are overwritten
@@ -284,7 +289,7 @@ class Reader:
             own = slots[part]
             sees = torch.arange(cache.length) < own[:, None]  # [k, n]
             sees[:, hidden] = False
-            observer = PassWeights(range(len(cache.layers)))
+            observer = PassWeights(range(len(cache.row_layers)))
             self._model.read(
                 ids[part.numpy()].tolist(),
                 cache,
@@ -305,15 +310,16 @@ class Reader:
         """The log-probabilities of each alternative's ids, if they were the next tokens.
 
         All alternatives are read in one forward pass, in which none attends to another; if the
-        model has sliding-window layers, in one pass each. Nothing changes, but the cache's buffers
-        may grow.
+        model has sliding-window layers or a state, in one pass each. Nothing changes, but the
+        cache's buffers may grow.
         """
         first = self.logits
         if first is None or not all(alternatives):
             raise RuntimeError(
                 "nothing has been read yet" if first is None else "there is nothing to score"
             )
-        if len(alternatives) > 1 and self._model.window is not None:
+        apart = self._model.window is not None or self._cache.has_state
+        if len(alternatives) > 1 and apart:
             return tuple(self.score_continuations([one])[0] for one in alternatives)
         read = [one[:-1] for one in alternatives]  # the last id's own logits are not needed
         logits = first[None][:0]
@@ -335,6 +341,8 @@ class Reader:
         """
         held, sizes = self._cache.length, [len(one) for one in alternatives]
         ids = [token_id for one in alternatives for token_id in one]
+        if self._cache.reads_singly:
+            return self._forward_singly(ids)
         if len([size for size in sizes if size]) == 1:
             return self._model.forward(ids, self._cache, positions=self._next(len(ids)))
         number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [m]
@@ -343,6 +351,20 @@ class Reader:
         start = self._ledger.seen if self._cache.in_stream else held
         positions = [start + at for size in sizes for at in range(size)]
         return self._model.forward(ids, self._cache, visible=visible, positions=positions)
+
+    def _forward_singly(self, ids: Sequence[int]) -> Tensor:
+        """The logits [m, V] after `ids`, which are read one by one, and then taken back."""
+        cache, logits, seen = self._cache, list[Tensor](), self._ledger.seen
+        state, rows = cache.state, torch.arange(cache.length - cache.inserted_count)
+        try:
+            for at, token_id in enumerate(ids, seen):
+                positions = self._in_stream([at])
+                logits.append(self._model.forward([token_id], cache, positions=positions))
+                cache.commit(1, [at])
+        finally:
+            cache.keep(rows)
+            cache.state = state
+        return torch.cat(logits)
 
     def _read(
         self,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.key_value_store import CacheCheckpoint
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.retrieval import RecallSettings
@@ -193,6 +194,8 @@ class EngineState:
         logits: raw logits for the next token, float32 [V].
         round: number of user turns so far.
         recalled: those of `held` that were recalled for the last round.
+        state: the state of recurrent and convolution layers, on their device; empty without such
+            layers, or if it was not saved.
     """
 
     rows: NDArray[np.void]
@@ -202,3 +205,4 @@ class EngineState:
     logits: NDArray[np.float32] | None
     round: int
     recalled: Positions
+    state: CacheState = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult, TurnRef
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.ledger import Flag, Role, State
 from sirchat.memory.ranking import ArchiveSearch, wants_index
 from sirchat.memory.recall import retriever
@@ -73,7 +74,8 @@ def search(
     checkpoint, recorder = engine.checkpoint(), QueryRecorder()
     with engine.store.unlimited():
         try:
-            with observed_by(model.module, recorder) if needs.needs_queries else nullcontext():
+            attention = partial(observed_by, model.module, recorder, model.layer_numbers)
+            with attention() if needs.needs_queries else nullcontext():
                 for _ in engine.feed(ids[-longest:], roles[-longest:], at):
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)

@@ -11,168 +11,33 @@ numbers count held rows only, so an insertion does not change them.
 
 A forward pass writes its new rows after the last row. They become held rows only by `commit`, so an
 interrupted pass leaves the cache unchanged.
+
+A recurrent or convolution layer has a state of constant size, which has read every token. Evictions
+do not change it. `begin_pass` removes from it what a pass that was not committed has left.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
-from sirchat.memory.rope import CosSin, Rotation
+from sirchat.memory.cache_layers import (
+    CachedTensor,
+    CacheState,
+    Cursor,
+    LayerKind,
+    LayerRotation,
+    RowLayer,
+    StateLayer,
+    new_layers,
+)
+from sirchat.memory.rope import CosSin
 from sirchat.memory.segments import Positions, Rows
-
-
-@dataclass
-class _Cursor:
-    """Numbers shared by all layers: how many rows are in use, and how many are allocated."""
-
-    length: int
-    capacity: int
-
-
-@dataclass(frozen=True)
-class LayerRotation:
-    """The rotary position embedding of a layer's keys and of its values; None if they have none."""
-
-    key: Rotation | None
-    value: Rotation | None = None
-
-
-class _Tensor:
-    """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
-
-    `copies` is 2 for a tensor with rotary positions: copy 0 is what attention reads, copy 1 has the
-    rows as first written. It is 1 for a tensor without a rotation. The buffer's number type is
-    `dtype`; if `dtype` is None, it is the type of the first rows written.
-    """
-
-    def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
-        self.rotation = rotation
-        self._dtype = dtype
-        self.buffer: Tensor | None = None
-
-    def write(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Write m new `rows` [1, H, m, D] after the last of n; returns all rows [1, H, n + m, D].
-
-        The result has the dtype of `rows`; it is a view unless the buffer has another dtype.
-        """
-        count = rows.shape[2]
-        end = cursor.length + count
-        if self.buffer is None:
-            self.buffer = self._allocate(cursor, rows)
-        if end > self.buffer.shape[3]:  # `narrow` would fail too, but not name the limit
-            raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
-        # narrow takes half the time of indexing, and this runs for every token and layer
-        self.buffer.narrow(3, cursor.length, count).copy_(rows)
-        return self.attended.narrow(2, 0, end).to(rows.dtype)
-
-    def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Move the rows in slots `tail` [t] to the slots from `start` on.
-
-        What attention reads there is computed from the first-written rows, rotated by `cos_sin`.
-        """
-        if self.buffer is None:
-            return
-        end = start + len(tail)
-        rows = self.buffer[-1].index_select(2, tail)  # [1, H, t, D]
-        self.buffer[-1, :, :, start:end] = rows
-        if self.rotation is not None and cos_sin is not None:
-            self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *cos_sin)
-
-    def first_written(self, rows: Tensor) -> Tensor:
-        """The rows in slots `rows` [k] as first written: a copy [H, k, D]."""
-        written = self._written()
-        return written.index_select(2, rows.to(written.device))[0]
-
-    def replace(self, cursor: _Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
-
-        What attention reads there is `rows` rotated by the cosines and sines `cos_sin`.
-        """
-        count = rows.shape[1]
-        if self.buffer is None:
-            self._allocate(cursor, rows[None])
-        written = self._written()
-        written[0, :, :count] = rows
-        if self.rotation is not None and cos_sin is not None:
-            self.attended[0, :, :count] = self.rotation.apply(written[0, :, :count], *cos_sin)
-
-    def insert(
-        self, start: int, end: int, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None
-    ) -> None:
-        """Write `rows` [H, k, D], rotated by `cos_sin`, to the slots from `start` on.
-
-        Before that, the rows in slots `start` to `end` - 1 move up by k. The rotated rows are also
-        stored as the first-written ones.
-        """
-        count, written = rows.shape[1], self._written()
-        written[:, :, start + count : end + count] = written[:, :, start:end].clone()
-        if self.rotation is not None and cos_sin is not None:
-            rows = self.rotation.apply(rows, *cos_sin).to(rows.dtype)
-            self.attended[0, :, start : start + count] = rows
-        written[0, :, start : start + count] = rows
-
-    def grow(self, cursor: _Cursor) -> None:
-        """Allocate a buffer for `cursor.capacity` rows, and copy the rows in use to it."""
-        if self.buffer is None:
-            return
-        copies, batch, heads, _, dims = self.buffer.shape
-        grown = self.buffer.new_empty((copies, batch, heads, cursor.capacity, dims))
-        grown[:, :, :, : cursor.length] = self.buffer[:, :, :, : cursor.length]
-        self.buffer = self._use(grown)
-
-    def _allocate(self, cursor: _Cursor, rows: Tensor) -> Tensor:
-        """Allocate the buffer; it gets its heads H, dimensions D and dtype from `rows`."""
-        copies = 1 if self.rotation is None else 2
-        shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
-        self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
-        return self.buffer
-
-    def _written(self) -> Tensor:
-        """The buffer's copy of the rows as first written [1, H, capacity, D]: a view."""
-        if self.buffer is None:
-            raise LookupError("this layer has not been written yet")
-        return self.buffer[-1]
-
-    def _use(self, buffer: Tensor) -> Tensor:
-        self.attended = buffer[0]  # [1, H, capacity, D]
-        return buffer
-
-
-class _BoundedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """One layer's keys and values. A sliding-window layer stores every row, like the others."""
-
-    is_sliding = False
-
-    def __init__(self, cursor: _Cursor, rotation: LayerRotation, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.cursor = cursor
-        self.tensors = (_Tensor(rotation.key, dtype), _Tensor(rotation.value, dtype))
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.tensors
-        return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
-
-    def get_seq_length(self) -> int:
-        return self.cursor.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cursor.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class BoundedCache(Cache):  # type: ignore[misc]
@@ -181,23 +46,39 @@ class BoundedCache(Cache):  # type: ignore[misc]
     Held row number i is in slot i of every layer, unless extra rows are inserted before it.
 
     Args:
-        rotations: rotary position embedding of the keys and values, one entry per layer.
+        rotations: rotary position embedding of the keys and values, one entry for each layer that
+            has some. Only these layers are counted by all methods.
         capacity: number of rows to allocate.
         dtype: number type of the buffers; None for that of the first keys and values written.
+        kinds: the kind of each layer of the model; None if all have keys and values only.
+        reads_singly: whether the model can continue a state by one token at a time only.
+
+    Attributes:
+        row_layers: the layers with keys and values, in order.
     """
 
     in_stream = False
     """Whether a key's rotary position is its stream position, and not its slot in the cache."""
 
     def __init__(
-        self, rotations: list[LayerRotation], capacity: int, dtype: torch.dtype | None = None
+        self,
+        rotations: list[LayerRotation],
+        capacity: int,
+        dtype: torch.dtype | None = None,
+        kinds: list[LayerKind] | None = None,
+        reads_singly: bool = False,
     ) -> None:
-        self._cursor = _Cursor(0, capacity)
+        self.reads_singly = reads_singly
+        self._cursor = Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
         self._inserted = range(0)  # slots of the inserted rows
-        layers = [_BoundedLayer(self._cursor, rotation, dtype) for rotation in rotations]
+        layers = new_layers(kinds, self._cursor, rotations, dtype)
+        self.row_layers = [layer for layer in layers if isinstance(layer, RowLayer)]
+        self._with_state = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._state: CacheState = tuple({} for _ in self._with_state)
+        self._is_clean = True  # whether no pass has begun since the last commit
         super().__init__(layers=layers)
 
     @property
@@ -216,22 +97,63 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return self._cursor.capacity
 
     @property
-    def _tensors(self) -> list[_Tensor]:
-        """The tensors of all layers: key of layer 0, value of layer 0, key of layer 1, ..."""
-        return [tensor for layer in self.layers for tensor in layer.tensors]
+    def _tensors(self) -> list[CachedTensor]:
+        """The tensors of the layers with keys and values: key of the first, its value, ..."""
+        return [tensor for layer in self.row_layers for tensor in layer.tensors]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are recurrent or convolution layers."""
+        return bool(self._with_state)
+
+    @property
+    def state(self) -> CacheState:
+        """The state of the recurrent and convolution layers; to go back to it, assign it.
+
+        The empty tuple stands for the state before the first token.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, state: CacheState) -> None:
+        self._state = state or tuple({} for _ in self._with_state)
+        self._is_clean = False
+        self.roll_back()
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Undo what a pass that was not committed has changed in the state."""
+        if self._is_clean:
+            return
+        self._cursor.written = 0
+        for layer, state in zip(self._with_state, self._state, strict=True):
+            layer.set_state(state)
+        self._is_clean = True
+
+    def begin_pass(self) -> None:
+        """Call this before each forward pass: what a pass without a commit has left is undone."""
+        self.roll_back()
+        self._is_clean = not self._with_state
 
     @property
     def nbytes(self) -> int:
         """Size of all buffers, in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
+        buffers += [tensor for layer in self._state for tensor in layer.values()]
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
-    def commit(self, count: int, positions: Positions | range | None = None) -> None:
+    def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
         """Add to the held rows the `count` rows that a forward pass has written after them.
 
         `positions` [count] are the new rows' stream positions; by default they follow the last one.
         """
         start = self._cursor.length
+        if self._with_state:
+            if count != self._cursor.written:
+                raise RuntimeError("a pass over layers with a state is committed as a whole")
+            with torch.no_grad():
+                self._state = tuple(layer.copy_state() for layer in self._with_state)
+            self._cursor.written, self._is_clean = 0, True
         if positions is None:
             first = int(self._stream[start - 1]) + 1 if start else 0
             positions = range(first, first + count)
@@ -266,7 +188,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         end, count = self.length, len(layers[0])
         self.grow_to(end + count)
         slots = torch.arange(start, start + count)
-        for layer, rows in zip(self.layers, layers, strict=True):
+        for layer, rows in zip(self.row_layers, layers, strict=True):
             new = torch.from_numpy(rows.positions) if self.in_stream else slots
             moves = CosSin(torch.from_numpy(rows.written_at), new)
             for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
@@ -396,7 +318,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         A list of tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, ...
         """
         slots = self.slots_of(rows)
-        views = [self._view(at, which)[0] for at in range(len(self.layers)) for which in (0, 1)]
+        views = [self._view(at, which)[0] for at in range(len(self.row_layers)) for which in (0, 1)]
         if len(slots) == self.length:
             return views
         return [one.index_select(1, slots.to(one.device)) for one in views]
@@ -406,7 +328,7 @@ class BoundedCache(Cache):  # type: ignore[misc]
         return self._view(layer, 1)
 
     def _view(self, layer: int, which: int) -> Tensor:
-        buffer = self.layers[layer].tensors[which].buffer
+        buffer = self.row_layers[layer].tensors[which].buffer
         if buffer is None:
             raise LookupError(f"layer {layer} has not been written yet")
         view: Tensor = buffer[0, :, :, : self.length]

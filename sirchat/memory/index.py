@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.recall import retriever
 from sirchat.memory.recall.base import SimilarityRetriever
 from sirchat.memory.retrieval import Query, RecallSettings, pair

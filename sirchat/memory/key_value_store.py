@@ -22,6 +22,7 @@ from torch import Tensor
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
@@ -43,6 +44,7 @@ class CacheCheckpoint:
         pinned: stream positions of the pinned rows, ascending.
         log_decay: logarithm of the ledger's accumulated decay.
         attention: attention that the held rows have received.
+        state: the state of the recurrent and convolution layers.
     """
 
     seen: int
@@ -50,6 +52,7 @@ class CacheCheckpoint:
     pinned: Positions
     log_decay: float
     attention: AttentionCheckpoint
+    state: CacheState = ()
 
 
 class KeyValueStore:
@@ -183,7 +186,8 @@ class KeyValueStore:
         held = ledger.held_positions.copy()
         attention = ledger.attention.checkpoint(held)
         pinned = ledger.pinned_positions
-        return CacheCheckpoint(ledger.seen, held, pinned, ledger.log_decay, attention)
+        state = self.cache.state
+        return CacheCheckpoint(ledger.seen, held, pinned, ledger.log_decay, attention, state)
 
     def has(self, positions: Positions) -> bool:
         """Whether the rows at all of these stream positions are held or archived."""
@@ -208,6 +212,7 @@ class KeyValueStore:
         self._archive.truncate(checkpoint.seen)
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
+        self.cache.state = checkpoint.state
 
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.archive import Archive
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.index import AUTO_INDEX_ROWS, Index, SurprisalOf, evenly, is_available, united
 from sirchat.memory.ledger import Ledger
 from sirchat.memory.recall import retriever

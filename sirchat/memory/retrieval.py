@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.random_numbers import Purpose, uniform
 from sirchat.memory.rope import Rotation

@@ -8,7 +8,7 @@ result to the observers. No module is patched, and the logits do not change.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.retrieval import LayerQueries, unrotated
 
 _NAME = "sirchat_hooked_"
@@ -33,7 +33,7 @@ class AttentionCall:
     There are n keys of D numbers, the new ones included, H_q query heads and H key heads.
 
     Attributes:
-        layer: the layer's number, from 0.
+        layer: the layer's number, from 0, among those with keys and values.
         queries: [1, H_q, m, D], rotated; they belong to the last m rows of the keys.
         keys: [1, H, n, D], rotated.
         mask: as the model passes it, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to
@@ -87,6 +87,11 @@ class QueryRecorder:
         """Whether no layer was observed yet."""
         return not self._parts
 
+    @property
+    def passes(self) -> list[int]:
+        """How often each layer was observed, in the order of their numbers."""
+        return [len(self._parts[layer]) for layer in sorted(self._parts)]
+
     def observe(self, call: AttentionCall) -> None:
         start = call.keys.shape[2] - call.queries.shape[2]
         self._parts.setdefault(call.layer, []).append((call.queries[0].clone(), start))
@@ -96,7 +101,7 @@ class QueryRecorder:
         """Each layer's queries without rotation; the list ends before a layer not observed yet.
 
         Args:
-            rotations: one for each layer of the model.
+            rotations: one for each layer with keys and values.
         """
         out = []
         for layer, rotation in enumerate(rotations):
@@ -111,17 +116,22 @@ class QueryRecorder:
         return out
 
 
-_OBSERVERS: ContextVar[tuple[AttentionObserver, ...]] = ContextVar("observers", default=())
+_Observing = tuple[AttentionObserver, Mapping[int, int]]  # with the numbers of the layers
+
+_OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
 
 
 @contextmanager
-def observed_by(module: Any, observer: AttentionObserver) -> Iterator[None]:
+def observed_by(
+    module: Any, observer: AttentionObserver, numbers: Mapping[int, int] | None = None
+) -> Iterator[None]:
     """Within this block, `observer` receives the attention of each forward pass of `module`.
 
-    It receives nothing if the model's attention function cannot be replaced.
+    It receives nothing if the model's attention function cannot be replaced. If some layers have no
+    keys and values, `numbers` are the numbers of the others, see `layer_numbers`.
     """
     install_hook(module)
-    token = _OBSERVERS.set((*_OBSERVERS.get(), observer))
+    token = _OBSERVERS.set((*_OBSERVERS.get(), (observer, numbers or {})))
     try:
         yield
     finally:
@@ -162,8 +172,9 @@ def _hooked(usual: str) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
-        for observer in _OBSERVERS.get():
-            layer = int(module.layer_idx)
+        layer = module.layer_idx
+        for observer, numbers in _OBSERVERS.get() if layer is not None else ():
+            layer = numbers.get(int(layer), int(layer))
             observer.observe(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
         return out
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerRotation
-from sirchat.memory.retrieval import LayerQueries
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
 from sirchat.models.attention_hook import (
     AttentionObserver,
     QueryRecorder,
@@ -30,15 +29,17 @@ from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
-from sirchat.models.names import locate
+from sirchat.models.names import locate, unloadable
 from sirchat.models.packed import SharedWeights, can_pack_four_bits, pack_module, packed_buffers
 from sirchat.models.probe import (
     cache_argument,
     context_length,
     probe_rotations,
+    probe_state,
     refuse_foreign_tokenizer,
-    refuse_stateful_layers,
+    refuse_unsupported_layers,
     sliding_window,
+    state_kinds,
 )
 from sirchat.models.progress import Progress, quiet_libraries, reporting
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
@@ -68,10 +69,12 @@ class LoadedModel:
         name: as the user gave it.
         module: the transformers model.
         tokenizer: its tokenizer.
-        rotations: the rotary embedding of each layer, as `probe_rotations` detects it.
+        rotations: of each layer with keys and values, as `probe_rotations` detects them.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
+        kinds: the kind of each layer; None if all have keys and values only.
+        reads_singly: whether layers with a state continue it by one token at a time only.
     """
 
     name: str
@@ -81,6 +84,8 @@ class LoadedModel:
     context_length: int
     window: int | None
     scorer: Scorer
+    kinds: list[LayerKind] | None
+    reads_singly: bool
 
     @property
     def vocab_size(self) -> int:
@@ -96,10 +101,21 @@ class LoadedModel:
 
     @cached_property
     def sliding_layers(self) -> frozenset[int]:
-        """Numbers of the layers with sliding-window attention."""
+        """Numbers of the layers with sliding-window attention, among those with keys and values."""
         config = self.module.config.get_text_config(decoder=True)
         kinds = getattr(config, "layer_types", None) or []
-        return frozenset(number for number, kind in enumerate(kinds) if "sliding" in kind)
+        sliding = (number for number, kind in enumerate(kinds) if "sliding" in kind)
+        return frozenset(self.layer_numbers.get(number, number) for number in sliding)
+
+    @cached_property
+    def layer_numbers(self) -> dict[int, int]:
+        """See `cache_layers.layer_numbers`; empty if `kinds` is None."""
+        return layer_numbers(self.kinds or [])
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are recurrent or convolution layers, whose state has read every token."""
+        return any(states for _, states in self.kinds or [])
 
     @cached_property
     def device(self) -> torch.device:
@@ -148,7 +164,8 @@ class LoadedModel:
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache for up to `capacity` rows."""
-        return BoundedCache(self.rotations, capacity, self.cache_dtype)
+        dtype = self.cache_dtype
+        return BoundedCache(self.rotations, capacity, dtype, self.kinds, self.reads_singly)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -167,7 +184,8 @@ class LoadedModel:
         """Whether attention weights can be observed; tested once, by a forward pass."""
         recorder = QueryRecorder()
         self.forward([0], self.new_cache(1), observer=recorder)
-        return not recorder.is_empty
+        once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
+        return once if self.has_state else not recorder.is_empty
 
     @cached_property
     def anchors(self) -> Anchors | None:
@@ -243,12 +261,17 @@ class LoadedModel:
         visible: Tensor | None,
         positions: Sequence[int] | None,
     ) -> dict[str, Any]:
+        cache.begin_pass()
+        if visible is not None and self.has_state:
+            raise ModelError(f"{self.name} has layers with a state, which read every token")
+        if self.kinds and positions is None:  # some do not count what the cache holds
+            positions = range(cache.length, cache.length + len(ids))
         return {
             "input_ids": torch.tensor([ids], device=self.device),
             "attention_mask": None if visible is None else self.mask(visible),
             "position_ids": None
             if positions is None
-            else torch.tensor([positions], device=self.device),
+            else torch.tensor([list(positions)], device=self.device),
             "use_cache": True,
             **cache_argument(self.module, cache),
         }
@@ -256,7 +279,7 @@ class LoadedModel:
     def _observed_by(self, observer: AttentionObserver | None) -> AbstractContextManager[None]:
         if observer is None or not self.has_attention_hook:
             return nullcontext()
-        return observed_by(self.module, observer)
+        return observed_by(self.module, observer, self.layer_numbers)
 
     @contextmanager
     def _scored(self, count: int, scores: list[float] | None) -> Iterator[None]:
@@ -333,7 +356,7 @@ def load_model(
             return wrap_model(name, finished(found[0].to(target), quantize), found[1])
         if not gguf:  # a GGUF file has no config.json; the probe checks its layers
             config = AutoConfig.from_pretrained(source, **options)
-            refuse_stateful_layers(config.get_text_config(decoder=True), name)
+            refuse_unsupported_layers(config.get_text_config(decoder=True), name)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         with reporting(progress) as reports:
             module = AutoModelForCausalLM.from_pretrained(
@@ -383,11 +406,15 @@ def gguf_parts(
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """Detect rotations, make a LoadedModel; raises ModelError if tokens can't be evicted."""
     config = module.config.get_text_config(decoder=True)
+    refuse_unsupported_layers(config, name)
+    kinds = state_kinds(config)
     return LoadedModel(
         name=name,
         module=module,
         tokenizer=tokenizer,
-        rotations=probe_rotations(module, name),
+        rotations=(rotations := probe_rotations(module, name, kinds)),
+        kinds=kinds,
+        reads_singly=kinds is not None and probe_state(module, name, kinds, rotations),
         context_length=context_length(config),
         window=sliding_window(config),
         scorer=scorer_of(name, module),
@@ -417,34 +444,6 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def unloadable(name: str, error: Exception) -> ModelError:
-    """The ModelError that says, in one line, why a model can't be loaded."""
-    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
-    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)
-
-
-def require_comparable_queries(model: LoadedModel) -> None:
-    """Raise ModelError if the model's queries can't be compared with its cached keys."""
-    cache, recorder = model.new_cache(1), QueryRecorder()
-    model.forward([0], cache, observer=recorder)
-    cache.commit(1)
-    queries = recorder.queries(model.rotations)
-    keys = [cache.layer_keys(layer)[0] for layer in range(len(model.rotations))]
-    if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
-        raise ModelError(
-            f"the queries of {model.name} can't be compared with its KV cache",
-            hint="choose another retriever, such as words or mips",
-        )
-
-
 def no_attention_reason(model: LoadedModel) -> str:
     """The error message for a model that does not expose its attention weights."""
     return f"{model.name} does not expose its attention weights"
-
-
-def caches_latents(model: LoadedModel) -> bool:
-    """Whether the cache contains compressed keys and values (multi-head latent attention)."""
-    # Only such models rotate a layer's second cached tensor, which usually has the values.
-    return any(rotation.value is not None for rotation in model.rotations)

@@ -181,3 +181,11 @@ def cached_gguf(name: str) -> Path | None:
     snapshot = snapshot_of(cache_folder() / f"models--{repository.replace('/', '--')}")
     found = snapshot / file if snapshot is not None else None
     return found if found is not None and found.is_file() else None
+
+
+def unloadable(name: str, error: Exception) -> ModelError:
+    """The ModelError that says, in one line, why a model can't be loaded."""
+    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
+    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)

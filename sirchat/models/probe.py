@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_kinds, layer_numbers
+from sirchat.memory.retrieval import LayerQueries
 from sirchat.memory.rope import Rotation, match_rotation
+from sirchat.models.attention_hook import QueryRecorder
+from sirchat.models.packed import packed_buffers
 
-_PER_TOKEN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+if TYPE_CHECKING:  # that module imports this one
+    from sirchat.models.model import LoadedModel
+
 _MISSING = {
     "indexed_attention": "each picks the tokens to attend to by an index of its own, from which "
     "sirchat can't evict",
@@ -23,6 +30,7 @@ _MISSING = {
 """By kind of layers, the reason why sirchat can't run a model that has them."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
 _DISTANCES = (1, 17, 301)
 _PROBE_TOKEN = 5
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
@@ -67,7 +75,7 @@ def sliding_window(config: Any) -> int | None:
     if (
         window
         and getattr(config, "use_sliding_window", True)
-        and (not kinds or "sliding_attention" in kinds)
+        and (not kinds or any("sliding" in str(kind) for kind in kinds))
     ):
         return int(window)
     return None
@@ -83,32 +91,50 @@ def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
         )
 
 
-def refuse_stateful_layers(config: Any, name: str) -> None:
-    """Raise ModelError for layers without keys and values per token, and for encoder-decoders."""
+def state_kinds(config: Any) -> list[LayerKind] | None:
+    """The kind of each layer of a hybrid model; None if all layers have keys and values only."""
+    if not hasattr(config, "num_hidden_layers"):
+        return None
+    kinds = layer_kinds(config)
+    return None if all(kind == (True, 0) for kind in kinds) else kinds
+
+
+def refuse_unsupported_layers(config: Any, name: str) -> None:
+    """Raise ModelError for layers that sirchat can't run, and for encoder-decoders."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    odd = sorted({str(kind) for kind in kinds} - _PER_TOKEN_LAYERS - {"attention"})
+    odd = sorted({str(kind) for kind in kinds} & set(_MISSING))
     if odd:
-        missing = _MISSING.get(
-            odd[0], "they do not store tokens separately, so no token can be evicted"
-        )
         raise ModelError(
-            f"{name} has {odd[0]} layers; {missing}",
-            hint="choose a model whose layers all keep keys and values per token",
+            f"{name} has {odd[0]} layers; {_MISSING[odd[0]]}",
+            hint="choose a model whose attention layers keep keys and values per token",
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; sirchat runs causal language models")
+    try:
+        own = state_kinds(config)
+    except KeyError as error:
+        raise ModelError(f"{name} has {error.args[0]} layers; sirchat doesn't know them") from error
+    if own is not None and not any(has_rows for has_rows, _ in own):
+        raise ModelError(
+            f"{name} has no attention layers, so there is nothing to evict",
+            hint="choose a model with attention, or with attention beside recurrent layers",
+        )
 
 
-def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
-    """The rotations of both cached tensors (usually keys and values) of every layer.
+def probe_rotations(
+    module: Any, name: str, kinds: list[LayerKind] | None = None
+) -> list[LayerRotation]:
+    """The rotations of both cached tensors (usually keys and values) of every layer with rows.
 
-    Raises ModelError if a layer has no keys and values per token, or if they depend on the position
-    in another way than a known rotation (learned positions, for example).
+    `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
+    values per token, or if they depend on the position in another way than a known rotation
+    (learned positions, for example).
     """
     config = module.config.get_text_config(decoder=True)
-    refuse_stateful_layers(config, name)
     distances = [d for d in _DISTANCES if d < context_length(config)]
-    samples = {position: _sample(module, config, position, name) for position in (0, *distances)}
+    numbers = range(config.num_hidden_layers) if kinds is None else list(layer_numbers(kinds))
+    blank = [LayerRotation(None)] * len(numbers)
+    samples = {p: _sample(module, p, name, blank, kinds) for p in (0, *distances)}
     frequencies = {
         key: buffer
         for key, buffer in module.named_buffers()
@@ -117,16 +143,17 @@ def probe_rotations(module: Any, name: str) -> list[LayerRotation]:
     if dims := getattr(config, "rotary_dim", None):  # GPT-J and CodeGen have a table of sines
         frequencies["rotary_dim"] = 1e4 ** -(torch.arange(0, dims, 2) / dims)
     rotations = []
-    for layer in range(config.num_hidden_layers):
+    for at, layer in enumerate(numbers):
         try:
-            found = [_match(samples, layer, slot, frequencies) for slot in (0, 1)]
+            found = [_match(samples, at, slot, frequencies) for slot in (0, 1)]
         except LookupError as error:
             raise ModelError(
                 f"{name} can't run with a limited cache: layer {layer}: {error}",
                 hint="models with learned positions, such as GPT-2, cannot move their keys",
             ) from error
         rotations.append(LayerRotation(key=found[0], value=found[1]))
-    _check_a_move(module, config, rotations, samples[0][0], name)
+    if kinds is None:  # else `probe_state` checks it
+        _check_a_move(module, config, rotations, samples[0][0], name)
     return rotations
 
 
@@ -178,25 +205,123 @@ def _match(
 
 
 @torch.inference_mode()
-def _sample(module: Any, config: Any, position: int, name: str) -> list[tuple[Tensor, Tensor]]:
-    """Both cached tensors [H, D] of each layer after one token is read at `position`."""
-    layers = config.num_hidden_layers
-    kv_cache = BoundedCache([LayerRotation(None)] * layers, capacity=1)
-    device = module.device
+def _sample(
+    module: Any,
+    position: int,
+    name: str,
+    rotations: list[LayerRotation],
+    kinds: list[LayerKind] | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Both cached tensors [H, D] of each layer with rows after a token is read at `position`."""
+    config = module.config.get_text_config(decoder=True)
+    kv_cache = BoundedCache(rotations, capacity=1, kinds=kinds)
     try:
-        module(
-            input_ids=torch.tensor([[_probe_token(config)]], device=device),
-            position_ids=torch.tensor([[position]], device=device),
-            use_cache=True,
-            **cache_argument(module, kv_cache),
-        )
-        kv_cache.commit(1)
+        _read(module, [_probe_token(config)], kv_cache, position)
         return [
             (kv_cache.layer_keys(i)[0, :, 0].clone(), kv_cache.layer_values(i)[0, :, 0].clone())
-            for i in range(layers)
+            for i in range(len(rotations))
         ]
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelError(
             f"{name} ({config.model_type}) cannot be used: its cache has no keys and values per "
             f"token ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
+
+
+@torch.inference_mode()
+def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) -> Tensor:
+    """Read ids [m] at the positions from `position` on, and commit them; logits [V] at the end."""
+    kv_cache.begin_pass()
+    logits = module(
+        input_ids=torch.tensor([ids], device=module.device),
+        position_ids=torch.arange(position, position + len(ids), device=module.device)[None],
+        use_cache=True,
+        **cache_argument(module, kv_cache),
+    ).logits
+    kv_cache.commit(len(ids))
+    return torch.as_tensor(logits[0, -1].float())
+
+
+def probe_state(
+    module: Any, name: str, kinds: list[LayerKind], rotations: list[LayerRotation]
+) -> bool:
+    """Check the state of a hybrid model; returns whether it continues only token by token.
+
+    Some ids are read at once, and in parts; between the parts, other ids are read over another
+    cache, and a part is read that is then taken back. Raises ModelError if the results differ,
+    because then the state could not be restored when a turn is undone.
+    """
+    vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
+    ids = [(7 * at + 5) % vocabulary for at in range(12)]
+
+    is_exact = module.dtype == torch.float32 and next(packed_buffers(module), None) is None
+    tolerance = _STATE_TOLERANCE[0 if is_exact else 1]
+
+    def new() -> BoundedCache:
+        return BoundedCache(rotations, len(ids), kinds=kinds)
+
+    try:
+        whole = _read(module, ids, new(), 0)
+        for size in (4, 1):
+            kv_cache = new()
+            _read(module, ids[:4], kv_cache, 0)
+            for at in range(4, len(ids), size):
+                state, rows = kv_cache.state, torch.arange(at)
+                _read(module, ids[:3], new(), 0)
+                _read(module, ids[5:6], kv_cache, at)
+                kv_cache.keep(rows)
+                kv_cache.state = state
+                parts = _read(module, ids[at : at + size], kv_cache, at)
+            if (parts - whole).norm() <= tolerance * whole.norm():
+                _check_a_move_after_state(module, new, name)
+                return size == 1
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ModelError(
+            f"{name} can't run with a limited cache: its state can't be kept "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
+    raise ModelError(
+        f"{name} can't run with a limited cache: the state of its recurrent layers can't be "
+        "continued from a copy",
+        hint="choose a model whose layers all keep keys and values per token",
+    )
+
+
+def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
+    """Raise ModelError if a moved key differs from a key computed at its new position.
+
+    As `_check_a_move`, but for a hybrid model: both keys are of a token after the same other one.
+    """
+    keys = []
+    for is_moved in (True, False):
+        kv_cache = new()
+        _read(module, [1], kv_cache, 0)
+        kv_cache.keep(torch.arange(int(is_moved)))
+        _read(module, [1], kv_cache, int(is_moved))
+        kv_cache.keep(torch.tensor([int(is_moved)]))
+        keys.append(kv_cache.layer_keys(0)[0, :, 0].float())
+    ours, theirs = keys
+    if (ours - theirs).norm() > _TOLERANCE[module.dtype] * theirs.norm():
+        raise ModelError(
+            f"{name} can't run with a limited cache: its keys do not depend on the given positions"
+        )
+
+
+def require_comparable_queries(model: LoadedModel) -> None:
+    """Raise ModelError if the model's queries can't be compared with its cached keys."""
+    cache, recorder = model.new_cache(1), QueryRecorder()
+    model.forward([0], cache, observer=recorder)
+    cache.commit(1)
+    queries = recorder.queries(model.rotations)
+    keys = [cache.layer_keys(layer)[0] for layer in range(len(model.rotations))]
+    if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
+        raise ModelError(
+            f"the queries of {model.name} can't be compared with its KV cache",
+            hint="choose another retriever, such as words or mips",
+        )
+
+
+def caches_latents(model: LoadedModel) -> bool:
+    """Whether the cache contains compressed keys and values (multi-head latent attention)."""
+    # Only such models rotate a layer's second cached tensor, which usually has the values.
+    return any(rotation.value is not None for rotation in model.rotations)

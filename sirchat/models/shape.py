@@ -33,8 +33,13 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 _PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv")
+_WITH_ROWS = (*_PER_TOKEN, "hybrid", "hybrid_sliding")
+_REFUSED_LAYERS = ("indexed_attention", "compressed_sparse_attention")
+_NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
 """Model types that sirchat refuses to load, although their config does not show why."""
+
+_HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
+"""Model types whose config may not show which layers have keys and values."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,16 @@ def shape_of_folder(folder: Path) -> ModelShape:
     kind = text.get("model_type") or config.get("model_type")
     if not isinstance(kind, str):
         raise ModelError(f"{folder / 'config.json'} has no model_type")
-    layers = text.get("layer_types")
-    odd = [one for one in layers if one not in _PER_TOKEN] if isinstance(layers, list) else []
-    if kind in _NOT_HELD or odd:
+    listed = text.get("layer_types")
+    layers = listed if isinstance(listed, list) else []
+    count = sum(one in _WITH_ROWS for one in layers)
+    is_refused = any(one in _REFUSED_LAYERS for one in layers) or (layers and not count)
+    if kind in _NOT_HELD or is_refused:
         raise ModelError(f"{folder} is of type {kind[:60]}; tokens can't be evicted from its cache")
-    cached, archived = _row_elements(text)
+    if count < len(layers):  # the others have a state of constant size, which is not counted
+        text = {**text, "num_hidden_layers": count}
+    is_known = layers or kind not in _HYBRID
+    cached, archived = _row_elements(text) if is_known else (None, None)
     return ModelShape(kind, _context_length(text), cached, archived_elements=archived)
 
 

@@ -54,6 +54,7 @@ _LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attenti
 _ATTENTION = ["full_attention"]
 _LINEAR = ["linear_attention"]
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3, 5]},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4}
@@ -70,6 +71,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", *_ATTENTION] * 3,
     },
+    "granitemoehybrid": {"layer_types": [*_LINEAR, *_ATTENTION] * 3},
     "gpt_neo": {"attention_types": [[["global", "local"], 3]]},
     "hrm_text": {"num_hidden_layers": 16},
     "lfm2": {"layer_types": ["conv", *_ATTENTION] * 3},

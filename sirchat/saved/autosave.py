@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
+from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
@@ -35,10 +37,12 @@ from sirchat.saved.saved_state import (
     decode_state,
     pop_attention,
     pop_rows,
+    pop_state,
     row_tensors,
     rows_fit,
     saved_head,
     saved_pins,
+    state_tensors,
 )
 from sirchat.saved.session_list import remove_session, tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
@@ -204,9 +208,10 @@ class Autosave:
             self._store.drop_kv()
             return False
         stamp = secrets.token_hex(8)
-        received = self._session.attention(rows.positions)
-        self._store.save_kv(row_tensors(rows) | attention_tensors(received), stamp)
-        head = saved_head(self._session.save(), self._session, stamp)
+        received, saved = self._session.attention(rows.positions), self._session.save()
+        tensors = row_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
+        self._store.save_kv(tensors, stamp)
+        head = saved_head(saved, self._session, stamp)
         self._store.save_head(head)
         self._head = head
         return True
@@ -264,31 +269,32 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
         return
     check_model(store, session.model)
     saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
-    rows, received = _kept(store, stamp, session.model, head.seen)
-    session.load(saved, conversation, rows, received)
+    rows, received, state = _kept(store, stamp, session.model, head.seen)
+    session.load(replace(saved, state=state), conversation, rows, received)
 
 
 def _kept(
     store: SessionStore, stamp: str, model: LoadedModel, seen: int
-) -> tuple[Rows | None, AttentionCheckpoint | None]:
-    """The saved keys and values, and the saved attention, of a session.
+) -> tuple[Rows | None, AttentionCheckpoint | None, CacheState]:
+    """The saved keys and values, the saved attention and the saved state of a session.
 
-    Each is None if it is missing or does not fit the model.
+    Each is None (the state: empty) if it is missing or does not fit the model.
     """
     tensors = store.load_kv(stamp)
     if tensors is None:
-        return None, None
-    try:
-        received, rows = pop_attention(tensors), pop_rows(tensors)
-    except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
-        return None, None
+        return None, None, ()
     cache = model.new_cache(1)
     model.forward([0], cache)
     cache.commit(1)
+    try:
+        state = pop_state(tensors, cache.state)
+        received, rows = pop_attention(tensors), pop_rows(tensors)
+    except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
+        return None, None, ()
     one = cache.first_written(torch.arange(1), np.arange(1))
     if not rows_fit(rows, one, seen):
-        return None, None
-    return rows, received if received is None or attention_fits(received, seen) else None
+        return None, None, ()
+    return rows, received if received is None or attention_fits(received, seen) else None, state
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from sirchat.config.profile import Profile, with_new_names
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
+from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
 from sirchat.memory.segments import Rows
@@ -213,6 +214,7 @@ def _profile(values: object) -> Profile:
 
 
 _ATTENTION = "attention."
+_STATE = "state."
 
 
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
@@ -237,6 +239,37 @@ def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
     for number, part in enumerate(received.window):
         named |= {f"{number}.positions": part.positions, f"{number}.weights": part.weights}
     return {_ATTENTION + key: torch.from_numpy(array.copy()) for key, array in named.items()}
+
+
+def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
+    """The tensors to save for the state of recurrent and convolution layers."""
+    return {
+        f"{_STATE}{number}.{kind}.{which}": tensor.contiguous()
+        for number, layer in enumerate(state)
+        for (kind, which), tensor in layer.items()
+    }
+
+
+def pop_state(tensors: dict[str, torch.Tensor], one: CacheState) -> CacheState:
+    """Remove the state from saved tensors and return it, on the device of `one`.
+
+    `one` is a state of the same model. Returns the empty tuple, which means that the state must be
+    rebuilt, if the saved tensors have other names, shapes or dtypes.
+    """
+    saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE)}
+    wanted = state_tensors(one)
+    if saved.keys() != wanted.keys() or any(
+        (saved[name].shape, saved[name].dtype) != (like.shape, like.dtype)
+        for name, like in wanted.items()
+    ):
+        return ()
+    return tuple(
+        {
+            (kind, which): saved[f"{_STATE}{number}.{kind}.{which}"].to(like.device)
+            for (kind, which), like in layer.items()
+        }
+        for number, layer in enumerate(one)
+    )
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:

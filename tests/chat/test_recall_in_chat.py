@@ -18,7 +18,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
-from sirchat.models.model import require_comparable_queries
+from sirchat.models.probe import require_comparable_queries
 
 UNHEARD = {"falcon", "gpt-j", *LATENT}
 
@@ -89,7 +89,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.engine.search.observed_by", lambda module, recorder: nullcontext())
+        patch.setattr("sirchat.engine.search.observed_by", lambda *_: nullcontext())
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "no token can be restored" in notice.text

@@ -16,7 +16,7 @@ import sirchat.models
 from command import run
 from sirchat.engine import families
 from sirchat.engine.families import FamilyCheck, check_families, check_family
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.small import causal_families
 
@@ -24,7 +24,7 @@ README = Path(sirchat.models.__file__).with_name("README.md")
 SAMPLE = [
     *causal_families()[::16],
     *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "gptj"),
-    *("helium", "mamba", "minicpm3", "nanochat"),
+    *("helium", "jamba", "lfm2", "mamba", "minicpm3", "nanochat", "qwen3_next", "zamba2"),
 ]
 
 

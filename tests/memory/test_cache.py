@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.rope import Rotation
 
 HEADS, HEAD_DIM = 2, 8

@@ -13,7 +13,7 @@ from torch import Tensor
 from sirchat.memory import index as index_module
 from sirchat.memory import ranking
 from sirchat.memory.archive import Archive
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.index import Index, IndexVectors
 from sirchat.memory.ranking import ArchiveSearch, Ranked
 from sirchat.memory.recall import retriever as retriever_called

@@ -30,7 +30,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import RecallVariant
 from sirchat.memory import recall, retrieval
 from sirchat.memory.archive import Archive
-from sirchat.memory.cache import LayerRotation
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.recall import retriever, retriever_names
 from sirchat.memory.retrieval import Candidates, Query

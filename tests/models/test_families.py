@@ -172,7 +172,7 @@ def evictions(model: LoadedModel, seed: int) -> Iterator[tuple[BoundedCache, lis
 
 
 def row_of(cache: BoundedCache, slot: int) -> list[tuple[Tensor, Tensor]]:
-    views = [(cache.layer_keys(i), cache.layer_values(i)) for i in range(len(cache.layers))]
+    views = [(cache.layer_keys(i), cache.layer_values(i)) for i in range(len(cache.row_layers))]
     at = slice(slot, slot + 1)
     return [(keys[:, :, at].clone(), values[:, :, at].clone()) for keys, values in views]
 

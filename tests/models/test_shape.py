@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from chatting import tiny
-from families import HELD, REFUSED, build, loaded
+from families import HELD, HYBRIDS, REFUSED, build, loaded
 from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.model import load_model
+from sirchat.models.model import load_model, wrap_model
 from sirchat.models.shape import cache_bytes, shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir
 
@@ -40,6 +40,16 @@ def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: 
     shape = shape_of_folder(tmp_path)
     assert shape.context_length == model.context_length
     assert cache_bytes(shape, Profile(device="cpu"), 24) == cache.nbytes
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_the_size_of_a_hybrid_model_counts_its_attention_layers(name: str, tmp_path: Path) -> None:
+    module = build(name, HYBRIDS[name])
+    module.config.save_pretrained(tmp_path)
+    model = wrap_model(name, module, None)
+    cache = model.new_cache(24)
+    model.forward([0] * 24, cache)
+    assert cache_bytes(shape_of_folder(tmp_path), Profile(device="cpu"), 24) == cache.nbytes
 
 
 @pytest.mark.parametrize("family", [name for name in REFUSED if name != "bart-decoder"])

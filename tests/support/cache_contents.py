@@ -13,7 +13,7 @@ from sirchat.engine.engine import Engine
 
 def contents(engine: Engine) -> list[Tensor]:
     """Positions of the held rows, then keys and values of each layer."""
-    layers = range(len(engine.cache.layers))
+    layers = range(len(engine.cache.row_layers))
     views = [
         view(n) for n in layers for view in (engine.cache.layer_keys, engine.cache.layer_values)
     ]

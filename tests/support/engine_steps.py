@@ -56,7 +56,7 @@ def check_whole(engine: Engine) -> None:
     assert engine.resident <= (CONTEXT if between_turns else engine.budget)
     assert (np.diff(held) > 0).all()
     ids = engine.ledger.column("token_id")[held].tolist()
-    for layer in range(len(engine.cache.layers) if len(held) else 0):
+    for layer in range(len(engine.cache.row_layers) if len(held) else 0):
         for view in (engine.cache.layer_keys, engine.cache.layer_values):
             assert view(layer)[0, 0, :, 0].tolist() == ids
 

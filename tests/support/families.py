@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from sirchat.memory.cache import BoundedCache, LayerRotation
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.surprisal import PassResult
 
@@ -126,6 +127,27 @@ HELD: dict[str, tuple[str, dict[str, Any]]] = {
 LATENT = {"deepseek-mla", "deepseek-v2", "minicpm3", "longcat-flash", "youtu", "axk1"}
 """Those of them with compressed keys."""
 
+_MIXED = ["linear_attention", "full_attention"] * 2
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "layer_types": _MIXED,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "bamba": {"attn_layer_indices": [1, 3], **_MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+}
+"""Families with attention layers beside others that have a state: model type -> config."""
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", _GPT2, "no known rotation"),
     "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "no known rotation"),
@@ -134,19 +156,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"d_model": 64, "decoder_attention_heads": 4, "decoder_layers": 4, "decoder_ffn_dim": 64},
         "positions",
     ),
-    "mamba": ("mamba", {"state_size": 4}, "linear_attention"),
+    "mamba": ("mamba", {"state_size": 4}, "no attention layers"),
     "mamba2": (
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 4},
-        "linear_attention",
+        "no attention layers",
     ),
-    "jamba": ("jamba", {}, "linear_attention"),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
-    "qwen3-next": ("qwen3_next", {"head_dim": 16, **_MOE}, "linear_attention"),
     "recurrent-gemma": (
         "recurrent_gemma",
         {"head_dim": 16, "lru_width": 64},
-        "linear_attention",
+        "no known rotation",
     ),
     "rwkv": ("rwkv", {}, "no keys and values per token"),
 }

@@ -49,7 +49,7 @@ def bench_memory(profile: Profile) -> list[MemoryMeasure]:
     cache = model.new_cache(budget)
     model.forward([0], cache)  # reads all weights, allocates the cache
     after_weights = resident_memory()
-    for layer in cache.layers:
+    for layer in cache.row_layers:
         for tensor in layer.tensors:
             if tensor.buffer is not None:
                 tensor.buffer.fill_(0)  # the system gives memory when it is first written

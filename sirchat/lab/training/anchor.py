@@ -41,8 +41,8 @@ from sirchat.lab.training.anchor_trainer import (
     collate,
 )
 from sirchat.lab.training.losses import LossHistory, checkpoint_losses
-from sirchat.models.model import gguf_parts, unloadable
-from sirchat.models.names import locate
+from sirchat.models.model import gguf_parts
+from sirchat.models.names import locate, unloadable
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 

@@ -259,7 +259,7 @@ def observed(
     with states.recorded():
         model.read(ids, cache)
     cache.commit(count)
-    counted = AttentionStatsConfig(0).counted_layers(len(cache.layers), model.sliding_layers)
+    counted = AttentionStatsConfig(0).counted_layers(len(cache.row_layers), model.sliding_layers)
     highest = HighestWeights(counted, torch.arange(count))
     model.read([*request, *ids], cache, observer=highest)
     received = highest.mean()

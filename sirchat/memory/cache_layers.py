@@ -1,0 +1,240 @@
+"""The layers of the KV cache: with rows of keys and values, with a state, or with both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from sirchat.memory.rope import Rotation
+
+LayerKind = tuple[bool, int]
+"""Whether a layer has keys and values, and its number of recurrent or convolution states."""
+
+CacheState = tuple[dict[tuple[str, int], Tensor], ...]
+"""Tensors of each layer with a state, by kind and number; they are never changed in place."""
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """The kind of each layer of a model, as transformers' own cache has it."""
+    return [
+        (
+            isinstance(layer, CacheLayerMixin),
+            layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+        )
+        for layer in DynamicCache(config=config).layers
+    ]
+
+
+@dataclass
+class Cursor:
+    """Numbers of rows, shared by all layers: in use, allocated, and written by the last pass."""
+
+    length: int
+    capacity: int
+    written: int = 0
+
+
+@dataclass(frozen=True)
+class LayerRotation:
+    """The rotary position embedding of a layer's keys and of its values; None if they have none."""
+
+    key: Rotation | None
+    value: Rotation | None = None
+
+
+class CachedTensor:
+    """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
+
+    `copies` is 2 for a tensor with rotary positions: copy 0 is what attention reads, copy 1 has the
+    rows as first written. It is 1 for a tensor without a rotation. The buffer's number type is
+    `dtype`; if `dtype` is None, it is the type of the first rows written.
+    """
+
+    def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
+        self.rotation = rotation
+        self._dtype = dtype
+        self.buffer: Tensor | None = None
+
+    def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
+        """Write m new `rows` [1, H, m, D] after the last of n; returns all rows [1, H, n + m, D].
+
+        The result has the dtype of `rows`; it is a view unless the buffer has another dtype.
+        """
+        count = rows.shape[2]
+        end = cursor.length + count
+        if self.buffer is None:
+            self.buffer = self._allocate(cursor, rows)
+        if end > self.buffer.shape[3]:  # `narrow` would fail too, but not name the limit
+            raise RuntimeError(f"the cache has room for {self.buffer.shape[3]} rows, not for {end}")
+        # narrow takes half the time of indexing, and this runs for every token and layer
+        self.buffer.narrow(3, cursor.length, count).copy_(rows)
+        return self.attended.narrow(2, 0, end).to(rows.dtype)
+
+    def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
+        """Move the rows in slots `tail` [t] to the slots from `start` on.
+
+        What attention reads there is computed from the first-written rows, rotated by `cos_sin`.
+        """
+        if self.buffer is None:
+            return
+        end = start + len(tail)
+        rows = self.buffer[-1].index_select(2, tail)  # [1, H, t, D]
+        self.buffer[-1, :, :, start:end] = rows
+        if self.rotation is not None and cos_sin is not None:
+            self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *cos_sin)
+
+    def first_written(self, rows: Tensor) -> Tensor:
+        """The rows in slots `rows` [k] as first written: a copy [H, k, D]."""
+        written = self._written()
+        return written.index_select(2, rows.to(written.device))[0]
+
+    def replace(self, cursor: Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
+        """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
+
+        What attention reads there is `rows` rotated by the cosines and sines `cos_sin`.
+        """
+        count = rows.shape[1]
+        if self.buffer is None:
+            self._allocate(cursor, rows[None])
+        written = self._written()
+        written[0, :, :count] = rows
+        if self.rotation is not None and cos_sin is not None:
+            self.attended[0, :, :count] = self.rotation.apply(written[0, :, :count], *cos_sin)
+
+    def insert(
+        self, start: int, end: int, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Write `rows` [H, k, D], rotated by `cos_sin`, to the slots from `start` on.
+
+        Before that, the rows in slots `start` to `end` - 1 move up by k. The rotated rows are also
+        stored as the first-written ones.
+        """
+        count, written = rows.shape[1], self._written()
+        written[:, :, start + count : end + count] = written[:, :, start:end].clone()
+        if self.rotation is not None and cos_sin is not None:
+            rows = self.rotation.apply(rows, *cos_sin).to(rows.dtype)
+            self.attended[0, :, start : start + count] = rows
+        written[0, :, start : start + count] = rows
+
+    def grow(self, cursor: Cursor) -> None:
+        """Allocate a buffer for `cursor.capacity` rows, and copy the rows in use to it."""
+        if self.buffer is None:
+            return
+        copies, batch, heads, _, dims = self.buffer.shape
+        grown = self.buffer.new_empty((copies, batch, heads, cursor.capacity, dims))
+        grown[:, :, :, : cursor.length] = self.buffer[:, :, :, : cursor.length]
+        self.buffer = self._use(grown)
+
+    def _allocate(self, cursor: Cursor, rows: Tensor) -> Tensor:
+        """Allocate the buffer; it gets its heads H, dimensions D and dtype from `rows`."""
+        copies = 1 if self.rotation is None else 2
+        shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
+        self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
+        return self.buffer
+
+    def _written(self) -> Tensor:
+        """The buffer's copy of the rows as first written [1, H, capacity, D]: a view."""
+        if self.buffer is None:
+            raise LookupError("this layer has not been written yet")
+        return self.buffer[-1]
+
+    def _use(self, buffer: Tensor) -> Tensor:
+        self.attended = buffer[0]  # [1, H, capacity, D]
+        return buffer
+
+
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """One layer's keys and values. A sliding-window layer stores every row, like the others."""
+
+    is_sliding = False
+
+    def __init__(self, cursor: Cursor, rotation: LayerRotation, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.cursor = cursor
+        self.tensors = (CachedTensor(rotation.key, dtype), CachedTensor(rotation.value, dtype))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.tensors
+        self.cursor.written = key_states.shape[2]
+        return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.cursor.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cursor.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """One layer's recurrent and convolution states, without keys and values."""
+
+    def copy_state(self) -> dict[tuple[str, int], Tensor]:
+        """A copy of the states that were written."""
+        kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
+        return {
+            (kind, number): tensor.clone()
+            for kind, states in kinds.items()
+            for number, tensor in states.items()
+            if tensor is not None and self.has_previous_state[number]
+        }
+
+    def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
+        """Continue from a copy of `state`."""
+        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
+        for (kind, number), tensor in state.items():
+            getattr(self, f"{kind}_states")[number] = tensor.clone()
+            getattr(self, f"is_{kind}_states_initialized")[number] = True
+            self.has_previous_state[number] = True
+            if kind == "conv":
+                self.conv_kernel_size[number] = tensor.shape[-1]
+                self.dtype, self.device = tensor.dtype, tensor.device
+
+
+class RowAndStateLayer(StateLayer, RowLayer):
+    """One layer with both: keys and values, and states."""
+
+    def __init__(self, states: int, *args: Any) -> None:
+        RowLayer.__init__(self, *args)
+        LinearAttentionCacheLayerMixin.__init__(self, states)
+
+
+def new_layers(
+    kinds: list[LayerKind] | None,
+    cursor: Cursor,
+    rotations: Sequence[LayerRotation],
+    dtype: torch.dtype | None,
+) -> list[Any]:
+    """Empty layers of these kinds; `rotations` has one entry for each layer with rows."""
+    rest, layers = iter(rotations), list[Any]()
+    for has_rows, states in [(True, 0)] * len(rotations) if kinds is None else kinds:
+        of_rows = (cursor, next(rest), dtype) if has_rows else ()
+        if states:
+            layers.append(RowAndStateLayer(states, *of_rows) if has_rows else StateLayer(states))
+        else:
+            layers.append(RowLayer(*of_rows) if has_rows else DummyLayer())
+    return layers
+
+
+def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """The number of each layer with rows among those layers, by its number in the model."""
+    with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
+    return {number: at for at, number in enumerate(with_rows)}

@@ -1,0 +1,278 @@
+"""Chats with hybrid models: attention layers hold tokens, other layers a state that has read all.
+
+What is undone, tried, searched or resumed leaves the state equal to the last bit; what is erased
+leaves no trace in it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from chatting import answer, session
+from families import HYBRIDS, build
+from sirchat.chat.events import Notice
+from sirchat.chat.session import Session
+from sirchat.engine.records import TurnRef
+from sirchat.engine.search import search
+from sirchat.errors import ModelError, SettingError
+from sirchat.memory.cache_layers import CacheState, StateLayer
+from sirchat.memory.ledger import Flag, Role
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.paths import tiny_dir
+from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.store import SessionStore
+
+SMALL: dict[str, Any] = {"budget": 64, "recent": 8, "max_new_tokens": 3, "policy": "entropy"}
+SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(4)]
+KINDS = ("qwen3_next", "lfm2", "bamba", "falcon_h1")
+kinds = pytest.mark.parametrize("name", KINDS)
+fast = pytest.mark.parametrize("name", ["lfm2", "bamba"])
+
+
+@cache
+def hybrid(name: str) -> LoadedModel:
+    """A small hybrid model with random weights and the bundled tokenizer; it never ends a reply."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
+    sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    module = build(name, {**HYBRIDS[name], **sizes})
+    with torch.no_grad():
+        module.get_output_embeddings().weight[:8] = 0.0  # control tokens
+    return wrap_model(name, module, tokenizer)
+
+
+def chat(name: str, *texts: str, **settings: Any) -> Session:
+    made = session(hybrid(name), **{**SMALL, **settings})
+    for text in texts:
+        list(made.ask(text))
+    return made
+
+
+def state(of: Session) -> list[Tensor]:
+    return tensors(of._engine.cache.state)
+
+
+def tensors(found: CacheState) -> list[Tensor]:
+    return [tensor.clone() for layer in found for tensor in layer.values()]
+
+
+def memory(of: Session) -> list[Tensor]:
+    """State, next logits, and keys and values as attention reads them."""
+    engine = of._engine
+    rows = engine.cache.as_read(torch.arange(engine.ledger.held_count))
+    assert engine.logits is not None
+    return [*state(of), engine.logits.clone(), *(one.clone() for one in rows)]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
+
+
+@kinds
+def test_an_undone_turn_leaves_no_trace_in_the_state(name: str) -> None:
+    talk = chat(name, *SAYINGS[:2])
+    before = memory(talk)
+    first = answer(list(talk.ask(SAYINGS[2])))
+    assert not same(state(talk), before[: len(state(talk))])
+    talk.undo()
+    assert same(memory(talk), before)
+    assert answer(list(talk.ask(SAYINGS[2]))) == first
+
+
+@kinds
+def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
+    talk = chat(name, *SAYINGS, recall="mips", recall_n=8)
+    engine = talk._engine
+    assert engine.store.archived, "there is something to search"
+    before = memory(talk)
+    with talk.trial("/retry", {"policy": "sink", "recall": "off"}):
+        list(talk.ask("and now something else"))
+    assert same(memory(talk), before)
+    ids = engine.ledger.column("token_id")[:9].tolist()  # the search reads them, and undoes that
+    found = search(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
+    assert found is not None
+    assert same(memory(talk), before)
+
+
+@fast
+def test_a_retry_continues_from_the_state_before_the_turn(name: str) -> None:
+    talk, fresh = chat(name, *SAYINGS[:2]), chat(name, SAYINGS[0])
+    list(talk.retry(text=SAYINGS[3]))
+    list(fresh.ask(SAYINGS[3]))
+    assert same(memory(talk), memory(fresh))
+
+
+@pytest.mark.parametrize("name", [*KINDS, "jamba"])
+def test_scoring_replies_changes_nothing_and_agrees_with_reading_them(name: str) -> None:
+    talk = chat(name, SAYINGS[0])
+    before = memory(talk)
+    list(talk.read_user("well?"))
+    at_question = memory(talk)
+    scores = talk.score_continuations(["yes it is", "no", ""])
+    assert same(memory(talk), at_question)
+    for score, text in zip(scores, ["yes it is", "no"], strict=False):
+        seen = talk.seen
+        list(talk.read_reply(text))
+        ledger = talk._engine.ledger
+        assert ledger.column("token_id")[seen : seen + len(score.ids)].tolist() == list(score.ids)
+        nats = ledger.column("surprisal")[seen : seen + len(score.ids)]
+        np.testing.assert_allclose(-np.array(score.log_probabilities), nats, rtol=1e-3, atol=1e-3)
+        talk.undo()
+        assert same(memory(talk), before)
+        list(talk.read_user("well?"))
+
+
+@fast
+def test_guessed_tokens_are_not_read(name: str) -> None:
+    on, off = (chat(name, *SAYINGS[:2], lookup=lookup) for lookup in (True, False))
+    assert not on._engine._may_look_ahead
+    assert same(memory(on), memory(off))
+
+
+@fast
+def test_a_pass_that_fails_leaves_the_state(name: str) -> None:
+    talk, plain = chat(name, SAYINGS[0]), chat(name, SAYINGS[0])
+    handle = hybrid(name).module.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(talk.ask(SAYINGS[1]))
+    handle.remove()
+    talk.undo()
+    for one in (talk, plain):
+        list(one.ask(SAYINGS[2]))
+    assert same(memory(talk), memory(plain))
+
+
+@fast
+def test_a_second_reading_for_a_policy_leaves_the_state(name: str) -> None:
+    again, plain = (chat(name, *SAYINGS[:2], policy=p, budget=900) for p in ("kvzip", "entropy"))
+    assert again._engine.ledger.attention.repeat is not None
+    assert same(memory(again), memory(plain))
+
+
+@fast
+def test_how_much_attention_a_reply_paid_is_not_told(name: str) -> None:
+    talk = chat(name, SAYINGS[0])
+    before = memory(talk)
+    assert talk.attention_paid(1).shares is None
+    assert same(memory(talk), before)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def resumed(talk: Session, **settings: Any) -> Session:
+    """The same chat, saved and resumed."""
+    saved = Autosave(talk)
+    saved.update()
+    assert saved._store is not None
+    path = saved._store.path
+    saved.close()
+    again = session(talk.model, **{**SMALL, **settings})
+    with SessionStore.open(path) as store:
+        resume_session(again, store)
+    return again
+
+
+@kinds
+def test_a_resumed_chat_continues_from_the_same_state(name: str, home: Path) -> None:
+    talk = chat(name, *SAYINGS[:3], save_kv="on")
+    again = resumed(talk)
+    assert same(memory(again), memory(talk))
+    replies = [answer(list(one.ask(SAYINGS[3]))) for one in (talk, again)]
+    assert replies[0] == replies[1]
+    assert same(memory(again), memory(talk))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "jamba"])
+def test_without_saved_keys_the_whole_text_is_read_again_for_the_state(
+    name: str, home: Path
+) -> None:
+    talk = chat(name, SAYINGS[0], save_kv="off")
+    again = resumed(talk, save_kv="off")
+    for ours, theirs in zip(state(again), state(talk), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    again = resumed(chat(name, *SAYINGS, save_kv="off"), save_kv="off")
+    assert again.resident < again.seen, "evicted tokens are read, too"
+    rebuilt = state(again)
+    again._engine.rebuild_state()
+    assert same(state(again), rebuilt)
+
+
+@kinds
+def test_what_is_erased_leaves_no_trace_in_the_state(name: str) -> None:
+    """Two chats that differ in one word are the same after the word is erased."""
+    talks = [chat(name, "my name is X", f"and {word} it is, so be it") for word in ("9", "7")]
+    assert not same(*map(state, talks))
+    for talk, word in zip(talks, ("9", "7"), strict=True):
+        talk._now.turns = talk._now.turns[:3]
+        talk.undo()
+        list(talk.read_user(f"and {word} it is, so be it"))
+        talk.erase(word)
+    assert same(*map(state, talks))
+    engine = talks[0]._engine
+    left = np.flatnonzero(engine.ledger.column("flags") & np.uint8(Flag.ERASED) == 0)
+    assert len(left) < engine.ledger.seen
+    fresh = hybrid(name).new_cache(len(left))
+    hybrid(name).forward(engine.ledger.column("token_id")[left].tolist(), fresh)
+    fresh.commit(len(left))
+    for ours, theirs in zip(state(talks[0]), tensors(fresh.state), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@fast
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "h2o"},
+        {"recall": "attention", "recall_n": 8},
+        {"recall": "attention", "recall_n": 8, "recall_scope": "layer"},
+        {"recall": "hybrid", "recall_n": 8},
+    ],
+    ids=str,
+)
+def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any]) -> None:
+    talk = chat(name, *SAYINGS, "and now?", **settings)
+    assert talk.resident <= talk.budget < talk.seen, "some were evicted"
+    layers = len(talk.model.rotations)
+    assert layers == len(talk._engine.cache.row_layers)
+    assert all(one.isfinite().all() for one in memory(talk))
+    if settings.get("policy") == "h2o":
+        held = talk._engine.ledger.held_positions
+        assert (talk._engine.ledger.attention.totals(held, 0.0)[:-1] > 0).all()
+    else:
+        assert talk._engine.contents.recalled == 8
+
+
+def test_the_start_says_that_evicted_tokens_leave_a_trace() -> None:
+    said = [one.text for one in chat("lfm2").start() if isinstance(one, Notice)]
+    assert any("a token that is evicted still has left its trace there" in text for text in said)
+
+
+def test_a_policy_that_hides_tokens_from_attention_is_refused() -> None:
+    with pytest.raises(SettingError, match="policy can't be anchor: lfm2 has layers with a state"):
+        chat("lfm2", policy="anchor")
+    with pytest.raises(SettingError, match="/set: policy can't be anchor"):
+        chat("lfm2").switch("/set", policy="anchor")
+
+
+def test_a_model_that_continues_token_by_token_is_found() -> None:
+    """Jamba's layers begin a new state if several tokens are read at once."""
+    assert hybrid("jamba").reads_singly
+    assert not any(hybrid(name).reads_singly for name in KINDS)
+
+
+def test_a_model_whose_state_cant_be_copied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateLayer, "copy_state", lambda self: {})
+    module = hybrid("lfm2").module
+    with pytest.raises(ModelError, match="the state of its recurrent layers can't be continued"):
+        wrap_model("lfm2", module, None)

@@ -1,0 +1,112 @@
+"""Recurrent and convolution layers in the cache: their state, beside the rows of attention."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from families import HYBRIDS, build
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import LayerRotation, layer_kinds, layer_numbers
+from sirchat.models.probe import cache_argument
+
+IDS = [(37 * at + at // 3) % 120 + 3 for at in range(30)]
+hybrids = pytest.mark.parametrize("name", HYBRIDS)
+
+
+@cache
+def model(name: str) -> Any:
+    return build(name, HYBRIDS[name])
+
+
+def new_cache(name: str) -> BoundedCache:
+    kinds = layer_kinds(model(name).config)
+    return BoundedCache([LayerRotation(None)] * len(layer_numbers(kinds)), 64, kinds=kinds)
+
+
+@torch.inference_mode()
+def write(name: str, kv_cache: Any, ids: list[int]) -> Tensor:
+    """Logits [m, V] of a pass that has not been committed."""
+    if isinstance(kv_cache, BoundedCache):
+        kv_cache.begin_pass()
+    start = kv_cache.get_seq_length()
+    given = cache_argument(model(name), kv_cache)
+    # Bamba does not count what the cache holds: without positions each pass would begin at 0
+    given["position_ids"] = torch.arange(start, start + len(ids))[None]
+    logits: Tensor = model(name)(input_ids=torch.tensor([ids]), use_cache=True, **given).logits[0]
+    return logits
+
+
+def read(name: str, kv_cache: BoundedCache, ids: list[int]) -> Tensor:
+    logits = write(name, kv_cache, ids)
+    kv_cache.commit(len(ids))
+    return logits
+
+
+@hybrids
+def test_logits_equal_those_over_transformers_own_cache(name: str) -> None:
+    ours, theirs = new_cache(name), DynamicCache(config=model(name).config)
+    assert ours.state, "the model has recurrent or convolution layers"
+    for start, end in ((0, 20), (20, 27), (27, 28), (28, 29)):
+        expected = write(name, theirs, IDS[start:end])
+        torch.testing.assert_close(read(name, ours, IDS[start:end]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "jamba"])
+def test_reading_in_pieces_gives_the_logits_of_one_pass(name: str) -> None:
+    pieces, whole = new_cache(name), new_cache(name)
+    logits = [read(name, pieces, IDS[at:to]) for at, to in ((0, 2), (2, 15), (15, 16), (16, 30))]
+    torch.testing.assert_close(torch.cat(logits), read(name, whole, IDS), rtol=1e-4, atol=1e-4)
+
+
+def test_jamba_continues_one_token_at_a_time() -> None:
+    """Its layers in transformers begin a new state if several tokens are read at once."""
+    pieces, whole = new_cache("jamba"), new_cache("jamba")
+    logits = [read("jamba", pieces, one) for one in (IDS[:12], *([token] for token in IDS[12:]))]
+    torch.testing.assert_close(torch.cat(logits), read("jamba", whole, IDS), rtol=1e-4, atol=1e-4)
+
+
+@hybrids
+def test_a_pass_that_is_not_committed_leaves_no_trace(name: str) -> None:
+    disturbed, plain = new_cache(name), new_cache(name)
+    write(name, disturbed, IDS[9:])
+    for start, end in ((0, 12), (12, 13), (13, 30)):
+        got = read(name, disturbed, IDS[start:end])
+        assert torch.equal(got, read(name, plain, IDS[start:end]))
+        write(name, disturbed, IDS[:5])
+        write(name, disturbed, IDS[:1])
+
+
+@hybrids
+def test_a_state_that_was_kept_is_restored_bit_for_bit(name: str) -> None:
+    kv_cache = new_cache(name)
+    read(name, kv_cache, IDS[:12])
+    before = kv_cache.state
+    first = read(name, kv_cache, IDS[12:20]), read(name, kv_cache, IDS[20:21])
+    kv_cache.keep(torch.arange(12))
+    kv_cache.state = before
+    again = read(name, kv_cache, IDS[12:20]), read(name, kv_cache, IDS[20:21])
+    assert all(map(torch.equal, first, again))
+
+
+def test_eviction_leaves_the_state_as_it_is() -> None:
+    kv_cache = new_cache("lfm2")
+    read("lfm2", kv_cache, IDS)
+    before = [{key: one.clone() for key, one in layer.items()} for layer in kv_cache.state]
+    kv_cache.keep(torch.tensor([0, 3, 29]))
+    for layer, then in zip(kv_cache.state, before, strict=True):
+        assert all(torch.equal(layer[key], then[key]) for key in then)
+    assert len(kv_cache.row_layers) == 2, "of four layers; only these are counted"
+    assert kv_cache.layer_keys(1).shape[2] == kv_cache.length == 3
+
+
+def test_part_of_a_pass_can_not_be_committed() -> None:
+    kv_cache = new_cache("lfm2")
+    write("lfm2", kv_cache, IDS[:5])
+    with pytest.raises(RuntimeError, match="as a whole"):
+        kv_cache.commit(4)
