@@ -11,6 +11,16 @@ from sirchat.engine.records import EngineCheckpoint
 UNDO_DEPTH = 64
 """The most user turns that can be undone; if the archive is off, only the last one can be."""
 
+UNDO_STATE_BYTES = 1 << 28
+"""The most memory for the states that a hybrid model needs to undo turns."""
+
+
+def undo_depth(has_archive: bool, state_bytes: int) -> int:
+    """How many user turns can be undone; `state_bytes` is the size of one state of the model."""
+    if not has_archive:
+        return 1
+    return max(1, min(UNDO_DEPTH, UNDO_STATE_BYTES // max(1, state_bytes)))
+
 
 @dataclass
 class TurnStats:

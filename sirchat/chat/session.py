@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sirchat.chat.conversation import UNDO_DEPTH, Conversation, Turn, TurnStats, UndoPoint
+from sirchat.chat.conversation import Conversation, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, RecalledTurn, TokenRow, Undone
 from sirchat.chat.last_reply import AttentionPaid, Reply, attention_paid, reply_at_end
@@ -234,7 +234,7 @@ class Session:
         self._check_room(ids, system)
         checkpoint = self._engine.checkpoint()
         point = UndoPoint.of(self._now, checkpoint, text, self.profile.pin_system, self.budget)
-        depth = UNDO_DEPTH if self.profile.archive != "off" else 1
+        depth = undo_depth(self.profile.archive != "off", self._engine.cache.state_nbytes)
         self._undo_points = [*self._undo_points, point][-depth:]
         if system is not None:
             yield from self._read_system(system)

@@ -139,8 +139,12 @@ class BoundedCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         """Size of all buffers, in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
-        buffers += [tensor for layer in self._state for tensor in layer.values()]
-        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+        return sum(b.nbytes for b in buffers if b is not None) + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Size of the state of the recurrent and convolution layers, in bytes."""
+        return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
         """Add to the held rows the `count` rows that a forward pass has written after them.

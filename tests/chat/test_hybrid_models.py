@@ -6,6 +6,7 @@ leaves no trace in it.
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 64, "recent": 8, "max_new_tokens": 3, "policy": "entropy"}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(4)]
+SEEDS = 3  # random sessions a model
 KINDS = ("qwen3_next", "lfm2", "bamba", "falcon_h1")
 kinds = pytest.mark.parametrize("name", KINDS)
 fast = pytest.mark.parametrize("name", ["lfm2", "bamba"])
@@ -99,6 +101,66 @@ def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
     found = search(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
     assert found is not None
     assert same(memory(talk), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(HYBRIDS))
+def test_random_sessions_are_exact(name: str) -> None:
+    """Undo and resumption to the last bit; keys as computed where written, and moved once."""
+    for seed in range(SEEDS):
+        draw, talk = random.Random(seed), chat(name, SAYINGS[0])
+        before: list[list[Tensor]] = []
+        for _ in range(14):
+            what = draw.choice(["say", "say", "say", "undo", "set", "recall", "resume"])
+            if what == "say":
+                before = [*before, memory(talk)]
+                list(talk.ask(draw.choice(SAYINGS)))
+            elif what == "undo" and before:
+                talk.undo()
+                settings = {"policy": "entropy", "budget": 64, "recall": "off"}
+                if all(getattr(talk.profile, key) == value for key, value in settings.items()):
+                    assert same(memory(talk), before[-1])
+                assert same(state(talk), before.pop()[: len(state(talk))])
+            elif what == "set":
+                changes = [
+                    {"policy": "sink"},
+                    {"policy": "entropy"},
+                    {"budget": 48},
+                    {"budget": 64},
+                ]
+                talk.switch("/set", **draw.choice(changes))
+            elif what == "recall":
+                talk.switch("/recall", recall=draw.choice(["words", "off"]), recall_n=8)
+            elif what == "resume":
+                was = memory(talk)
+                talk = copied(talk)
+                assert same(memory(talk), was)
+                before = []
+            assert talk.resident <= talk.budget
+            assert_moved_once(talk)
+
+
+def copied(talk: Session) -> Session:
+    """The same chat in another session."""
+    made = Session(talk.model, talk.profile)
+    received = talk.attention(np.arange(talk.seen))
+    made.load(talk.save(), talk.conversation, talk.rows(), received)
+    return made
+
+
+def assert_moved_once(talk: Session) -> None:
+    """Every key that attention reads is the one first written, rotated once to where it is."""
+    cache, held = talk._engine.cache, talk._engine.ledger.held_positions
+    first = cache.first_written(torch.arange(len(held)), held)
+    slots = torch.arange(len(held))
+    for layer, both in enumerate(talk.model.rotations):
+        read = cache.layer_keys(layer)[0], cache.layer_values(layer)[0]
+        for which, rotation in enumerate((both.key, both.value)):
+            written = first.tensors[2 * layer + which]
+            if rotation is not None:
+                moves = rotation.cos_sin(torch.from_numpy(first.written_at), slots)
+                written = rotation.apply(written, *moves)
+            torch.testing.assert_close(read[which], written, rtol=1e-4, atol=1e-5)
 
 
 @fast

@@ -9,6 +9,7 @@ import torch
 
 from cache_contents import state
 from chatting import answer, babbler, session
+from sirchat.chat.conversation import undo_depth
 from sirchat.chat.events import TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, UndoError
@@ -158,3 +159,8 @@ def test_the_system_prompt_of_then_is_in_force_again() -> None:
     pinned = [row.text for row in chat.snapshot().rows if "pinned" in row.flags]
     assert "loud" in "".join(pinned)
     assert "brief" not in "".join(pinned)
+
+
+def test_fewer_turns_can_be_undone_where_each_needs_a_large_state() -> None:
+    assert [undo_depth(True, size) for size in (0, 1000, 100 << 20, 1 << 40)] == [64, 64, 2, 1]
+    assert undo_depth(False, 0) == 1, "without an archive, only the last turn"
