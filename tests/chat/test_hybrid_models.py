@@ -122,13 +122,8 @@ def test_random_sessions_are_exact(name: str) -> None:
                     assert same(memory(talk), before[-1])
                 assert same(state(talk), before.pop()[: len(state(talk))])
             elif what == "set":
-                changes = [
-                    {"policy": "sink"},
-                    {"policy": "entropy"},
-                    {"budget": 48},
-                    {"budget": 64},
-                ]
-                talk.switch("/set", **draw.choice(changes))
+                policy, budget = draw.choice(["sink", "entropy"]), draw.choice([48, 64])
+                talk.switch("/set", policy=policy, budget=budget)
             elif what == "recall":
                 talk.switch("/recall", recall=draw.choice(["words", "off"]), recall_n=8)
             elif what == "resume":
