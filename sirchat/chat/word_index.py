@@ -10,8 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -52,10 +51,10 @@ class TurnIndex(ABC):
         """Remove the last text of the index; it must be `text`."""
 
     @abstractmethod
-    def _rarity(self, term: str) -> int:
-        """Number of texts that contain a term."""
+    def _turns_with(self, term: str) -> Sequence[int]:
+        """The numbers of the texts that contain a term, ascending."""
 
-    def shared(self, turns: Iterable[int], wanted: str) -> dict[int, tuple[str, ...]]:
+    def shared(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
         """By turn, up to three words of `wanted` that the turn has too, in the same or a like form.
 
         The rarest word comes first; of equally rare words, the longest. Words that at least a fifth
@@ -63,15 +62,19 @@ class TurnIndex(ABC):
         a turn that has none of the words, those that the turns beside it have are named.
         """
         asked = {word: terms_of(word) for word in _WORD.findall(wanted)}
-        terms = cache(lambda turn: frozenset(terms_of(self._texts[turn])))
+        near = np.unique([turn + step for turn in turns for step in (-1, 0, 1)])
+        terms: dict[int, set[str]] = {turn: set() for turn in near.tolist()}
+        for term in {term for own in asked.values() for term in own}:
+            having = np.append(self._turns_with(term), len(self._texts) + 1).astype(np.int64)
+            for turn in near[having[np.searchsorted(having, near)] == near].tolist():
+                terms[turn].add(term)
         found = dict[int, tuple[str, ...]]()
         for turn in turns:
-            beside = range(max(0, turn - 1), min(turn + 2, len(self._texts)))
-            of_all = frozenset[str]().union(*map(terms, beside))
-            found[turn] = self._named(asked, terms(turn)) or self._named(asked, of_all)
+            of_all = terms[turn - 1] | terms[turn] | terms[turn + 1]
+            found[turn] = self._named(asked, terms[turn]) or self._named(asked, of_all)
         return found
 
-    def _named(self, asked: Mapping[str, list[str]], terms: frozenset[str]) -> tuple[str, ...]:
+    def _named(self, asked: Mapping[str, list[str]], terms: Set[str]) -> tuple[str, ...]:
         """Up to three words that have more than half of their terms in `terms`, the rarest first.
 
         `asked` maps each word to its terms.
@@ -80,7 +83,7 @@ class TurnIndex(ABC):
         for word, own in asked.items():
             common = [term for term in own if term in terms]
             if 2 * len(common) > len(own):
-                rarity[word] = min(map(self._rarity, common))
+                rarity[word] = min(len(self._turns_with(term)) for term in common)
         if not rarity:
             return ()
         rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
@@ -139,8 +142,8 @@ class WordIndex(TurnIndex):
         rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
         return (rarity * (counts / (norms + counts))).astype(np.float32)
 
-    def _rarity(self, term: str) -> int:
-        return len(self._found[term].turns)
+    def _turns_with(self, term: str) -> Sequence[int]:
+        return self._found[term].turns if term in self._found else ()
 
     def _add(self, at: int, text: str) -> None:
         terms = terms_of(text)
@@ -281,8 +284,8 @@ class WideIndex(TurnIndex):
             for word in words
         ]
 
-    def _rarity(self, term: str) -> int:
-        return len(self._terms[term].turns)
+    def _turns_with(self, term: str) -> Sequence[int]:
+        return self._terms[term].turns if term in self._terms else ()
 
     def _add(self, at: int, text: str) -> None:
         terms, words = _counted(text)

@@ -36,6 +36,7 @@ class Archive:
         self.limit = limit
         self._files = SegmentFiles(folder) if folder is not None else None
         self._segments: list[Segment | None] = []
+        self._nbytes = 0
         self.clear()
 
     @property
@@ -60,7 +61,7 @@ class Archive:
     @property
     def nbytes(self) -> int:
         """Size of all archived keys and values, in bytes."""
-        return sum(segment.nbytes for segment in self._segments if segment is not None)
+        return self._nbytes
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -203,7 +204,8 @@ class Archive:
             self.index.remove(stored)
 
     def _drop(self, number: int) -> None:
-        self._segments[number] = None
+        segment, self._segments[number] = self._segments[number], None
+        self._nbytes -= segment.nbytes if segment is not None else 0
         if self._files is not None:
             self._files.drop(number)
 
@@ -227,6 +229,7 @@ class Archive:
         if last is None or last.is_full:
             last = Segment(like)
             self._segments.append(last)
+            self._nbytes += last.nbytes
         return last, len(self._segments) - 1
 
     def _grow(self, rows: int) -> None:
