@@ -71,12 +71,25 @@ class Budget:
 
     @property
     def reserve(self) -> int:
-        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall."""
+        """Number of rows of the budget that are set aside for recalled tokens; 0 without recall.
+
+        If its size is automatic, it is 0 while all tokens ever read are held, and from then on
+        until `full_reserve` rows are free, which the next turn sees to.
+        """
+        recall, size = self.settings.recall, self.full_reserve
+        is_fixed = recall is None or recall.n is not None
+        has_evicted = self.ledger.held_count < self.ledger.seen
+        if is_fixed or (has_evicted and self.policy_rows <= self.total - size):
+            return size
+        return 0
+
+    @property
+    def full_reserve(self) -> int:
+        """Number of rows for recalled tokens once the budget is too small for all tokens read."""
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
-        pins = self.pins(self.ledger.held_positions)
-        room = self.total - self.sinks - pins
+        room = self.total - self.sinks - self.pins(self.ledger.held_positions)
         return most_recalled(usual_reserve(room) if recall.n is None else recall.n, room)
 
     @property

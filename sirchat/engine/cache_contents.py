@@ -119,14 +119,18 @@ class CacheContents:
 
         "when-full": none. "before-turn": so many that the turn and a reply of `max_new_tokens` fit
         in the budget. "between-turns": only those above the budget; then the cache is enlarged for
-        the turn and the reply.
+        the turn and the reply. If the turn does not fit beside all that was read, rows are evicted
+        so that the reserve for recalled tokens is free.
         """
         self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
-        if budget.settings.evict == "when-full" or budget.unbounded:
-            return []
-        wanted = budget.policy_budget - (0 if budget.only_between_turns else to_come)
         evicted = list[EvictedRows]()
+        without_reserve = budget.total - budget.full_reserve
+        if self._ledger.seen + count > budget.total and budget.policy_rows > without_reserve:
+            evicted.append(self._keep(without_reserve))
+        if budget.settings.evict == "when-full" or budget.unbounded:
+            return evicted
+        wanted = budget.policy_budget - (0 if budget.only_between_turns else to_come)
         if budget.policy_rows > wanted:
             num_keep = max(wanted, int(self.view(self.round).protected.sum()))
             if num_keep < budget.policy_rows:

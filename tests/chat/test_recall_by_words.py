@@ -99,6 +99,24 @@ def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     assert same(contents(one._engine), then)
 
 
+def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all() -> None:
+    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    while one.seen + 40 < 256:
+        list(one.read_user("My name is Anna."))
+        assert one.resident == one.seen
+    list(one.read_user("Tell me a joke. " * 20))
+    assert one.limits.reserve > 0, "this turn does not fit beside all that was said"
+    assert one.resident - len(one.recalled) <= 256 - one.limits.reserve
+
+
+def test_a_first_message_larger_than_the_budget_has_all_of_it_until_the_next_turn() -> None:
+    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    list(one.read_user("My name is Anna. " * 80))
+    assert one.seen > 256 >= one.resident > 256 - 16, "evicted in small blocks"
+    list(one.read_user("Tell me a joke."))
+    assert one.resident - len(one.recalled) <= 256 - one.limits.reserve < 256
+
+
 def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     one = chat("bm25")
     assert "bert" in ask(one, "Quixbert")

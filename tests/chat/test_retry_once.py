@@ -80,7 +80,7 @@ def test_the_cache_holds_what_it_would_if_the_usual_reply_had_been_that(
 
 
 def test_recall_for_one_reply() -> None:
-    chat = told(budget=72)
+    chat = told("My dog is called Rex.", *SAID[1:3], *SAID[1:], budget=80)
     assert chat.profile.recall == "off"
     reply, (note,) = retried(chat, "recall")
     assert "Rex" in reply
