@@ -325,7 +325,11 @@ def ask(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Ask one question and print only the reply; text from a pipe is put before the question."""
+    """Ask one question and print only the reply; text from a pipe is put before the question.
+
+    All of the text is held, if the model's context and the memory allow; if not all of it is, a
+    line on standard error says how much was read, and how much is held.
+    """
     before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
     ask_once(
         " ".join(question or []),

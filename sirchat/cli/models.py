@@ -86,14 +86,14 @@ def models_list(
     free = free_memory()
 
     def listed(found: FoundModel) -> ListedModel:
-        shape = found.shape
+        shape, is_default = found.shape, found.name == profile.model
         if shape is None or shape.context_length is None:
-            return ListedModel(found, None, None)
+            return ListedModel(found, None, None, is_default=is_default)
         rows = most_rows(profile, found.name, shape.context_length)
         largest = None
         with suppress(ModelError):  # the weights can't be read
             largest = fit_of(found, profile, free).choices[0].largest_budget
-        return ListedModel(found, rows, cache_bytes(shape, profile, rows), largest)
+        return ListedModel(found, rows, cache_bytes(shape, profile, rows), largest, is_default)
 
     rows = [listed(one) for one in find_models(places)]
     if json:
@@ -303,5 +303,6 @@ def _data(one: "ListedModel") -> dict[str, object]:
         "budget": one.budget,
         "kv_cache_bytes": one.cache,
         "largest_budget": one.largest,
+        "default": one.is_default,
         "problem": found.problem,
     }

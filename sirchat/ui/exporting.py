@@ -178,13 +178,13 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
         except NoClipboardError as error:
             if terminal is None:
                 raise
-            why = f"{error.why}: "
+            why = f" ({error.why})"
     if terminal is None:
         raise UsageError("nothing is copied: --osc52 needs a terminal as standard output")
     terminal.write(osc52(text))
     terminal.flush()
     screen.note(
-        f"{why}sent {count} to the terminal for its clipboard; terminals don't confirm copying"
+        f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{why}"
     )
 
 

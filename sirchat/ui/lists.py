@@ -146,12 +146,14 @@ class ListedModel:
     """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it.
 
     `largest` is the largest budget that fits in the free memory: 0 if none does, None if unknown.
+    `is_default` says whether a chat uses this model if none is named.
     """
 
     found: FoundModel
     budget: int | None
     cache: int | None
     largest: int | None = None
+    is_default: bool = False
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
@@ -189,7 +191,7 @@ def in_bytes(size: int | None) -> str:
 def _model_cells(one: ListedModel) -> list[str]:
     shape = one.found.shape
     cells = (
-        one.found.name,
+        one.found.name + " (default)" * one.is_default,
         shape.kind if shape is not None else "?",
         in_bytes(one.found.size),
         _count(shape.context_length if shape is not None else None),

@@ -195,6 +195,7 @@ class Chat:
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
             undo_summaries(self._session)
+            self._screen.note("your last message and its reply are replaced by these")
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _changed(self, text: str) -> str:

@@ -123,6 +123,8 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
         yield Notice("everything was held already, so this is a plain /retry")
     elif asked.settings.get("temperature", session.profile.temperature) == 0:
         yield Notice("at temperature 0 the reply will be the same; try /retry --temperature 0.7")
+    else:
+        yield Notice("the last reply is replaced by this one")
     with temporarily(session, "/retry", asked.settings):
         yield from session.retry(stops)
 

@@ -93,6 +93,11 @@ def test_the_list_says_the_largest_budget_that_fits(folder: Path) -> None:
     assert tiny_line.split()[-1] in ("2,048", "?")
 
 
+def test_the_default_model_is_marked(folder: Path) -> None:
+    lines = run("models", SIRCHAT_MODEL="tiny-anchor", COLUMNS="160").stdout.splitlines()
+    assert [one.split()[0] for one in lines if "(default)" in one] == ["tiny-anchor"]
+
+
 def test_fit_says_what_a_model_takes(folder: Path) -> None:
     shown = run("models", "fit", "tiny").stdout
     for text in ("tiny: llama, 5.0 million weights, context 2,048 tokens", "free memory here: "):

@@ -62,6 +62,7 @@ def test_the_last_message_is_changed_in_the_editor(tmp_path: Path, columns: int)
         chat.ask("My name is Anna.")
         shown = chat.ask("/edit")
         assert "tok/s" in shown
+        assert "your last message and its reply are replaced by these" in " ".join(shown.split())
         assert "Berta" in chat.ask("What is my name?")
         assert kept.read_text().strip() == "600"
         chat.ask("/undo")
@@ -114,6 +115,7 @@ def test_settings_of_a_retry_are_for_one_reply(tmp_path: Path) -> None:
         shown = chat.ask("/retry --temperature 0.9 --top-p 0.9")
         assert "undone" not in shown
         assert "the same" not in shown
+        assert "the last reply is replaced by this one" in shown
         assert "temperature is 0" in chat.ask("/set temperature").replace("0.0", "0")
         assert "--temperature" in chat.ask("/retry --heat 3")
         assert "/retry: temperature" in chat.ask("/retry --temperature hot")
