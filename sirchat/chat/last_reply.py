@@ -142,7 +142,7 @@ def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     if profile.archive == "off":
         raise UsageError(
             "/retry full: the archive is off, so what was evicted can't be restored",
-            hint="/set archive ram archives the tokens that are evicted from now on",
+            hint="after /set archive ram, evicted tokens can be restored",
         )
     to_come = profile.max_new_tokens + len(session.template.closing)
     if session.seen + to_come <= model.context_length:

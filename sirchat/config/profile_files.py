@@ -273,7 +273,9 @@ def set_default(key: str, value: object) -> Path:
         except SettingError:
             is_changed = False
         if not is_changed:
-            raise SettingError(f"{path} can't be changed here", hint=f"write into it: {line}")
+            raise SettingError(
+                f"sirchat can't change {path}", hint=f"write this line into it: {line}"
+            )
         paths.private_dir(path.parent)
         paths.write_private(path, text, replaces=True)
     except OSError as error:

@@ -69,7 +69,7 @@ class StoredTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that can be rounded; experts and embeddings are not."""
+        """Whether it is a matrix that can be quantized; experts and embeddings can't be."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_linear and not self.is_embedding and ".experts." not in self.name
 

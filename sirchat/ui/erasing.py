@@ -77,7 +77,7 @@ class Erasing:
         if others and not request.everywhere:
             which = f"{_lines(others)} of other chats"
             self._screen.note(f"{which} would stay (--everywhere erases such lines)")
-        self._screen.note("later, /undo must read the chat again; to confirm: /erase --yes")
+        self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, request: _Request) -> None:
         """Erase from memory, archive and saved chat, then from the typed lines; print how much."""

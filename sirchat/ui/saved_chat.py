@@ -250,7 +250,7 @@ class SavedChat:
         chats = SessionLines(sessions, self._saving.id, found)
         if self._pick is None or self._screen.terminal is None:
             self._screen.page(draw_sessions(chats, self._screen.width))
-            self._screen.note(f"/load ID goes on with one{more}")
+            self._screen.note(f"/load ID opens one of them{more}")
             return ""
         number = self._pick(len(sessions), chats.of, more)
         if number is None:

@@ -43,7 +43,7 @@ def test_it_is_shown_first_and_done_after_a_yes(chat: Chat) -> None:
     assert shown == (
         "this would erase for good: 4 tokens in turn 0 and 1 typed line "
         "1 typed line of other chats would stay (--everywhere erases such lines) "
-        "later, /undo must read the chat again; to confirm: /erase --yes"
+        "after that, /undo must read the chat again; to confirm: /erase --yes"
     )
     assert (chat.texts, len(chat.session.turns)) == (seen, undoable)
     done = do(chat, "/erase --yes")

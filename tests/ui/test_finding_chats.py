@@ -117,7 +117,7 @@ def test_load_with_words_lists_the_chats_where_nothing_can_be_picked(folder: Pat
     shown = chat.do("/load more of th")
     assert ident in shown
     assert "more of them" in shown
-    assert "/load ID goes on with one" in shown
+    assert "/load ID opens one of them" in shown
     assert not chat.texts
     assert "fewer words find more" in refusal(chat, "/load nobody said this")
     assert "has no word to search for" in refusal(chat, "/load ?!")

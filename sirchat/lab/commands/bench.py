@@ -71,7 +71,8 @@ Quantize = Annotated[
 Compile = Annotated[
     str,
     typer.Option(
-        help="Whether single tokens are read by a compiled program.", metavar="auto|on|off"
+        help="Whether sirchat computes single tokens with a compiled program.",
+        metavar="auto|on|off",
     ),
 ]
 LlamaCppPython = Annotated[

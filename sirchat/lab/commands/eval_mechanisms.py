@@ -117,7 +117,11 @@ def uniformity(
 def retrieval(
     profile: Profile,
     task: Annotated[
-        str, typer.Option(help="What is told and asked for.", metavar="stories-3|facts-12|...")
+        str,
+        typer.Option(
+            help="How many stories or facts are told and asked for.",
+            metavar="stories-3|facts-12|...",
+        ),
     ] = "facts-12",
     limit: Conversations = 200,
     base: Annotated[
@@ -167,7 +171,8 @@ def privacy(
     task: Annotated[
         str,
         typer.Option(
-            help="What is told and asked for.", metavar="facts-12|facts-40|stories-10|..."
+            help="How many stories or facts are told and asked for.",
+            metavar="facts-12|facts-40|stories-10|...",
         ),
     ] = "facts-12",
     limit: Conversations = 100,

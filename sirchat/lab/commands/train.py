@@ -193,8 +193,8 @@ def train_scorer(
     layers: Annotated[
         str,
         typer.Option(
-            help="Layers to predict from, separated by commas; default: three, "
-            "up to 2/3 of the depth.",
+            help="Numbers of the layers whose hidden states the scorer reads, separated by commas; "
+            "default: three layers of the first two thirds.",
             metavar="N,M,...",
         ),
     ] = "",

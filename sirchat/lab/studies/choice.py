@@ -51,7 +51,7 @@ class Question:
 
     @property
     def unlisted(self) -> Question:
-        """This question without listed options, for the scoring `text`; replies are their texts."""
+        """The same question without its list of options; each reply is the text of an option."""
         if not self.texts:
             return self
         return replace(self, text=self.stem, replies=self.texts, stem="", texts=())

@@ -157,7 +157,7 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield numbered stories, then questions about some, sometimes also about an untold one."""
+        """Yield stories with numbers, then questions about some of them, or about one not told."""
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
         while len(self.facts) < count:
