@@ -195,7 +195,9 @@ class EventBuilder:
         if self.engine.settings.attention_stats is None or model.exposes_attention:
             return []
         policy = type(self.engine.settings.policy).__name__.lower()
-        return [Notice(f"{no_attention_reason(model)}; policy {policy} works without them")]
+        return [
+            Notice(f"{no_attention_reason(model)}; policy {policy} works without attention weights")
+        ]
 
     def problems(self) -> list[Notice]:
         """Notices of errors of the archive since the last call; the chat goes on after them."""

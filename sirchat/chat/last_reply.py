@@ -105,10 +105,10 @@ def attention_paid(
 
 
 def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...]] | None:
-    """The turn before turn `asked` that shares the most words with it: its index and these words.
+    """Of all turns before turn `asked`, the one with the most words in common: index and words.
 
-    Rare words count more, and come first; common English words do not count. For a turn that ends
-    with a question mark, the score is halved. None if no earlier turn shares a word.
+    Rare words count more, and come first; common English words do not count. A turn that ends with
+    a question mark counts half. None if no earlier turn shares a word.
     """
     texts = [_telling(turn.text) for turn in turns[:asked]]
     wanted = _telling(turns[asked].text)

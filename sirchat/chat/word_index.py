@@ -55,11 +55,11 @@ class TurnIndex(ABC):
         """The numbers of the texts that contain a term, ascending."""
 
     def shared(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
-        """By turn, up to three words of `wanted` that the turn has too, in the same or a like form.
+        """For each turn, up to three words of `wanted` that it has, in the same or a similar form.
 
         The rarest word comes first; of equally rare words, the longest. Words that at least a fifth
-        of the turns have are left out, unless there is no other word: then the rarest is named. For
-        a turn that has none of the words, those that the turns beside it have are named.
+        of the turns have are left out, unless there is no other word: then the rarest is returned.
+        If a turn has none of the words, the words of the turns before and after it count, too.
         """
         asked = {word: terms_of(word) for word in _WORD.findall(wanted)}
         near = np.unique([turn + step for turn in turns for step in (-1, 0, 1)])

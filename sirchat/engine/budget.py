@@ -206,8 +206,8 @@ class Budget:
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
         """The index (exclusive) at which a chunk of ids that begins at index `start` must end.
 
-        It is `end`; but if the policy evicts rows after each anchor, and an anchor comes before
-        `end`, the chunk ends right after this anchor. `flags` are those of all ids to read.
+        It is `end`, unless the policy evicts each time that it has read an anchor, and there is an
+        anchor before `end`: then it is right after the anchor. `flags` has the flags of every id.
         """
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)

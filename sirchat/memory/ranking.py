@@ -84,7 +84,7 @@ class ArchiveSearch:
         return retriever(self.recall.retriever)
 
     def all(self) -> Ranked:
-        """The scores of all rows at the positions `archived`."""
+        """The scores of all rows whose positions are in `self.archived`."""
         scores = self.retriever.score(self._candidates(self.archived))
         return Ranked(self.archived, self._finished(scores, self.archived))
 

@@ -2,7 +2,8 @@
 
 It reads the graph, pickled by `compiled_step.without_weights`, from standard input, and writes the
 program to FILE. N is its niceness: the higher, the lower its priority. It ends when the process
-that started it ends.
+that started it ends. Its exit status is 0, or `TEMPORARY` if the disk is full or memory is short,
+or 1 if this program can't be compiled.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
+
+UNFINISHED = "making-"
+"""How the names of folders begin in which programs are made."""
+
+TEMPORARY = 75
+"""Exit status for an error that another start may not meet."""
+
+_TEMPORARY_ERRORS = ("No space left", "Killed", "memory", "Read-only", "Permission denied", "quota")
 
 
 def main(path: Path, niceness: int) -> None:
     """Compile the graph read from standard input; the file `path` appears only when complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     give_way(niceness)
-    folder = tempfile.mkdtemp(prefix="making-", dir=path.parent)
+    folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, lambda *_: _end(folder))
     watch = threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True)
@@ -32,8 +42,20 @@ def main(path: Path, niceness: int) -> None:
 
         build(sys.stdin.buffer.read(), Path(folder) / path.name)
         os.replace(Path(folder) / path.name, path)
+    except Exception as error:
+        if is_temporary(error):
+            traceback.print_exc()
+            sys.exit(TEMPORARY)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_temporary(error: Exception) -> bool:
+    """Whether an error, or a compiler's message in it, tells of a full disk or short memory."""
+    if isinstance(error, OSError | MemoryError):
+        return True
+    return any(text in str(error) for text in _TEMPORARY_ERRORS)
 
 
 def give_way(niceness: int) -> None:

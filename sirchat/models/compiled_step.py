@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,17 @@ from torch import Tensor, nn
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.packed import GROUP
 
+_DIGEST = 32  # bytes of a SHA-256, at the end of a program's file
 _CACHED = 8  # rows of the cache in the example that a program is made and checked with
 _TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong program are near 1
+
+
+class DamagedProgramError(Exception):
+    """The file of a program is not complete, or was changed."""
+
+
+class WrongProgramError(Exception):
+    """A program computes other logits than the model."""
 
 
 class CompiledStep:
@@ -30,19 +40,23 @@ class CompiledStep:
         path: the program, as `build` writes it.
         graph: a `StepGraph`; its weights are used.
 
-    Raises RuntimeError if the program can't be loaded, or computes other logits than `graph`.
+    Raises DamagedProgramError if the file is not as `build` wrote it, WrongProgramError if it
+    computes other logits than `graph`, and any other error if it can't be loaded here and now.
     """
 
     def __init__(self, path: Path, graph: nn.Module) -> None:
-        # The public `aoti_load_package` reads the shape of its arguments anew in every call.
-        self._program: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        written = path.read_bytes()  # loading a file that is cut off can kill the process
+        if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
+            raise DamagedProgramError
+        # Unlike `aoti_load_package`, this needs no temporary files.
+        self._program: Any = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
         weights = graph.state_dict(prefix="step.")
         # The only other constant is the size of the groups, an argument of the four-bit products.
         self._weights = {
-            name: weights.get(name, torch.tensor(GROUP))
-            for name in self._program.get_constant_fqns()
+            name: weights.get(original, torch.tensor(GROUP))
+            for name, original in self._program.get_constant_names_to_original_fqns().items()
         }
-        self._program.load_constants(self._weights, False, True, True, False)  # not copied
+        self._program.update_constant_buffer(self._weights, False, True, True)  # not copied
         self._check(graph)
 
     def fits(self, cache: BoundedCache) -> bool:
@@ -57,7 +71,7 @@ class CompiledStep:
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
-        logits, states = self._program.boxed_run([x, cos, sin, held, *buffers])
+        logits, states = self._program.run([x, cos, sin, held, *buffers])
         return logits, states
 
     @torch.inference_mode()
@@ -68,13 +82,13 @@ class CompiledStep:
             one.copy_(0.1 * torch.randn(one.shape, generator=generator))
         copied = copy.deepcopy(inputs)
         wanted = _Exported(graph)(*inputs)
-        found = self._program.boxed_run([*copied[:4], *copied[4], *copied[5]])
+        found = self._program.run([*copied[:4], *copied[4], *copied[5]])
         for one, other in zip((*found, *copied[5]), (*wanted, *inputs[5]), strict=True):
             if not other.numel():  # no layer is scored
                 continue
             error = (one - other).norm() / other.norm()
             if not error < _TOLERANCE:  # NaN, too
-                raise RuntimeError(
+                raise WrongProgramError(
                     f"the logits of the compiled step and of the model differ by {error:.2g}"
                 )
 
@@ -84,7 +98,7 @@ def program_name(graph: nn.Module) -> str:
     weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
     about = repr((str(graph), weights, machine))
-    return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.pt2"
+    return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
 
 
 def without_weights(graph: nn.Module) -> bytes:
@@ -97,7 +111,8 @@ def without_weights(graph: nn.Module) -> bytes:
 def build(pickled: bytes, path: Path) -> None:
     """Compile the graph that `pickled` contains into the file `path`; takes about a minute.
 
-    Unpickling can run code, so `pickled` must come from sirchat itself.
+    The file is a shared library with its SHA-256 at the end. Unpickling can run code, so `pickled`
+    must come from sirchat itself.
     """
     graph: nn.Module = pickle.loads(pickled)
     graph = graph.to_empty(device="cpu").requires_grad_(False)
@@ -120,9 +135,14 @@ def build(pickled: bytes, path: Path) -> None:
         "aot_inductor.precompile_headers": False,  # such headers would serve this program alone
         "cpp.dynamic_threads": True,  # as many as the process has when the program runs
     }
+    package = path.with_suffix(".pt2")
     torch._inductor.aoti_compile_and_package(
-        program, package_path=str(path), inductor_configs=options
+        program, package_path=str(package), inductor_configs=options
     )
+    with zipfile.ZipFile(package) as files:
+        (library,) = (name for name in files.namelist() if name.endswith(".so"))
+        code = files.read(library)
+    path.write_bytes(code + hashlib.sha256(code).digest())
 
 
 class _Exported(nn.Module):

@@ -11,16 +11,25 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.compiled_step import CompiledStep, program_name, without_weights
+from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
+from sirchat.models.compiled_step import (
+    CompiledStep,
+    DamagedProgramError,
+    WrongProgramError,
+    program_name,
+    without_weights,
+)
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, load_model
 from sirchat.models.progress import Progress
-from sirchat.paths import abbreviated, compiled_dir, private_dir
+from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
 
 Compile = Literal["auto", "on", "off"]
 """Whether single tokens are read by a compiled step.
@@ -28,6 +37,8 @@ Compile = Literal["auto", "on", "off"]
 `auto` uses the compiled program if it exists; if not, a chat compiles it in the background. `on`
 compiles a missing program before the start; `off` uses none.
 """
+
+_LEFT_AFTER = 3600  # seconds after which an unfinished program is one that was given up
 
 
 def load_model_of(
@@ -69,7 +80,8 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
             hint="choose --compile auto, which compiles only if possible",
         )
     path = _path(step)
-    if not _use(step, path):
+    problem = _use(step, path)
+    if step.compiled is None and not path.exists():
         if not has_compiler():
             raise ModelError(
                 "--compile on needs a C++ compiler (g++), and there is none",
@@ -77,9 +89,9 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
             )
         if progress is not None:
             progress("compiling the model's decode step, about a minute", 0, None)
-        problem = _make(step, path)
-        if problem or not _use(step, path):
-            raise ModelError(f"--compile on: compiling fails: {problem or _problem(path)}")
+        problem = _make(step, path) or _use(step, path)
+    if problem:
+        raise ModelError(f"--compile on: {problem}")
 
 
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
@@ -92,7 +104,7 @@ def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     if step is None or step.compiled is not None or not has_compiler():
         return None
     path = _path(step)
-    if _problem(path):
+    if _problem(path) or path.exists():  # a program that can't be used now
         return None
 
     def work() -> None:
@@ -120,7 +132,8 @@ def compiled_in_words(model: LoadedModel) -> str:
     if problem := _problem(path):
         return f"no: {problem} (delete {abbreviated(_failure(path))} to try again)"
     if path.exists():
-        return "no, but a program for this model has been compiled"
+        problem = _use(step, path)
+        return f"no: {problem}" if problem else "yes"
     return "not yet" if has_compiler() else "no: there is no C++ compiler (g++)"
 
 
@@ -128,16 +141,28 @@ def _path(step: DecodeStep) -> Path:
     return compiled_dir() / program_name(step.graph)
 
 
-def _use(step: DecodeStep, path: Path) -> bool:
-    """Make `step` use the program at `path`; returns whether it exists and can be used."""
-    if not path.exists() or not _is_own(path):
-        return False
+def _use(step: DecodeStep, path: Path) -> str:
+    """Make `step` use the program at `path`; returns what is wrong, or "" if it exists and runs.
+
+    A damaged program is deleted, and a wrong one, too. Any other error is one of this start, such
+    as a lack of memory: the program stays.
+    """
     try:
+        if not path.exists():
+            return ""
+        if foreign := _writable_by_others(path):
+            return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
         step.compiled = CompiledStep(path, step.graph)
-    except Exception as error:  # for a damaged file, torch raises all kinds of errors
+    except DamagedProgramError:
+        with suppress(OSError):
+            path.unlink()
+        return "its program was damaged; it is compiled again"
+    except WrongProgramError as error:
         _fail(path, error)
-        return False
-    return True
+        return str(error)
+    except Exception as error:  # torch raises all kinds of errors
+        return f"its program can't be loaded now: {_in_a_line(error)}"
+    return ""
 
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
@@ -145,7 +170,7 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     try:
         _failure(path).unlink(missing_ok=True)
-        private_dir(path.parent)
+        _sweep(private_dir(path.parent))
         process = subprocess.Popen(
             [sys.executable, *worker],
             stdin=subprocess.PIPE,
@@ -160,21 +185,32 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
             process.wait()
             raise
     except OSError as error:
-        return error.strerror or str(error)
+        return f"compiling fails: {error.strerror or error}"
     if process.returncode == 0 and path.exists():
         return ""
     said = stderr.decode(errors="replace").strip().splitlines()
-    _fail(path, said[-1] if said else f"exit status {process.returncode}")
-    return _problem(path)
+    problem = f"compiling fails: {said[-1] if said else f'exit status {process.returncode}'}"
+    if process.returncode != TEMPORARY and process.returncode >= 0:  # below 0: it was killed
+        _fail(path, problem)
+    return problem
 
 
-def _is_own(path: Path) -> bool:
-    """Whether nobody but this user and the system's administrator could have written the file."""
+def _sweep(folder: Path) -> None:
+    """Delete what processes that were killed have left, and programs of an older format."""
+    for one in folder.glob(f"{UNFINISHED}*"):
+        if time.time() - one.stat().st_mtime > _LEFT_AFTER:
+            shutil.rmtree(one, ignore_errors=True)
+    for one in folder.glob("*.pt2"):
+        one.unlink(missing_ok=True)
+
+
+def _writable_by_others(path: Path) -> Path | None:
+    """The file, or its folder, if another user than this one and root could have written it."""
     for one in (path, path.parent):
         about = one.stat()
         if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-            return False
-    return True
+            return one
+    return None
 
 
 def _failure(path: Path) -> Path:
@@ -183,9 +219,13 @@ def _failure(path: Path) -> Path:
 
 def _fail(path: Path, error: object) -> None:
     """Delete the program and save the reason `error`, so that later starts don't try it again."""
-    path.unlink(missing_ok=True)
-    text = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    _failure(path).write_text(text[:500], encoding="utf-8")
+    with suppress(OSError):  # where nothing can be written, later starts try it again
+        path.unlink(missing_ok=True)
+        write_private(_failure(path), _in_a_line(error), replaces=True)
+
+
+def _in_a_line(error: object) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:500]
 
 
 def _problem(path: Path) -> str:

@@ -61,7 +61,7 @@ class _Product(nn.Module):
         parts = list(layers if joined[0] is None else joined[0])
         odd = next((one for one in parts if not isinstance(one, nn.Linear | PackedLinear)), None)
         if odd is not None:
-            raise TypeError(f"no linear layer: {type(odd).__name__}")
+            raise TypeError(f"{type(odd).__name__} is not a linear layer")
         self.parts = nn.ModuleList(parts)
         self.rows = sum(part.out_features for part in parts)  # N
         biases = [one.bias for one in layers if one.bias is not None]

@@ -279,7 +279,7 @@ def _tensors_in(path: Path) -> Iterator[StoredTensor]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(_MOST_HEADER, path.stat().st_size):
-                raise ValueError("its header is too long")
+                raise ModelError(f"{path} can't be read: its header is too long")
             header = json.loads(file.read(length))
         for name, about in header.items():
             if name != "__metadata__":

@@ -323,12 +323,12 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
     if meta["dtype"] != dtype and meta["model"] == model.name:
         raise SessionError(
             f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
-            hint=f"to continue it: {again} --dtype {kind}{how}; {rebuild}",
+            hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",
         )
     if meta["fingerprint"] != fingerprint(model):
         raise SessionError(
             f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
-            hint=f"to continue it: {again} --model {meta['model']}; {rebuild}",
+            hint=f"to continue this chat: {again} --model {meta['model']}; {rebuild}",
         )
 
 

@@ -177,7 +177,7 @@ class SessionStore:
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(
-                    f"the head counts {head.seen} tokens, but {self._seen()} rows are saved"
+                    f"the state has {head.seen} tokens, but {self._seen()} rows are saved"
                 )
             self._put_head(head)
 
@@ -223,12 +223,12 @@ class SessionStore:
     def truncate(self, turns: int, seen: int, head: Head) -> None:
         """Delete every turn from index `turns` on and every row from position `seen` on.
 
-        `head` replaces the old head.
+        `head`, the session's state after the last turn that stays, replaces the saved one.
         """
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
                 raise ValueError(
-                    f"can't cut {self._seen()} rows to {seen}: the head counts {head.seen} tokens"
+                    f"can't cut {self._seen()} tokens to {seen}: the new state has {head.seen}"
                 )
             connection.execute("DELETE FROM turns WHERE turn >= ?", (turns,))
             connection.execute("DELETE FROM rows WHERE start >= ?", (seen,))

@@ -24,7 +24,8 @@ from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, T
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.errors import ModelError
 from sirchat.memory.policies import policy_class
-from sirchat.models import compiling
+from sirchat.models import compiled_step, compiling
+from sirchat.models.compile_worker import TEMPORARY, is_temporary
 from sirchat.models.compiled_step import CompiledStep, program_name
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
@@ -146,31 +147,140 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
     assert not counters
 
 
-def test_a_damaged_program_is_not_used_and_noted() -> None:
-    model, step = small(), step_of(small())
-    path = compiled_dir() / program_name(step.graph)
+def test_a_damaged_program_is_deleted_and_made_again(
+    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = compiled_dir() / program_name(step_of(compiled).graph)
     whole = path.read_bytes()
+    made: list[Path] = []
+
+    def make(step: DecodeStep, path: Path, niceness: int) -> str:
+        made.append(path)
+        return "the disk is full"
+
+    monkeypatch.setattr(compiling, "_make", make)
     try:
-        path.write_bytes(whole[: len(whole) // 2])
+        for damaged in (whole[: len(whole) // 2], whole[:4000] + b"x" + whole[4001:], b""):
+            path.unlink()
+            path.write_bytes(damaged)
+            path.chmod(0o600)
+            model = small()
+            compiling.use_compiled(model, "auto")
+            assert (step_of(model).compiled, path.exists()) == (None, False)
+            thread = compiling.compile_in_background(model)
+            assert thread is not None
+            thread.join(60)
+            assert made.pop() == path
+            path.touch()
+    finally:
+        path.write_bytes(whole)
+        path.chmod(0o600)
+
+
+def test_a_program_that_cant_be_loaded_now_is_kept_for_the_next_start(
+    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as where memory is short, or its folder is mounted without the right to run programs."""
+    path = compiled_dir() / program_name(step_of(compiled).graph)
+
+    def no_room(*_: object) -> None:
+        raise OSError("failed to map segment from shared object")
+
+    model = small()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C._aoti, "AOTIModelContainerRunnerCpu", no_room)
         compiling.use_compiled(model, "auto")
         assert step_of(model).compiled is None
-        assert compiling.compile_in_background(model) is None  # not tried at every start
-        assert compiling.compiled_in_words(model).startswith("no: ")
+        assert compiling.compile_in_background(model) is None
+        assert "failed to map segment" in compiling.compiled_in_words(model)
+        with pytest.raises(ModelError, match=r"--compile on: .*failed to map segment"):
+            compiling.use_compiled(model, "on")
+    assert path.exists()
+    assert not path.with_suffix(".failed").exists()
+    compiling.use_compiled(model, "auto")
+    assert step_of(model).compiled is not None
+
+
+def test_a_program_that_computes_other_logits_is_not_tried_again(
+    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = compiled_dir() / program_name(step_of(compiled).graph)
+    whole, model = path.read_bytes(), small()
+    try:
+        monkeypatch.setattr(compiled_step, "_TOLERANCE", 0.0)
+        compiling.use_compiled(model, "auto")
+        assert not path.exists()
+        assert compiling.compile_in_background(model) is None
+        assert "differ by" in compiling.compiled_in_words(model)
     finally:
         path.with_suffix(".failed").unlink()
         path.write_bytes(whole)
         path.chmod(0o600)
 
 
-def test_a_program_that_others_could_have_written_is_not_loaded(compiled: LoadedModel) -> None:
+@pytest.mark.parametrize("ending", [f"exit {TEMPORARY}", "kill -9 $$"])
+def test_a_full_disk_or_a_killed_compiler_is_no_reason_not_to_try_again(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    worker = tmp_path / "python"
+    worker.write_text(f"#!/bin/sh\necho No space left >&2\n{ending}\n", encoding="utf-8")
+    worker.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    model = small()
+    with pytest.raises(ModelError, match="--compile on: compiling fails: No space left"):
+        compiling.use_compiled(model, "on")
+    assert not list(compiled_dir().iterdir())
+    assert compiling.compiled_in_words(model) == "not yet"
+
+
+def test_a_lack_of_memory_is_temporary_and_a_fault_of_the_program_is_not() -> None:
+    killed = "g++: fatal error: Killed signal terminated program cc1plus"
+    assert all(map(is_temporary, (MemoryError(), OSError(30, "Read-only"), RuntimeError(killed))))
+    assert not is_temporary(RuntimeError("x.cpp:3:1: error: 'tmp9' was not declared"))
+
+
+def test_where_nothing_can_be_written_auto_leaves_it(
+    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "state").touch()  # a file where the folder should be; unlike a mode, it stops root
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    model = small()
+    compiling.use_compiled(model, "auto")
+    thread = compiling.compile_in_background(model)
+    assert thread is not None
+    thread.join(60)
+    assert step_of(model).compiled is None
+    compiling._fail(compiled_dir() / "program.so", "wrong logits")
+    with pytest.raises(ModelError, match="--compile on: compiling fails: Not a directory"):
+        compiling.use_compiled(model, "on")
+
+
+def test_what_a_killed_process_left_is_deleted_when_a_program_is_made(tmp_path: Path) -> None:
+    old, young, former = tmp_path / "making-old", tmp_path / "making-young", tmp_path / "a.pt2"
+    for folder in (old, young):
+        folder.mkdir()
+        (folder / "half").write_bytes(b"x")
+    former.touch()
+    os.utime(old, (time.time() - 7200,) * 2)
+    compiling._sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [young]
+
+
+@pytest.mark.parametrize("whose", ["file", "folder"])
+def test_a_program_that_others_could_have_written_is_not_loaded_and_doctor_says_so(
+    compiled: LoadedModel, whose: str
+) -> None:
     path = compiled_dir() / program_name(step_of(compiled).graph)
-    path.chmod(0o620)
+    changed, mode = (path, 0o600) if whose == "file" else (path.parent, 0o700)
+    changed.chmod(mode | 0o020)
     model = small()
     try:
         compiling.use_compiled(model, "auto")
         assert step_of(model).compiled is None
+        assert "could have been changed by others" in compiling.compiled_in_words(model)
     finally:
-        path.chmod(0o600)
+        changed.chmod(mode)
 
 
 def test_files_are_private_and_nothing_else_is_left(compiled: LoadedModel) -> None:

@@ -68,7 +68,7 @@ _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
 
 
 class Compared(TypedDict):
-    """The arguments, by name, that every study of several settings takes."""
+    """The keyword arguments of every study that compares several settings."""
 
     settings: tuple[Profile, ...]
     limit: int

@@ -10,7 +10,7 @@ from sirchat.errors import SettingError, nearest
 
 train_app = typer.Typer(
     add_completion=False,
-    help="Train the bundled models, or a model to compress text into anchor tokens, or a scorer.",
+    help="Train the bundled models, a model with anchor tokens, or a scorer for policy learned.",
     no_args_is_help=True,
 )
 

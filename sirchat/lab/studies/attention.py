@@ -141,10 +141,10 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """The mean attention that each segment receives, after that of the first token [1 + SEGMENTS].
+    """The attention that the first token receives, then the mean of each segment [1 + SEGMENTS].
 
-    A segment has a quarter of the tokens, by surprisal. `received` [n] is the attention that each
-    token receives, `nats` [n] its surprisal; the surprisal of the first token is not used.
+    The other tokens, except the last one, are sorted by surprisal and divided into four segments of
+    equal size. `received` [n] is the attention that each token receives, `nats` [n] its surprisal.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]

@@ -98,7 +98,7 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
         ) from None
     found = [one for one in parsed if one is not None]
     if not found:
-        raise SettingError(f"data {str(path)!r} has no conversation that asks for a told fact")
+        raise SettingError(f"no conversation in {str(path)!r} asks for a fact that it told")
     return found
 
 

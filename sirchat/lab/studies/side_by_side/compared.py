@@ -213,7 +213,7 @@ class SettingResult:
         return _rate(sum(len(a.ids) for a in answers), sum(a.seconds_out for a in answers))
 
     def kept(self, number: int) -> float | None:
-        """Share of a round's tokens that is held after the last round; None if it was not run."""
+        """Share of the tokens of round `number` held at the end; None if the round was not run."""
         if number >= len(self.rounds):
             return None
         shares = [self.rounds[-1].shares[turn] for turn in self.rounds[number].turns]
