@@ -85,7 +85,7 @@ def open_saved(
 
 
 _AT_ONCE = (
-    *("model", "device", "dtype", "quantize", "compile", "save", "save_kv"),
+    *("model", "device", "dtype", "quantize", "cache_dtype", "compile", "save", "save_kv"),
     *("panel", "theme", "markdown", "thinking"),
 )
 """Settings that flags change before a saved chat is opened; others change after it is loaded."""

@@ -21,7 +21,7 @@ _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than any conversation has
 _MOST_BYTES = 2**62
 
-_OF_THE_MODEL = ("model", "device", "dtype", "quantize", "compile", "threads")
+_OF_THE_MODEL = ("model", "device", "dtype", "quantize", "cache_dtype", "compile", "threads")
 FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
 """Settings that cannot change within a conversation; all others can."""
 
@@ -77,6 +77,11 @@ class Profile(BaseModel):
         description="How a CPU stores the weights: packed keeps those of a GGUF file in 4 or 8 "
         "bits, as does auto unless dtype is given; int8 and int4 round the weights of any model "
         "to 8 or 4 bits; none stores them unpacked, as dtype.",
+    )
+    cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Number type of keys and values in the cache; auto is that of dtype, or with "
+        "packed weights float16 or bfloat16, whichever is measured to be faster here.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",

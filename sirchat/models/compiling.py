@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +59,7 @@ def load_model_of(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
+    model = replace(model, cache_type=profile.cache_dtype)
     use_compiled(model, profile.compile, progress)
     return model
 

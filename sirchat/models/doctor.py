@@ -18,6 +18,7 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
+from sirchat.models.cache_type import head_shape, measure, processor
 from sirchat.models.compiling import compiled_in_words, use_compiled
 from sirchat.models.model import LoadedModel, load_model, no_attention_reason
 from sirchat.models.threads import free_threads, physical_cores, threads_in_words
@@ -67,11 +68,21 @@ def _version(distribution: str) -> str:
         return "is missing"
 
 
+def _cache_type(model: LoadedModel) -> str:
+    """The number type of the cache; if others were possible, how long each takes here."""
+    kind = str(model.cache_dtype).removeprefix("torch.")
+    if model.cache_dtype == model.dtype:
+        return kind
+    times = measure(head_shape(model.module.config.get_text_config(decoder=True)))
+    of_each = (f"{str(one).removeprefix('torch.')} {1e6 * s:.0f}" for one, s in times.items())
+    return f"{kind} (microseconds that a layer's attention takes: {', '.join(of_each)})"
+
+
 def _processor() -> str:
     cpus = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
     cores = physical_cores(cpus or set(range(os.cpu_count() or 1)))
     kind = torch.backends.cpu.get_cpu_capability()
-    return f"{cores} cores, {free_threads()} of them free, {kind}"
+    return f"{processor()}, {cores} cores, {free_threads()} of them free, {kind}"
 
 
 def _gpu() -> str:
@@ -108,6 +119,7 @@ def _model(name: str) -> Iterator[Finding]:
     )
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
+    yield Finding("cache", _cache_type(model))
     use_compiled(model, "auto")
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)

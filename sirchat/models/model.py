@@ -25,6 +25,7 @@ from sirchat.models.attention_hook import (
     is_observed,
     observed_by,
 )
+from sirchat.models.cache_type import CacheTypeName, fastest_type, head_shape
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import parse_gguf
@@ -75,6 +76,7 @@ class LoadedModel:
         scorer: predicts each token's score for the policy `learned`.
         kinds: the kind of each layer; None if all have keys and values only.
         reads_singly: whether layers with a state continue it by one token at a time only.
+        cache_type: number type of the cache, see `cache_dtype`.
     """
 
     name: str
@@ -86,6 +88,7 @@ class LoadedModel:
     scorer: Scorer
     kinds: list[LayerKind] | None
     reads_singly: bool
+    cache_type: CacheTypeName = "auto"
 
     @property
     def vocab_size(self) -> int:
@@ -152,15 +155,14 @@ class LoadedModel:
         name = str(self.dtype).removeprefix("torch.")
         return f"{name} with packed weights" if self._is_packed else name
 
-    @property
+    @cached_property
     def cache_dtype(self) -> torch.dtype:
-        """The number type of keys and values in the cache.
-
-        Products of packed weights are rounded to bfloat16. For these, float16 is precise enough,
-        and takes half the memory of float32; only the rotation of keys loses precision.
-        """
-        is_wide = self.dtype == torch.float32
-        return torch.float16 if self._is_packed and is_wide else self.dtype
+        """The number type of keys and values in the cache; `Profile.cache_dtype` describes it."""
+        if self.cache_type != "auto":
+            return pick_dtype(self.cache_type, self.device)
+        if not (self._is_packed and self.dtype == torch.float32):
+            return self.dtype
+        return fastest_type(head_shape(self.module.config.get_text_config(decoder=True)))
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache for up to `capacity` rows."""
@@ -342,9 +344,8 @@ def load_model(
         if not Path(source).is_dir():
             options["local_files_only"] = only_cached(source)
         if quantize not in ("auto", "none") and target.type != "cpu":
-            raise ModelError(
-                f"quantize={quantize} works on a CPU only; the device is {target.type}"
-            )
+            why = f"quantize={quantize} works on a CPU only; the device is {target.type}"
+            raise ModelError(why)
         found = gguf_parts(source, target, dtype, quantize, progress, **gguf) if gguf else None
         if quantize == "packed" and found is None:
             raise ModelError(

@@ -204,7 +204,8 @@ def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | Non
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:
     """Bytes of one number in the cache, as in `LoadedModel.cache_dtype`."""
-    return 4 if precision(shape, profile) == "float32" else 2
+    kind = profile.cache_dtype
+    return 4 if (precision(shape, profile) if kind == "auto" else kind) == "float32" else 2
 
 
 def precision(shape: ModelShape, profile: Profile) -> str:

@@ -218,7 +218,8 @@ def test_keys_and_values_of_packed_weights_take_half_of_the_memory(file: Path) -
     cache = model.new_cache(32)
     model.forward(list(range(10, 30)), cache)
     cache.commit(20)
-    assert cache.layer_keys(0).dtype == cache.layer_values(0).dtype == torch.float16
+    assert cache.layer_keys(0).dtype == cache.layer_values(0).dtype == model.cache_dtype
+    assert model.cache_dtype.itemsize == 2
     assert model.dtype == torch.float32
 
 

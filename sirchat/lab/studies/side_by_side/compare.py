@@ -287,7 +287,7 @@ OnPass = Callable[[Tensor, BoundedCache], None]
 """A function of the logits [m, V] and the cache, called at the end of a forward pass."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordingModel(LoadedModel):
     """A model that calls `on_pass` after every forward pass."""
 

@@ -1,0 +1,112 @@
+"""The number type of the cache is the one in which attention is measured to be faster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from chatting import tiny
+from command import run
+from families import loaded
+from sirchat.config.profile import Profile
+from sirchat.models import cache_type
+from sirchat.models.cache_type import HeadShape, fastest_type, head_shape
+from sirchat.models.compiling import load_model_of
+from sirchat.models.model import load_model
+
+SHAPE = HeadShape(9, 3, 64)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path
+
+
+def of_times(monkeypatch: pytest.MonkeyPatch, bfloat16: float, float16: float) -> list[HeadShape]:
+    """From now on these are the measured times; returns the shapes that are measured."""
+    asked: list[HeadShape] = []
+
+    def measure(shape: HeadShape) -> dict[torch.dtype, float]:
+        asked.append(shape)
+        return {torch.bfloat16: bfloat16, torch.float16: float16}
+
+    monkeypatch.setattr(cache_type, "measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("bfloat16", "float16", "wanted"), [(1, 4, torch.bfloat16), (3, 2, torch.float16)]
+)
+def test_the_faster_type_is_taken_and_stays(
+    bfloat16: float, float16: float, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = of_times(monkeypatch, bfloat16, float16)
+    assert fastest_type(SHAPE) == wanted
+    of_times(monkeypatch, float16, bfloat16)
+    assert fastest_type(SHAPE) == wanted, "a chat that resumes gets the same type"
+    assert asked == [SHAPE]
+
+
+def test_another_processor_another_number_of_threads_or_shape_is_measured_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = of_times(monkeypatch, 1, 2)
+    fastest_type(SHAPE)
+    fastest_type(HeadShape(32, 8, 128))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    fastest_type(SHAPE)
+    monkeypatch.setattr(cache_type, "processor", lambda: "another")
+    fastest_type(SHAPE)
+    assert len(asked) == 4
+
+
+def test_where_nothing_can_be_written_it_is_measured_at_each_start(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "state").touch()
+    asked = of_times(monkeypatch, 1, 2)
+    assert fastest_type(SHAPE) == fastest_type(SHAPE) == torch.bfloat16
+    assert len(asked) == 2
+
+
+def test_a_measurement_takes_a_moment_and_names_both_types() -> None:
+    taken = cache_type.measure(HeadShape(4, 2, 16))
+    assert set(taken) == {torch.bfloat16, torch.float16}
+    assert all(0 < seconds < 1 for seconds in taken.values())
+
+
+def test_the_shape_is_that_of_the_widest_layer() -> None:
+    config = loaded("llama").module.config
+    assert head_shape(config) == HeadShape(4, 2, 16)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
+def test_packed_weights_take_the_measured_type_unless_one_is_set(
+    kind: Literal["float16", "bfloat16", "float32"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_times(monkeypatch, 1, 2)
+    packed = load_model("tiny", device="cpu", quantize="int4")
+    assert packed.cache_dtype == torch.bfloat16
+    assert replace(packed, cache_type=kind).cache_dtype == getattr(torch, kind)
+    assert tiny().cache_dtype == torch.float32, "other weights keep their own type"
+
+
+def test_the_setting_reaches_the_cache_and_the_list_of_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_model_of(Profile(device="cpu", cache_dtype="bfloat16", compile="off"))
+    cache = model.new_cache(4)
+    model.forward([5], cache)
+    cache.commit(1)
+    assert cache.layer_keys(0).dtype == torch.bfloat16
+    sizes = [
+        json.loads(run("models", "--json", SIRCHAT_CACHE_DTYPE=kind).stdout)[0]["kv_cache_bytes"]
+        for kind in ("float32", "bfloat16")
+    ]
+    assert sizes[0] == 2 * sizes[1]
