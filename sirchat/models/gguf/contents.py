@@ -7,55 +7,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from sirchat.models.gguf.architectures import (
+    ARCHITECTURES,
+    MEANS_NOTHING,
+    SIZES,
+    Architecture,
+    Change,
+)
 from sirchat.models.gguf.header import BLOCKS, GgufFile
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Architectures that are read here; their files use the same names for tensors and sizes."""
-
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
-}
-_SPECIAL = ("bos", "eos", "unknown", "padding")
-_MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 _MOST = 1 << 40  # values of this size or more count as invalid
 
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+
+class Target(NamedTuple):
+    """Where a tensor goes in the transformers model.
+
+    Attributes:
+        name: of the parameter; empty for a tensor that is no weight of the model.
+        change: what the converter did with the weights; None if they are as in transformers.
+    """
+
+    name: str
+    change: Change | None = None
 
 
 def is_supported(file: GgufFile) -> bool:
     """Whether `load_module` can read the file: its architecture, sizes and all tensors."""
-    values = config_values(file) if file.architecture in ARCHITECTURES else None
-    return values is not None and all(
-        parameter_name(name) is not None and tensor.type in BLOCKS
+    return config_values(file) is not None and all(
+        target_of(name, file) is not None and tensor.type in BLOCKS
         for name, tensor in file.tensors.items()
     )
 
@@ -67,35 +52,111 @@ def has_blocks(file: GgufFile) -> bool:
 
 def config_values(file: GgufFile) -> Mapping[str, Any] | None:
     """The values of the model's config; None if the file has settings not known here."""
-    kind, metadata = file.architecture, file.metadata
-    values: dict[str, Any] = {"model_type": kind}
-    for key, value in metadata.items():
-        if not key.startswith(kind + "."):
-            continue
-        part = key.removeprefix(kind + ".")
-        if part in _SIZES:
-            if not isinstance(value, int | float) or not 0 < value < _MOST:
-                return None  # such as another number of heads in each layer
-            values[_SIZES[part]] = value
-        elif part not in _MEANS_NOTHING:  # such as a scaled rotation, or experts
-            return None
-    if kind == "llama" and "head_dim" not in values:
-        values["head_dim"] = metadata.get("llama.rope.dimension_count")
+    known, metadata = ARCHITECTURES.get(file.architecture), file.metadata
+    if known is None:
+        return None
+    said = _said(file)
+    values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
+    if any(key not in said for key in known.needed) or not _add_said(values, said, known):
+        return None
+    lists = {name: file.tensors.get(key) for key, name in known.lists.items()}
+    if any(lists.values()):
+        for name, tensor in lists.items():
+            if tensor is None or tensor.type != "F32":
+                return None
+            values[name] = np.array(tensor.data).view(np.float32).tolist()
+        values["rope_parameters.rope_type"] = "longrope"
+    if not _add_head_size(values, said, known):
+        return None
     values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    short = {"unknown": "unk", "padding": "pad"}
-    for one in _SPECIAL:
-        values[f"{short.get(one, one)}_token_id"] = metadata.get(f"tokenizer.ggml.{one}_token_id")
-    return {key: value for key, value in values.items() if value is not None}
+    for config_name, end in known.flags.items():
+        values[config_name] = any(name.endswith(end) for name in file.tensors)
+    for long, short in _SPECIAL.items():
+        values[f"{short}_token_id"] = metadata.get(f"tokenizer.ggml.{long}_token_id")
+    return _nested(values)
 
 
-def parameter_name(name: str) -> str | None:
-    """The name of a GGUF tensor in transformers; None for an unknown tensor."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
-    if found is None:
-        return None
-    layer, part, kind = found.groups()
-    inner = (_OUTER if layer is None else _LAYER).get(part)
+def _said(file: GgufFile) -> dict[str, Any]:
+    """The settings of the model in the header, without the architecture's name in their keys."""
+    prefix = file.architecture + "."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+
+
+def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
+    """Add the config values that a header says; returns False if one is not understood."""
+    sizes = SIZES | known.sizes
+    for key, value in said.items():
+        if key in known.texts:
+            name, understood = known.texts[key]
+            if value not in understood:
+                return False
+            values[name] = value
+        elif key == "attention.head_count_kv" and known.state_kind and isinstance(value, list):
+            if not value or not all(isinstance(one, int) and 0 <= one < _MOST for one in value):
+                return False
+            values["layer_types"] = ["full_attention" if n else known.state_kind for n in value]
+            values[sizes[key]] = max(value)
+        elif key == "attention.sliding_window" and value == 0:  # there is none
+            values["sliding_window"] = None
+        elif key in sizes:
+            if not isinstance(value, int | float) or not 0 < value < _MOST:
+                return False  # such as another number of heads in each layer
+            values[sizes[key]] = value
+        elif key not in (*MEANS_NOTHING, "rope.dimension_count"):  # such as a scaled rotation
+            return False
+    return True
+
+
+def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
+    """Add what depends on the size of a head; returns False if part of a head rotates, unknown."""
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return True  # refused later
+    rotated = said.get("rope.dimension_count")
+    average = hidden // heads
+    usual = rotated if rotated and known.model_type == "llama" else average
+    size = values.setdefault("head_dim", usual)
+    is_part = known.part_rotates and isinstance(rotated, int) and 0 < rotated < size
+    if rotated not in (None, size) and not is_part:
+        return False
+    if known.part_rotates:
+        values["partial_rotary_factor"] = (rotated or size) / size
+    if known.wide_layers:
+        is_wide = values.get("num_hidden_layers") == known.wide_layers
+        values["query_pre_attn_scalar"] = average if is_wide else size
+    return True
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those named `a.b` as values b of an object a."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        inner = out
+        for one in path:
+            inner = inner.setdefault(one, {})
+        inner[last] = value
+    return out
+
+
+def target_of(name: str, file: GgufFile) -> Target | None:
+    """Where a GGUF tensor goes in the transformers model; None for an unknown tensor."""
+    known = ARCHITECTURES[file.architecture]
+    if name in known.lists:
+        return Target("")
+    found = re.match(r"blk\.(\d+)\.", name)
+    rest = name[found.end() :] if found else name
+    names = known.layer if found else known.outer
+    part, dot, kind = rest.rpartition(".")
+    inner = names.get(rest)
+    if inner is None and kind in ("weight", "bias") and part in names:
+        inner = f"{names[part]}.{kind}"
     if inner is None:
         return None
-    return f"{inner}.{kind}" if layer is None else f"model.layers.{layer}.{inner}.{kind}"
+    change = known.changes.get(part if dot else rest)
+    return Target(f"model.layers.{found[1]}.{inner}" if found else inner, change)
