@@ -19,7 +19,7 @@ class PackedExperts(nn.Module):
         layers: for `gate`, `up` and `down` the packed layer of each expert.
     """
 
-    def __init__(self, before: Any, layers: Mapping[str, Sequence[PackedLinear]]) -> None:
+    def __init__(self, before: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
         super().__init__()
         self.gate, self.up, self.down = (
             nn.ModuleList(layers[one]) for one in ("gate", "up", "down")
@@ -35,7 +35,7 @@ class PackedExperts(nn.Module):
         `chosen` [m, k] are the numbers of the experts of each row, `shares` [m, k] their shares.
         """
         out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
+        for expert in set(chosen.flatten().tolist()):
             rows, places = torch.where(chosen == expert)
             y = self._of_expert(expert, x[rows]) * shares[rows, places, None]
             out.index_add_(0, rows, y.to(out.dtype))

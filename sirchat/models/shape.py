@@ -20,6 +20,7 @@ from typing import Any
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
+from sirchat.models.gguf.architectures import ARCHITECTURES
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
@@ -174,11 +175,19 @@ def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:
     if layers is None or key is None or value is None:
         return None, None
     by_layer = heads[:layers] if isinstance(heads, list) else [heads] * layers
-    counts = [_whole(one) for one in by_layer]
+    counts = [0 if one == 0 else _whole(one) for one in by_layer]  # 0: a layer with a state
     if None in counts:
         return None, None
     total = sum(filter(None, counts))
-    return total * (2 * key + value), total * (key + value)
+    return (total + _rotated_heads(file, counts)) * key + total * value, total * (key + value)
+
+
+def _rotated_heads(file: GgufFile, counts: list[int | None]) -> int:
+    """How many of the key heads rotate; `counts` are their numbers by layer."""
+    known = ARCHITECTURES.get(file.architecture)
+    interval = known.fixed.get("no_rope_layer_interval") if known else None
+    rotated = (one for at, one in enumerate(counts, 1) if not interval or at % interval)
+    return sum(filter(None, rotated))
 
 
 def _whole(value: object, most: int = _MOST) -> int | None:

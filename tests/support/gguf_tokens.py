@@ -11,7 +11,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "1 2", "( hello"]
+_WORDS = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld"]
+_MERGES = [*_WORDS, "( hello", "1 2", "12 3", "123 4", "Ġ Ġ"]
 _PIECES = ["▁he", "▁hello", "llo", "▁wo", "▁world", "ld", "ll", "he", "wo", "or", "rld", "lo"]
 _CONTROL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 

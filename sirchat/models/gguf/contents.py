@@ -89,7 +89,7 @@ def _said(file: GgufFile) -> dict[str, Any]:
 
 def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
     """Add the config values that a header says; returns False if one is not understood."""
-    sizes = SIZES | known.sizes
+    sizes = {**SIZES, **known.sizes}
     for key, value in said.items():
         if key in known.texts:
             name, understood = known.texts[key]

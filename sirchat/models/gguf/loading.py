@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import init_empty_weights
+from tokenizers import Regex
+from tokenizers import pre_tokenizers as splits
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -115,11 +117,34 @@ _SOME = 10  # tensors after which free memory is returned to the system
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
 
 
-def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
-    """Load the tokenizer of a GGUF file with one of the `ARCHITECTURES`."""
-    if architecture == "llama":
-        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
-    return AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
+_DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone")
+_THREE_DIGITS = ("glm4", "chatglm-bpe")
+_PARTS_OF_TEXT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
+    """Load the tokenizer of a GGUF file that `is_supported`."""
+    if file.architecture.startswith("qwen"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
+    split = _split_of(str(file.metadata.get("tokenizer.ggml.pre")))
+    if split is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = split
+    return tokenizer
+
+
+def _split_of(name: str) -> Any:
+    """How text is split before pairs of bytes are merged, where transformers does not know it."""
+    if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
+        return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
+    if name in _THREE_DIGITS:
+        parts = splits.Split(Regex(_PARTS_OF_TEXT), "isolated")
+        return splits.Sequence([parts, splits.ByteLevel(False, use_regex=False)])
+    return None
 
 
 def load_module(
