@@ -174,7 +174,9 @@ def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:
     value = _whole(said("attention.value_length")) or usual
     if layers is None or key is None or value is None:
         return None, None
-    by_layer = heads[:layers] if isinstance(heads, list) else [heads] * layers
+    interval = _whole(said("full_attention_interval")) or 1  # the other layers have a state
+    every = [0 if at % interval else heads for at in range(1, layers + 1)]
+    by_layer = heads[:layers] if isinstance(heads, list) else every
     counts = [0 if one == 0 else _whole(one) for one in by_layer]  # 0: a layer with a state
     if None in counts:
         return None, None

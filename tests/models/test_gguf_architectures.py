@@ -13,17 +13,19 @@ gguf = pytest.importorskip("gguf")
 
 from gguf_models import MODELS, VOCABULARY, random_model, write_model  # noqa: E402
 from gguf_tokens import add_byte_pairs, add_sentence_pieces  # noqa: E402
+from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
-from sirchat.models.fit import stored_weights  # noqa: E402
+from sirchat.models.fit import fit_of, stored_weights  # noqa: E402
 from sirchat.models.gguf.contents import is_supported  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.loading import load_module, load_tokenizer  # noqa: E402
+from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.model import load_model  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
 
 IDS = list(range(3, 43))
-EXPERTS = ["qwen3moe", "qwen2moe", "gpt-oss"]
+EXPERTS = ["qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
 
 
 def floats_only(name: str, shape: tuple[int, ...]) -> str:
@@ -51,6 +53,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_the_logits_are_those_of_the_model_that_was_written(case: str, tmp_path: Path) -> None:
     module = random_model(case)
     path = write_model(tmp_path / "model.gguf", module, case, floats_only)
+    assert is_supported(parse_gguf(path))
     model = load_model(str(path), device="cpu")
     found = model.forward(IDS, model.new_cache(64))
     torch.testing.assert_close(found, logits(module), rtol=1e-4, atol=1e-4)
@@ -75,27 +78,35 @@ def expert_weights(experts: Any) -> dict[str, torch.Tensor]:
     return {"gate": gate, "up": up, "down": down}
 
 
+def stored_weights_of(module: Any, name: str) -> torch.Tensor:
+    """The weights in a transformers model that the packed layer `name` stands for."""
+    path, _, expert = name.partition(".experts.")
+    if not expert:
+        return module.get_parameter(f"{name}.weight").data  # type: ignore[no-any-return]
+    part, number = expert.split(".")
+    return expert_weights(module.get_submodule(f"{path}.experts"))[part][int(number)]
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
     case: str, tmp_path: Path
 ) -> None:
-    module = random_model(case)
+    module = random_model(case).requires_grad_(False)
+    linear = {n for n, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
     found = load_model(str(path), device="cpu", quantize="packed").module
     packed = {n: one for n, one in found.named_modules() if isinstance(one, PackedLinear)}
-    layers = [name for name in packed if ".experts." not in name]
-    for name in layers:
-        wanted = module.get_parameter(f"{name}.weight").detach()
-        assert relative(unpacked(packed[name]), wanted) < 0.01, name
-    for name in {name.rpartition(".experts.")[0] for name in packed.keys() - set(layers)}:
-        for part, wanted in expert_weights(module.get_submodule(f"{name}.experts")).items():
-            for expert, one in enumerate(wanted.detach()):
-                layer = packed[f"{name}.experts.{part}.{expert}"]
-                assert relative(unpacked(layer), one) < 0.01, (name, part, expert)
-    linear = [n for n, one in module.named_modules() if isinstance(one, torch.nn.Linear)]
-    assert set(layers) >= {name for name in linear if not name.endswith("shared_expert_gate")}
-    assert bool(packed.keys() - set(layers)) == (case in EXPERTS)
-    assert relative(logits(found), logits(module)) < 0.06
+    assert packed.keys() >= {one for one in linear if not one.endswith("shared_expert_gate")}
+    assert any(".experts." in name for name in packed) == (case in EXPERTS)
+    embedding = module.get_input_embeddings().weight
+    embedding.copy_(found.get_input_embeddings()._head[0].rows(torch.arange(VOCABULARY)))
+    for name, layer in packed.items():
+        wanted = stored_weights_of(module, name)
+        assert relative(unpacked(layer), wanted) < 0.01, name
+        wanted.copy_(unpacked(layer))  # what is left is the rounding of products
+    after, before = logits(found), logits(module)
+    errors = (after - before).norm(dim=1) / before.norm(dim=1)  # by token
+    assert errors.median() < 0.02  # a token may get another expert, if two are as likely
 
 
 @pytest.mark.parametrize(
@@ -108,12 +119,13 @@ def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
         ("gemma3", {"head_dim": 256, "query_pre_attn_scalar": 256}),
         ("qwen3moe", {"moe_intermediate_size": 768}),
         ("lfm2", {}),
+        ("qwen35", {"num_hidden_layers": 4}),
     ],
 )
 def test_a_model_is_the_one_that_transformers_makes_where_it_reads_all_settings(
     case: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    module = random_model(case, num_hidden_layers=2, layer_types=None, **more)
+    module = random_model(case, **{"num_hidden_layers": 2, "layer_types": None, **more})
     path = write_model(tmp_path / "model.gguf", module, case, floats_only)
     ours = load_module(parse_gguf(path), torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -121,8 +133,9 @@ def test_a_model_is_the_one_that_transformers_makes_where_it_reads_all_settings(
     )
     wanted = theirs.state_dict()
     assert wanted.keys() == ours.state_dict().keys()
-    assert all(torch.equal(one, wanted[name]) for name, one in ours.state_dict().items())
-    torch.testing.assert_close(logits(ours.eval()), logits(theirs.eval()), rtol=1e-6, atol=1e-6)
+    for name, one in ours.state_dict().items():
+        torch.testing.assert_close(one, wanted[name], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(ours.eval()), logits(theirs.eval()), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"])
@@ -146,6 +159,20 @@ def test_rarer_blocks_lose_no_more_than_eight_bits_a_row_do(
         wanted = module.get_parameter(f"{name}.weight").detach()
         step = wanted.abs().amax(1, keepdim=True) / 127
         assert ((unpacked(layer) - wanted).abs() <= 0.51 * step).all(), name
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    module = random_model("qwen35")
+    file = parse_gguf(write_model(tmp_path / "model.gguf", module, "qwen35", floats_only))
+    norm = file.tensors["output_norm.weight"]
+    names = ("nextn.eh_proj", "attn_norm", "nextn.shared_head_norm")
+    tensors = {**file.tensors, **{f"blk.4.{name}.weight": norm for name in names}}
+    assert not is_supported(GgufFile(file.metadata, tensors))
+    more = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    longer = GgufFile({**file.metadata, **more}, tensors)
+    assert is_supported(longer)
+    found = load_module(longer, torch.float32).eval()
+    torch.testing.assert_close(logits(found), logits(module), rtol=1e-5, atol=1e-5)
 
 
 def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -180,7 +207,7 @@ def test_settings_that_are_missing_or_unknown_leave_a_file_to_transformers(
     assert not is_supported(GgufFile(others | more, file.tensors))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "qwen3moe", "gpt-oss", "lfm2"])
+@pytest.mark.parametrize("case", ["gemma3", "qwen3moe", "gpt-oss", "lfm2", "smollm3", "qwen35"])
 def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> None:
     module = random_model(case)
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
@@ -192,6 +219,11 @@ def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> N
     assert shape.row_elements * 2 == model.row_bytes  # float16
     assert weights.is_read_here
     assert weights.count == sum(one.numel() for one in module.parameters())
+    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
+    embedding = model.module.get_input_embeddings()._head[0]
+    tensors = [*model.module.parameters(), *model.module.buffers(), *embedding.buffers()]
+    held = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
+    assert said == pytest.approx(sum(held.values()), rel=0.02)
 
 
 BYTE_PAIRS = ["llama", "smollm3", "olmo2", "granite", "qwen3moe", "glm4", "gpt-oss", "lfm2"]

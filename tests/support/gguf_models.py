@@ -7,6 +7,7 @@ weights are changed is written down here a second time, apart from the code that
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,21 @@ _LONG = {
     "long_factor": [1.0 + at for at in range(6)],
     "short_factor": [1.0 + at / 8 for at in range(6)],
     "partial_rotary_factor": 0.75,
+}
+_QWEN35 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
 }
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 
@@ -101,6 +117,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": _YARN,
         },
     ),
+    "qwen35": ("qwen35", "qwen3_5_text", _QWEN35),
+    "qwen35moe": (
+        "qwen35moe",
+        "qwen3_5_moe_text",
+        {**_QWEN35, **_MOE, "shared_expert_intermediate_size": 64},
+    ),
     "lfm2": (
         "lfm2",
         "lfm2",
@@ -140,10 +162,12 @@ def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
     for piece in _pieces(module, architecture):
         flat = piece.parameter.data.view(-1)
         values = flat[piece.places].float() + piece.added
+        values = -values.exp() if piece.is_exponential else values
         kind = gguf.GGMLQuantizationType[kind_of(piece.name, tuple(values.shape))]
         blocks = _blocks(values.numpy(), kind)
         writer.add_tensor(piece.name, blocks, raw_dtype=kind)
-        stored = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        stored = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind)))
+        stored = (-stored).log() if piece.is_exponential else stored
         flat[piece.places] = stored.view(values.shape) - piece.added
     for name, factors in _factors(module.config):
         writer.add_tensor(name, np.array(factors, np.float32))
@@ -155,12 +179,16 @@ def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
 
 
 class _Piece(NamedTuple):
-    """A tensor of the file: where each of its numbers is in a parameter, and what is added."""
+    """A tensor of the file: where each of its numbers is in a parameter.
+
+    Stored is the number plus `added`, or minus its exponential.
+    """
 
     name: str
     parameter: Tensor
     places: Tensor
     added: float = 0
+    is_exponential: bool = False
 
 
 def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
@@ -173,11 +201,18 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
             continue
         places = torch.arange(parameter.numel()).view(parameter.shape)
         for name, some in _parts(full, places, architecture, config):
-            path, suffix = (name, "") if name.endswith("sinks") else name.rsplit(".", 1)
-            found = names.get_name(path)
-            assert found is not None, name
-            is_more = architecture.startswith("gemma") and name.endswith("norm.weight")
-            yield _Piece(f"{found}.{suffix or 'weight'}", parameter, some, float(is_more))
+            stem = re.sub(r"\.(weight|bias)$", "", name := _renamed(name))
+            found = names.get_name(stem)
+            assert found is not None, full
+            is_more = full.endswith("norm.weight") and architecture.startswith(("gemma", "qwen35"))
+            added = float(is_more and "linear_attn" not in full)
+            is_exponential = full.endswith("A_log")
+            yield _Piece(found + name[len(stem) :], parameter, some, added, is_exponential)
+
+
+def _renamed(name: str) -> str:
+    """The name that the converter gives to a parameter before it looks up the GGUF name."""
+    return name.replace("sinks", "sinks.weight").replace("dt_bias", "dt_proj.bias")
 
 
 def _parts(
@@ -202,13 +237,33 @@ def _parts(
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         rows = places.view(heads, 2, -1, *places.shape[1:])
         places = rows.transpose(1, 2).reshape(places.shape)
-    if "conv.conv" in name:
+    if "conv.conv" in name or "conv1d" in name:
         places = places[:, 0]
+    if "linear_attn" in name:
+        places = _tiled(name, places, config)
     yield name, places
 
 
+def _tiled(name: str, places: Tensor, config: Any) -> Tensor:
+    """The first value heads of all key heads, then the second ones, and so on."""
+    keys, count = config.linear_num_key_heads, config.linear_num_value_heads
+    size = config.linear_value_head_dim
+    heads = torch.arange(count).view(keys, -1).T.flatten()
+    rows = (heads[:, None] * size + torch.arange(size)).flatten()
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return places[heads]
+    if name.endswith("in_proj_z.weight"):
+        return places[rows]
+    if name.endswith("out_proj.weight"):
+        return places[:, rows]
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        before = 2 * keys * config.linear_key_head_dim
+        return torch.cat((places[:before], places[before:][rows]))
+    return places
+
+
 def _add_settings(writer: Any, module: Any, architecture: str) -> None:
-    config, inner = module.config, module.config.intermediate_size
+    config, inner = module.config, getattr(module.config, "intermediate_size", None)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -220,7 +275,8 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(inner)
+    if inner is not None:
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
@@ -229,7 +285,7 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
     if "head_dim" in config.to_dict():
         writer.add_key_length(size)
         writer.add_value_length(size)
-    if architecture in ("llama", "smollm3", "granite", "phi3", "glm4"):
+    if architecture in ("llama", "smollm3", "granite", "phi3", "glm4", "qwen35", "qwen35moe"):
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     if architecture in ("llama", "smollm3", "granite", "lfm2"):
         writer.add_vocab_size(config.vocab_size)
@@ -251,6 +307,14 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture.startswith("qwen35"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -262,7 +326,7 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(inner)
-    if architecture == "qwen2moe":
+    if architecture in ("qwen2moe", "qwen35moe"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 

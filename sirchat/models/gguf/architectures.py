@@ -7,7 +7,7 @@ https://github.com/ggml-org/llama.cpp/tree/master/conversion. Does not import to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Change = Literal[
@@ -30,7 +30,7 @@ Change = Literal[
 `gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
 `qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
 not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
-`minus exp`: stored is -exp(x).
+`minus exp`: stored is -exp(x), in the order of `head rows`.
 """
 
 SIZES = {
@@ -78,6 +78,13 @@ _EXPERTS = {
     "ffn_down_exps.weight": "mlp.experts.down_proj",
 }
 
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
 _PAIRS: dict[str, Change] = {"attn_q": "query pairs", "attn_k": "key pairs"}
 _STACKED: dict[str, Change] = {
     "ffn_gate_exps": "gate",
@@ -98,6 +105,7 @@ _MOE_SIZES = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 
 
 @dataclass(frozen=True)
@@ -111,11 +119,15 @@ class Architecture:
         outer: the same for parts outside the layers.
         sizes: config values for keys beyond `SIZES`; `a.b` is the value b in the config's object a.
         texts: the same for keys with text, each with the texts that are understood.
+        ratios: config values that are one key's value divided by another's.
         lists: config values for tensors that are no weights.
+        ignored: keys that say nothing that matters for text.
         needed: keys without which the file is not read here.
         fixed: config values that no key says.
         flags: config values that say whether a tensor exists: the end of its name.
         changes: what the converter does with a part.
+        extra_layers: the key with the number of layers at the end that predict further tokens, and
+            are not read.
         part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
         state_kind: the kind of the layers without key heads; the file has their number by layer.
         wide_layers: number of layers of the one size of model whose attention is scaled by the
@@ -125,15 +137,18 @@ class Architecture:
     """
 
     model_type: str
-    layer: Mapping[str, str]
+    layer: dict[str, str]
     outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    sizes: dict[str, str] = field(default_factory=dict)
     texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     lists: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    changes: dict[str, Change] = field(default_factory=dict)
+    extra_layers: str = ""
     part_rotates: bool = False
     state_kind: str = ""
     wide_layers: int = 0
@@ -141,6 +156,56 @@ class Architecture:
 
 
 _DENSE = _NORMS | _ATTENTION | _GATED
+_QWEN35 = Architecture(
+    "qwen3_5_text",
+    _ATTENTION
+    | _HEAD_NORMS
+    | _GATED
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+    },
+    sizes={
+        "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
+    ignored=("rope.dimension_sections", "ssm.inner_size"),
+    needed=(
+        "full_attention_interval",
+        "ssm.conv_kernel",
+        "ssm.state_size",
+        "ssm.group_count",
+        "ssm.time_step_rank",
+        "ssm.inner_size",
+        "rope.dimension_count",
+    ),
+    changes=_PLUS_ONE
+    | {
+        "attn_qkv": "qkv values",
+        "ssm_conv1d": "qkv values",
+        "attn_gate": "value rows",
+        "ssm_out": "value columns",
+        "ssm_alpha": "head rows",
+        "ssm_beta": "head rows",
+        "ssm_dt": "head rows",
+        "ssm_a": "minus exp",
+    },
+    extra_layers="nextn_predict_layers",
+    part_rotates=True,
+)
 _LONG = "rope_parameters.long_factor"
 _SHORT = "rope_parameters.short_factor"
 
@@ -224,17 +289,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2moe": Architecture(
         "qwen2_moe",
-        _NORMS
-        | _ATTENTION
-        | _EXPERTS
-        | {
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
-        sizes=_MOE_SIZES | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        needed=(*_MOE_SIZES, "expert_shared_feed_forward_length"),
+        _NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT,
+        sizes=_MOE_SIZES | _SHARED_SIZE,
+        needed=(*_MOE_SIZES, *_SHARED_SIZE),
         fixed={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         changes=_STACKED,
     ),
@@ -284,6 +341,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"rope_parameters.truncate": False},
         changes=_STACKED,
         swaps_experts=True,
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35,
+        model_type="qwen3_5_moe_text",
+        layer=_QWEN35.layer | _EXPERTS | _SHARED_EXPERT,
+        sizes=_QWEN35.sizes | _MOE_SIZES | _SHARED_SIZE,
+        needed=(*_QWEN35.needed, *_MOE_SIZES, *_SHARED_SIZE),
+        changes=_QWEN35.changes | _STACKED,
     ),
     "lfm2": Architecture(
         "lfm2",

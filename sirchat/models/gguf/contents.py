@@ -107,9 +107,31 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
             if not isinstance(value, int | float) or not 0 < value < _MOST:
                 return False  # such as another number of heads in each layer
             values[sizes[key]] = value
-        elif key not in (*MEANS_NOTHING, "rope.dimension_count"):  # such as a scaled rotation
+        elif key not in (
+            "rope.dimension_count",
+            *MEANS_NOTHING,
+            *known.ignored,
+            known.extra_layers,
+        ):
+            return False  # such as a scaled rotation
+    for name, (whole, part) in known.ratios.items():
+        if not all(isinstance(said[key], int) and said[key] > 0 for key in (whole, part)):
             return False
+        values[name] = said[whole] // said[part]
+    values["num_hidden_layers"] = _count_layers(said, known)
     return True
+
+
+def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
+    """Whether the layer with this number predicts further tokens only."""
+    said = _said(file) if known.extra_layers else {}
+    return bool(said.get(known.extra_layers)) and layer >= _count_layers(said, known)
+
+
+def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
+    """The number of layers, without those that predict further tokens; 0 if it is not said."""
+    layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
+    return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
 
 
 def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
@@ -150,6 +172,8 @@ def target_of(name: str, file: GgufFile) -> Target | None:
     if name in known.lists:
         return Target("")
     found = re.match(r"blk\.(\d+)\.", name)
+    if found and _is_extra(int(found[1]), file, known):
+        return Target("")
     rest = name[found.end() :] if found else name
     names = known.layer if found else known.outer
     part, dot, kind = rest.rpartition(".")

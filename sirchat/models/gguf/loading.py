@@ -289,14 +289,32 @@ def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) 
             heads = values.get("num_key_value_heads", heads)
         pairs = weight.view(heads, -1, 2, *weight.shape[1:])  # [H, D / 2, 2, ...]
         return pairs.transpose(1, 2).reshape(weight.shape)
+    if change == "minus exp":
+        return _grouped(weight.neg().log(), values)
+    if change in ("value rows", "head rows"):
+        return _grouped(weight, values)
+    if change == "qkv values":
+        start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
+        return torch.cat((weight[:start], _grouped(weight[start:], values)))
+    if change == "value columns" and weight.ndim > 1:
+        return _grouped(weight.T, values).T.contiguous()
     return weight
+
+
+def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
+    """Put the value heads that share a key head beside each other; their rows are in [H D, ...]."""
+    keys = values["linear_num_key_heads"]
+    per_key = values["linear_num_value_heads"] // keys
+    heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])
+    return heads.transpose(0, 1).reshape(weight.shape)
 
 
 def _packed(
     tensor: GgufTensor, change: Change | None, values: Mapping[str, Any], wants_four: bool
 ) -> PackedLinear:
     """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted."""
-    if wants_four and Int4Linear.fits(*tensor.shape):
+    splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
+    if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
         return Int4Linear(*(_restored(one, change, values) for one in four_bit(tensor)))
     parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # saves memory
     q, scale = (_restored(torch.cat(one), change, values) for one in zip(*parts, strict=True))
