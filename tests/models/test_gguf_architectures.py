@@ -34,7 +34,7 @@ def floats_only(name: str, shape: tuple[int, ...]) -> str:
 
 def few_bits(name: str, shape: tuple[int, ...]) -> str:
     """Two types of blocks for matrices, float32 for all else, as llama.cpp stores it."""
-    if len(shape) < 2 or shape[-1] % 32 or "gate_inp" in name:
+    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
         return "F32"
     return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
 
