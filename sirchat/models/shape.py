@@ -98,7 +98,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
     cached, archived = _gguf_row_elements(file)
     return ModelShape(
         kind,
-        _whole(file.metadata.get(f"{architecture}.context_length")),
+        _gguf_context_length(file),
         cached,
         packs and has_blocks(file),
         archived,
@@ -158,6 +158,15 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
         return 1
     given = (_whole(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
     return next((one for one in given if one), heads)
+
+
+def _gguf_context_length(file: GgufFile) -> int | None:
+    """Number of tokens that the model was trained for, before its rotation is scaled for more."""
+    prefix = file.architecture
+    limit = _whole(file.metadata.get(f"{prefix}.context_length"))
+    original = _whole(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
+    scales = "rope_factors_long.weight" in file.tensors  # by the length of the text
+    return min(limit, original) if scales and limit and original else limit
 
 
 def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:

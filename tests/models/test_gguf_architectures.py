@@ -25,6 +25,7 @@ from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear  # noqa: 
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
 
 IDS = list(range(3, 43))
+SIZED = ["gemma3", "phi3-long", "smollm3", "qwen3moe", "gpt-oss", "qwen35", "lfm2"]
 EXPERTS = ["qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
 
 
@@ -96,7 +97,7 @@ def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
     found = load_model(str(path), device="cpu", quantize="packed").module
     packed = {n: one for n, one in found.named_modules() if isinstance(one, PackedLinear)}
-    assert packed.keys() >= {one for one in linear if not one.endswith("shared_expert_gate")}
+    assert packed.keys() >= linear
     assert any(".experts." in name for name in packed) == (case in EXPERTS)
     embedding = module.get_input_embeddings().weight
     embedding.copy_(found.get_input_embeddings()._head[0].rows(torch.arange(VOCABULARY)))
@@ -207,7 +208,7 @@ def test_settings_that_are_missing_or_unknown_leave_a_file_to_transformers(
     assert not is_supported(GgufFile(others | more, file.tensors))
 
 
-@pytest.mark.parametrize("case", ["gemma3", "qwen3moe", "gpt-oss", "lfm2", "smollm3", "qwen35"])
+@pytest.mark.parametrize("case", SIZED)
 def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> None:
     module = random_model(case)
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
@@ -218,7 +219,8 @@ def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> N
     assert shape.row_elements is not None
     assert shape.row_elements * 2 == model.row_bytes  # float16
     assert weights.is_read_here
-    assert weights.count == sum(one.numel() for one in module.parameters())
+    count = sum(one.numel() for one in module.parameters())
+    assert weights.count == pytest.approx(count, abs=12)  # 12 factors of a rotation
     said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
     embedding = model.module.get_input_embeddings()._head[0]
     tensors = [*model.module.parameters(), *model.module.buffers(), *embedding.buffers()]
