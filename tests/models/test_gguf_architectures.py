@@ -59,6 +59,8 @@ def test_the_logits_are_those_of_the_model_that_was_written(case: str, tmp_path:
     found = model.forward(IDS, model.new_cache(64))
     torch.testing.assert_close(found, logits(module), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(model.module), logits(module), rtol=1e-6, atol=1e-6)
+    for name, buffer in module.named_buffers():  # such as the frequencies of the rotation
+        torch.testing.assert_close(model.module.get_buffer(name), buffer, rtol=1e-6, atol=0)
 
 
 def unpacked(layer: PackedLinear) -> torch.Tensor:
@@ -174,6 +176,16 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert is_supported(longer)
     found = load_module(longer, torch.float32).eval()
     torch.testing.assert_close(logits(found), logits(module), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotation_that_is_slowed_as_in_no_known_model_leaves_a_file_to_transformers(
+    tmp_path: Path,
+) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("llama3"), "llama3", floats_only)
+    file = parse_gguf(path)
+    others = {**file.metadata, "llama.rope.freq_base": 10_000.0}
+    assert is_supported(file)
+    assert not is_supported(GgufFile(others, file.tensors))
 
 
 def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:

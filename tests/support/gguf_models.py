@@ -45,6 +45,14 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _LONG = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -71,6 +79,7 @@ _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
+    "llama3": ("llama", "llama", {"rope_parameters": _LLAMA_3, "head_dim": 32}),
     "gemma2": ("gemma2", "gemma2", {**_GEMMA, "final_logit_softcapping": 20.0}),
     "gemma3": ("gemma3", "gemma3_text", {**_GEMMA, "num_hidden_layers": 7}),
     "gemma3-long": (
@@ -169,7 +178,7 @@ def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
         stored = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind)))
         stored = (-stored).log() if piece.is_exponential else stored
         flat[piece.places] = stored.view(values.shape) - piece.added
-    for name, factors in _factors(module.config):
+    for name, factors in _factors(module):
         writer.add_tensor(name, np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -330,10 +339,16 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
-def _factors(config: Any) -> Iterator[tuple[str, list[float]]]:
+def _factors(module: Any) -> Iterator[tuple[str, list[float]]]:
+    """By what the frequencies of the rotation are divided."""
+    rope = module.config.rope_parameters
     for name in ("long", "short"):
-        if f"{name}_factor" in config.rope_parameters:
-            yield f"rope_factors_{name}.weight", config.rope_parameters[f"{name}_factor"]
+        if f"{name}_factor" in rope:
+            yield f"rope_factors_{name}.weight", rope[f"{name}_factor"]
+    if rope.get("rope_type") == "llama3":
+        size = module.config.head_dim
+        plain = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2) / size)
+        yield "rope_freqs.weight", (plain / module.model.rotary_emb.inv_freq).tolist()
 
 
 _HALVES = {

@@ -121,6 +121,7 @@ class Architecture:
         texts: the same for keys with text, each with the texts that are understood.
         ratios: config values that are one key's value divided by another's.
         lists: config values for tensors that are no weights.
+        slowed: the tensor by which the frequencies of the rotation are divided, as in Llama 3.1.
         ignored: keys that say nothing that matters for text.
         needed: keys without which the file is not read here.
         fixed: config values that no key says.
@@ -143,6 +144,7 @@ class Architecture:
     texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     lists: Mapping[str, str] = field(default_factory=dict)
+    slowed: str = ""
     ignored: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +212,7 @@ _LONG = "rope_parameters.long_factor"
 _SHORT = "rope_parameters.short_factor"
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", _DENSE, changes=_PAIRS),
+    "llama": Architecture("llama", _DENSE, changes=_PAIRS, slowed="rope_freqs.weight"),
     "qwen2": Architecture("qwen2", _DENSE),
     "qwen3": Architecture("qwen3", _DENSE | _HEAD_NORMS),
     "gemma2": Architecture(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sirchat.models.gguf.architectures import (
     ARCHITECTURES,
@@ -18,7 +19,7 @@ from sirchat.models.gguf.architectures import (
     Architecture,
     Change,
 )
-from sirchat.models.gguf.header import BLOCKS, GgufFile
+from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
@@ -59,14 +60,7 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
     values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
     if any(key not in said for key in known.needed) or not _add_said(values, said, known):
         return None
-    lists = {name: file.tensors.get(key) for key, name in known.lists.items()}
-    if any(lists.values()):
-        for name, tensor in lists.items():
-            if tensor is None or tensor.type != "F32":
-                return None
-            values[name] = np.array(tensor.data).view(np.float32).tolist()
-        values["rope_parameters.rope_type"] = "longrope"
-    if not _add_head_size(values, said, known):
+    if not _add_head_size(values, said, known) or not _add_rotation(values, file, known):
         return None
     values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -143,6 +137,8 @@ def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Archi
     average = hidden // heads
     usual = rotated if rotated and known.model_type == "llama" else average
     size = values.setdefault("head_dim", usual)
+    if not size:
+        return False
     is_part = known.part_rotates and isinstance(rotated, int) and 0 < rotated < size
     if rotated not in (None, size) and not is_part:
         return False
@@ -152,6 +148,47 @@ def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Archi
         is_wide = values.get("num_hidden_layers") == known.wide_layers
         values["query_pre_attn_scalar"] = average if is_wide else size
     return True
+
+
+def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
+    """Add what tensors say about the rotation; returns False if it is not understood."""
+    tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
+    if any(tensors.values()):
+        for name, tensor in tensors.items():
+            if tensor is None or tensor.type != "F32":
+                return False
+            values[name] = _numbers(tensor).tolist()
+        values["rope_parameters.rope_type"] = "longrope"
+    slowed = file.tensors.get(known.slowed)
+    if slowed is None:
+        return True
+    size = values.get("head_dim", 0)
+    if slowed.type != "F32" or slowed.shape != (size // 2,) or not size:
+        return False
+    factor = float(_numbers(slowed).max())
+    values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+    wanted = _slowed(values["rope_theta"], size, factor)
+    return np.allclose(_numbers(slowed), wanted, rtol=1e-4)
+
+
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Settings of the rotation that all models since Llama 3.1 have; the file says results only."""
+
+
+def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:
+    """By what the frequencies of a head's rotation are divided with the settings `_LLAMA_3`."""
+    wave = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)  # tokens of a full turn
+    fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)  # 0 for slow ones, 1 for fast ones
+    out: NDArray[np.float64] = 1 / ((1 - fast) / max(factor, 1) + fast)
+    return out
+
+
+def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
+    return np.array(tensor.data).view(np.float32)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,9 +206,9 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def target_of(name: str, file: GgufFile) -> Target | None:
     """Where a GGUF tensor goes in the transformers model; None for an unknown tensor."""
     known = ARCHITECTURES[file.architecture]
-    if name in known.lists:
+    if name in known.lists or name == known.slowed:
         return Target("")
-    found = re.match(r"blk\.(\d+)\.", name)
+    found = re.match(r"blk\.(\d{1,9})\.", name)
     if found and _is_extra(int(found[1]), file, known):
         return Target("")
     rest = name[found.end() :] if found else name
