@@ -76,7 +76,12 @@ class StoredTensor:
     def is_matrix(self) -> bool:
         """Whether it is a matrix that can be rounded; experts and embeddings are not."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
-        return is_linear and not self.is_embedding and ".experts." not in self.name
+        return is_linear and not self.is_table and ".experts." not in self.name
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it has a row for each token: input embeddings, or those of Gemma 4's layers."""
+        return self.is_embedding or self.name == "per_layer_token_embd.weight"
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,7 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
     if held == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
-        wants_four = tensor.type in FOUR_BIT and not (tensor.is_embedding or tensor.is_head)
+        wants_four = tensor.type in FOUR_BIT and not (tensor.is_table or tensor.is_head)
     elif held in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None

@@ -21,11 +21,21 @@ from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.loading import load_module, load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.model import load_model  # noqa: E402
-from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear  # noqa: E402
+from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
 
 IDS = list(range(3, 43))
-SIZED = ["gemma3", "phi3-long", "smollm3", "qwen3moe", "gpt-oss", "qwen35", "lfm2"]
+SIZED = [
+    "gemma3",
+    "gemma4",
+    "gemma4-wide",
+    "phi3-long",
+    "smollm3",
+    "qwen3moe",
+    "gpt-oss",
+    "qwen35",
+    "lfm2",
+]
 EXPERTS = ["qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
 
 
@@ -109,7 +119,7 @@ def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
         wanted.copy_(unpacked(layer))  # what is left is the rounding of products
     after, before = logits(found), logits(module)
     errors = (after - before).norm(dim=1) / before.norm(dim=1)  # by token
-    assert errors.median() < 0.02  # a token may get another expert, if two are as likely
+    assert errors.median() < 0.03  # a token may get another expert, if two are as likely
 
 
 @pytest.mark.parametrize(
@@ -232,10 +242,11 @@ def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> N
     assert shape.row_elements * 2 == model.row_bytes  # float16
     assert weights.is_read_here
     count = sum(one.numel() for one in module.parameters())
-    assert weights.count == pytest.approx(count, abs=12)  # 12 factors of a rotation
+    assert weights.count == pytest.approx(count, abs=20)  # factors of a rotation
     said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
-    embedding = model.module.get_input_embeddings()._head[0]
-    tensors = [*model.module.parameters(), *model.module.buffers(), *embedding.buffers()]
+    tables = [one for one in model.module.modules() if isinstance(one, SharedEmbedding)]
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    tensors += [buffer for one in tables for buffer in one._head[0].buffers()]
     held = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
     assert said == pytest.approx(sum(held.values()), rel=0.02)
 

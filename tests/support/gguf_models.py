@@ -75,6 +75,14 @@ _QWEN35 = {
         "mrope_interleaved": True,
     },
 }
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -92,6 +100,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": (
+        "gemma4",
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 32,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma4-wide": (
+        "gemma4",
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
         },
     ),
     "phi3": ("phi3", "phi3", {"sliding_window": 8}),
@@ -147,9 +176,15 @@ def random_model(case: str, **more: Any) -> Any:
     config = CONFIG_MAPPING[model_type](**{**_SIZES, **values, **more})
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in module.parameters():
+    for _, parameter in _weights(module):
         parameter.data += 0.1 * torch.randn_like(parameter)
     return module
+
+
+def _weights(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and what Gemma 4 has beside them."""
+    yield from module.named_parameters()
+    yield from ((n, one) for n, one in module.named_buffers() if n.endswith("layer_scalar"))
 
 
 KindOf = Callable[[str, tuple[int, ...]], str]
@@ -164,7 +199,7 @@ def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
     architecture = MODELS[case][0]
     writer = gguf.GGUFWriter(path, architecture)
     _add_settings(writer, module, architecture)
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if architecture in ("gemma2", "gemma3", "phi3", "gemma4"):
         add_sentence_pieces(writer, VOCABULARY)
     else:
         add_byte_pairs(writer, VOCABULARY)
@@ -205,7 +240,7 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
     config = module.config
     kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    for full, parameter in module.named_parameters():
+    for full, parameter in _weights(module):
         if full == "lm_head.weight" and config.tie_word_embeddings:
             continue
         places = torch.arange(parameter.numel()).view(parameter.shape)
@@ -213,7 +248,9 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
             stem = re.sub(r"\.(weight|bias)$", "", name := _renamed(name))
             found = names.get_name(stem)
             assert found is not None, full
-            is_more = full.endswith("norm.weight") and architecture.startswith(("gemma", "qwen35"))
+            is_more = full.endswith("norm.weight") and architecture.startswith(
+                ("gemma2", "gemma3", "qwen35")
+            )
             added = float(is_more and "linear_attn" not in full)
             is_exponential = full.endswith("A_log")
             yield _Piece(found + name[len(stem) :], parameter, some, added, is_exponential)
@@ -221,6 +258,7 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
 
 def _renamed(name: str) -> str:
     """The name that the converter gives to a parameter before it looks up the GGUF name."""
+    name = name.replace("layer_scalar", "layer_scalar.weight")
     return name.replace("sinks", "sinks.weight").replace("dt_bias", "dt_proj.bias")
 
 
@@ -272,11 +310,15 @@ def _tiled(name: str, places: Tensor, config: Any) -> Tensor:
 
 
 def _add_settings(writer: Any, module: Any, architecture: str) -> None:
-    config, inner = module.config, getattr(module.config, "intermediate_size", None)
+    config: Any = module.config
+    inner: Any = getattr(config, "intermediate_size", None)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads: Any = config.num_key_value_heads
+    size = 0
+    if architecture != "gemma4":  # its layers differ
+        size = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
+    kv_heads: Any = 0 if architecture == "gemma4" else config.num_key_value_heads
     if architecture == "lfm2":
         kv_heads = [0 if kind == "conv" else kv_heads for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -284,6 +326,13 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
+    if architecture == "gemma4":
+        by_layer = [config.per_layer_config[at] for at in range(len(slides))]
+        kv_heads = [one.num_key_value_heads for one in by_layer]
+        shared = len(slides) - config.num_kv_shared_layers
+        is_wide = config.use_double_wide_mlp
+        inner = [2 * inner if is_wide and at >= shared else inner for at in range(len(slides))]
+        inner = inner if is_wide else inner[0]
     if inner is not None:
         writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
@@ -291,14 +340,16 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
     writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     if architecture != "gemma2":
         writer.add_rope_freq_base(rope["rope_theta"])
-    if "head_dim" in config.to_dict():
+    if architecture == "gemma4":
+        _add_settings_by_layer(writer, config)
+    elif "head_dim" in config.to_dict():
         writer.add_key_length(size)
         writer.add_value_length(size)
     if architecture in ("llama", "smollm3", "granite", "phi3", "glm4", "qwen35", "qwen35moe"):
         writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
     if architecture in ("llama", "smollm3", "granite", "lfm2"):
         writer.add_vocab_size(config.vocab_size)
-    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
+    if architecture in ("gemma2", "gemma3", "gemma4", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -339,12 +390,34 @@ def _add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
+def _add_settings_by_layer(writer: Any, config: Any) -> None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    whole = config.per_layer_config["full_attention"].head_dim
+    writer.add_key_length(whole)
+    writer.add_value_length(whole)
+    part = config.per_layer_config["sliding_attention"].head_dim
+    writer.add_key_length_swa(part)
+    writer.add_value_length_swa(part)
+    writer.add_rope_dimension_count(whole)
+    writer.add_rope_dimension_count_swa(part)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
 def _factors(module: Any) -> Iterator[tuple[str, list[float]]]:
     """By what the frequencies of the rotation are divided."""
     rope = module.config.rope_parameters
     for name in ("long", "short"):
         if f"{name}_factor" in rope:
             yield f"rope_factors_{name}.weight", rope[f"{name}_factor"]
+    if module.config.model_type == "gemma4_text":
+        half = module.config.per_layer_config["full_attention"].head_dim // 2
+        count = int(half * rope["full_attention"]["partial_rotary_factor"])
+        yield "rope_freqs.weight", [1.0] * count + [1e30] * (half - count)
     if rope.get("rope_type") == "llama3":
         size = module.config.head_dim
         plain = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2) / size)

@@ -131,6 +131,8 @@ class Architecture:
             are not read.
         part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
         state_kind: the kind of the layers without key heads; the file has their number by layer.
+        varies_by_layer: whether layers with a sliding window have other sizes than those without;
+            the file has lists of sizes by layer then, and some layers use others' keys and values.
         wide_layers: number of layers of the one size of model whose attention is scaled by the
             average size of a head, not by `head_dim`; 0 if the file or config says the scale.
         swaps_experts: whether transformers has the experts' matrices transposed, and the rows of
@@ -153,6 +155,7 @@ class Architecture:
     extra_layers: str = ""
     part_rotates: bool = False
     state_kind: str = ""
+    varies_by_layer: bool = False
     wide_layers: int = 0
     swaps_experts: bool = False
 
@@ -244,6 +247,54 @@ ARCHITECTURES: dict[str, Architecture] = {
         needed=("attention.sliding_window", "rope.freq_base"),
         changes=_PLUS_ONE,
         wide_layers=62,
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _NORMS_BEFORE_AND_AFTER
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _GATED
+        | {
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        outer=_OUTER
+        | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "rope_freqs.weight": "",
+        },
+        sizes={
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base": "rope_parameters.full_attention.rope_theta",
+            "rope.freq_base_swa": "rope_parameters.sliding_attention.rope_theta",
+        },
+        ignored=("attention.value_length_swa",),
+        needed=(
+            "attention.key_length",
+            "attention.key_length_swa",
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "attention.shared_kv_layers",
+            "embedding_length_per_layer_input",
+            "rope.freq_base",
+            "rope.freq_base_swa",
+            "rope.dimension_count",
+            "rope.dimension_count_swa",
+        ),
+        fixed={
+            "rope_parameters.full_attention.rope_type": "proportional",
+            "rope_parameters.sliding_attention.rope_type": "default",
+        },
+        varies_by_layer=True,
     ),
     "phi3": Architecture(
         "phi3",

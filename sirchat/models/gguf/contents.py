@@ -60,7 +60,11 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
     values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
     if any(key not in said for key in known.needed) or not _add_said(values, said, known):
         return None
-    if not _add_head_size(values, said, known) or not _add_rotation(values, file, known):
+    if known.varies_by_layer:
+        is_understood = _add_sizes_by_layer(values, said, file)
+    else:
+        is_understood = _add_head_size(values, said, known)
+    if not is_understood or not _add_rotation(values, file, known):
         return None
     values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -97,6 +101,8 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
             values[sizes[key]] = max(value)
         elif key == "attention.sliding_window" and value == 0:  # there is none
             values["sliding_window"] = None
+        elif known.varies_by_layer and (key in _BY_LAYER or (value == 0 and key in sizes)):
+            values[sizes.get(key, key)] = value  # looked at in `_add_sizes_by_layer`
         elif key in sizes:
             if not isinstance(value, int | float) or not 0 < value < _MOST:
                 return False  # such as another number of heads in each layer
@@ -148,6 +154,64 @@ def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Archi
         is_wide = values.get("num_hidden_layers") == known.wide_layers
         values["query_pre_attn_scalar"] = average if is_wide else size
     return True
+
+
+_BY_LAYER = (
+    "attention.head_count_kv",
+    "attention.sliding_window_pattern",
+    "feed_forward_length",
+    "rope.dimension_count_swa",
+)
+"""Keys with a value for each layer, or for all with a sliding window."""
+
+
+def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
+    """Replace lists of sizes in `values`, as Gemma 4 has them; returns False if they are odd."""
+    for key in _BY_LAYER[1:]:
+        values.pop(key, None)
+    layers, slides = values.get("num_hidden_layers", 0), said["attention.sliding_window_pattern"]
+    if not isinstance(slides, list) or len(slides) != layers or not isinstance(slides[-1], bool):
+        return False
+    values["layer_types"] = ["sliding_attention" if n else "full_attention" for n in slides]
+    shared = said["attention.shared_kv_layers"]
+    if slides[-1] or not isinstance(shared, int) or not 0 <= shared < layers:
+        return False
+    inner = said.get("feed_forward_length")
+    widths: list[Any] = inner if isinstance(inner, list) else [inner] * layers
+    heads = values.get("num_key_value_heads")
+    counts: list[Any] = heads if isinstance(heads, list) else [heads] * layers
+    both: list[Any] = [*widths, *counts]
+    if not widths or not counts or not all(isinstance(n, int) and 0 < n < _MOST for n in both):
+        return False
+    wide = [widths[0]] * (layers - shared) + [2 * widths[0]] * shared
+    near = next((n for n, one in zip(counts, slides, strict=False) if one), counts[-1])
+    values |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths == wide}
+    values |= {"num_key_value_heads": near, "num_global_key_value_heads": counts[-1]}
+    values["attention_k_eq_v"] = f"blk.{slides.index(False)}.attn_v.weight" not in file.tensors
+    values["vocab_size_per_layer_input"] = values.get("vocab_size", 0)
+    rows = file.tensors.get("per_layer_token_embd.weight")
+    if rows is not None:
+        values["vocab_size_per_layer_input"] = rows.shape[0]
+    whole, part = values["global_head_dim"], values["head_dim"]
+    rotated = (said["rope.dimension_count"], said["rope.dimension_count_swa"])
+    return (
+        (widths == wide or widths == [widths[0]] * layers)
+        and counts == [near if one else counts[-1] for one in slides]
+        and (near == counts[-1] or values["attention_k_eq_v"])
+        and rotated == (whole, part)
+        and _add_proportion(values, file, whole)
+    )
+
+
+def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
+    """Add which part of a head of `size` numbers rotates: the others' frequencies are almost 0."""
+    slowed = file.tensors.get("rope_freqs.weight")
+    if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
+        return False
+    numbers = _numbers(slowed)
+    count = int((numbers == 1).sum())
+    values["rope_parameters.full_attention.partial_rotary_factor"] = 2 * count / size
+    return bool((numbers[:count] == 1).all() and (numbers[count:] > 1e20).all())
 
 
 def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
@@ -211,10 +275,16 @@ def target_of(name: str, file: GgufFile) -> Target | None:
     found = re.match(r"blk\.(\d{1,9})\.", name)
     if found and _is_extra(int(found[1]), file, known):
         return Target("")
+    if found and known.varies_by_layer and name[found.end() :].startswith(("attn_k", "attn_v")):
+        shared = file.metadata.get(f"{file.architecture}.attention.shared_kv_layers", 0)
+        if int(found[1]) >= _count_layers(_said(file), known) - shared:
+            return Target("")  # it uses the keys and values of another layer
     rest = name[found.end() :] if found else name
     names = known.layer if found else known.outer
     part, dot, kind = rest.rpartition(".")
     inner = names.get(rest)
+    if inner == "":
+        return Target("")
     if inner is None and kind in ("weight", "bias") and part in names:
         inner = f"{names[part]}.{kind}"
     if inner is None:

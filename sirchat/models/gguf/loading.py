@@ -218,7 +218,7 @@ class _Loader:
             layer = self._module.get_submodule(target.removesuffix(".weight"))
         except AttributeError:
             return False  # `_put` says so
-        return isinstance(layer, nn.Linear) or layer is self._module.get_input_embeddings()
+        return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
         """Add the weights or biases of all experts of a layer for one part of their network."""
@@ -323,7 +323,7 @@ def _packed(
 
 def _may_have_four_bits(name: str) -> bool:
     """Whether a matrix may keep its four bits; embeddings and the output head get eight."""
-    return name not in ("token_embd.weight", "output.weight")
+    return not name.endswith("token_embd.weight") and name != "output.weight"
 
 
 def _can_pack_experts(name: str, file: GgufFile) -> bool:
@@ -361,11 +361,11 @@ def _replace(
         raise ModelError(
             f"{name} has the shape {wanted} in the GGUF file, another one in the model"
         )
-    if before is module.get_input_embeddings() and isinstance(packed, Int8Linear):
+    if isinstance(before, nn.Embedding) and isinstance(packed, Int8Linear):
         store.move(packed)
-        module.set_input_embeddings(SharedEmbedding.like(before, packed, dtype))
-        if module.config.tie_word_embeddings:
+        if before is module.get_input_embeddings() and module.config.tie_word_embeddings:
             module.set_output_embeddings(packed)
+        module.set_submodule(path, SharedEmbedding.like(before, packed, dtype))
         return
     packed.bias = before.bias
     module.set_submodule(path, packed)
@@ -390,7 +390,8 @@ def _put(module: nn.Module, name: str, weight: Tensor) -> None:
     owner_name, _, own = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)
-        wanted = owner.get_parameter(own).shape
+        before = getattr(owner, own)
+        wanted = before.shape
     except AttributeError:
         raise ModelError(f"the GGUF file has {name}, but the model does not") from None
     if [n for n in wanted if n > 1] == [n for n in weight.shape if n > 1]:
@@ -398,4 +399,4 @@ def _put(module: nn.Module, name: str, weight: Tensor) -> None:
     if wanted != weight.shape:
         shapes = f"{list(weight.shape)}, must be {list(wanted)}"
         raise ModelError(f"the GGUF file's {name} is {shapes}")
-    setattr(owner, own, nn.Parameter(weight))
+    setattr(owner, own, nn.Parameter(weight) if isinstance(before, nn.Parameter) else weight)
