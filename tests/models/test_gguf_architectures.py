@@ -151,8 +151,13 @@ def test_a_model_is_the_one_that_transformers_makes_where_it_reads_all_settings(
     torch.testing.assert_close(logits(ours.eval()), logits(theirs.eval()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"])
-@pytest.mark.parametrize("case", ["gemma3-long", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *(("olmo2", one) for one in ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_NL")),
+        ("gpt-oss", "MXFP4"),
+    ],
+)
 def test_rarer_blocks_lose_no_more_than_eight_bits_a_row_do(
     case: str, kind: str, tmp_path: Path
 ) -> None:
@@ -261,7 +266,8 @@ def vocabulary(path: Path, architecture: str, pre: str = "") -> Any:
     if pre:
         add_byte_pairs(writer, VOCABULARY, pre)
     else:
-        add_sentence_pieces(writer, VOCABULARY)
+        kind = "gemma4" if architecture == "gemma4" else "llama"
+        add_sentence_pieces(writer, VOCABULARY, kind)
     writer.add_context_length(8)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -269,7 +275,7 @@ def vocabulary(path: Path, architecture: str, pre: str = "") -> Any:
     return load_tokenizer(str(path.parent), path.name, parse_gguf(path))
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "phi3", *BYTE_PAIRS])
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gemma4", "phi3", *BYTE_PAIRS])
 def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
     architecture: str, tmp_path: Path
 ) -> None:

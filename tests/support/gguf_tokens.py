@@ -27,12 +27,15 @@ def add_byte_pairs(writer: Any, size: int, pre: str = "llama-bpe") -> None:
     _add(writer, tokens, [gguf.TokenType.NORMAL] * (len(tokens) - len(_CONTROL)), size)
 
 
-def add_sentence_pieces(writer: Any, size: int) -> None:
-    """Add a vocabulary of `size` tokens: bytes, letters and pieces of words with scores."""
+def add_sentence_pieces(writer: Any, size: int, kind: str = "llama") -> None:
+    """Add a vocabulary of `size` tokens: bytes, letters and pieces of words with scores.
+
+    `kind` is how the file calls this kind of vocabulary: `llama` or `gemma4`.
+    """
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
     tokens = [*_CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES, *letters]
     kinds = [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * (len(_PIECES) + len(letters))
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre("default")
     writer.add_token_scores([-float(at) for at in range(size)])
     _add(writer, tokens, kinds, size)
