@@ -88,6 +88,7 @@ def _said(file: GgufFile) -> dict[str, Any]:
 def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
     """Add the config values that a header says; returns False if one is not understood."""
     sizes = {**SIZES, **known.sizes}
+    elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
     for key, value in said.items():
         if key in known.texts:
             name, understood = known.texts[key]
@@ -107,12 +108,7 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
             if not isinstance(value, int | float) or not 0 < value < _MOST:
                 return False  # such as another number of heads in each layer
             values[sizes[key]] = value
-        elif key not in (
-            "rope.dimension_count",
-            *MEANS_NOTHING,
-            *known.ignored,
-            known.extra_layers,
-        ):
+        elif key not in elsewhere:
             return False  # such as a scaled rotation
     for name, (whole, part) in known.ratios.items():
         if not all(isinstance(said[key], int) and said[key] > 0 for key in (whole, part)):

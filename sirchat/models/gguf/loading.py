@@ -116,13 +116,12 @@ _ROWS = 4096  # rows of a matrix that are float32 at a time
 _SOME = 10  # tensors after which free memory is returned to the system
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
 
-
 _DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone")
 _THREE_DIGITS = ("glm4", "chatglm-bpe")
 _PARTS_OF_TEXT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+)  # as of the Llama 3 vocabulary
 
 
 def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
