@@ -140,7 +140,7 @@ def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Archi
     usual = rotated if rotated and known.model_type == "llama" else average
     size = values.setdefault("head_dim", usual)
     if not size:
-        return False
+        return True  # refused later, too
     is_part = known.part_rotates and isinstance(rotated, int) and 0 < rotated < size
     if rotated not in (None, size) and not is_part:
         return False
