@@ -58,6 +58,11 @@ class StoredTensor:
         return prod(self.shape)
 
     @property
+    def at_once(self) -> int:
+        """How many of its numbers are packed or unpacked at once: those of one expert."""
+        return prod(self.shape[-2:])
+
+    @property
     def is_head(self) -> bool:
         """Whether it is the output head."""
         return self.name.endswith(_HEADS) or self.name == "output.weight"
@@ -71,7 +76,12 @@ class StoredTensor:
     def is_matrix(self) -> bool:
         """Whether it is a matrix that can be quantized; experts and embeddings can't be."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
-        return is_linear and not self.is_embedding and ".experts." not in self.name
+        return is_linear and not self.is_table and ".experts." not in self.name
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it has a row for each token: input embeddings, or those of Gemma 4's layers."""
+        return self.is_embedding or self.name == "per_layer_token_embd.weight"
 
 
 @dataclass(frozen=True)
@@ -199,23 +209,23 @@ def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
     if bits == 4:  # and two numbers of 16 bits for each 32 weights
         return tensor.count * 5 // 8
     if bits == 8:
-        return tensor.count + 2 * tensor.shape[0]
+        return tensor.count + 2 * prod(tensor.shape[:-1])
     return tensor.count * item
 
 
 def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
     """4 or 8 for a matrix that is packed, as in `gguf.loading` and `packed.pack_module`."""
     if held == "packed":
-        if len(tensor.shape) != 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
+        if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
-        wants_four = tensor.type in FOUR_BIT and not (tensor.is_embedding or tensor.is_head)
+        wants_four = tensor.type in FOUR_BIT and not (tensor.is_table or tensor.is_head)
     elif held in ("int8", "int4"):
         if not tensor.is_matrix and not (stored.is_tied and tensor.is_embedding):
             return None
         wants_four = held == "int4" and tensor.is_matrix and not tensor.is_head
     else:
         return None
-    rows, columns = tensor.shape
+    rows, columns = tensor.shape[-2:]
     fits = rows % 64 == 0 and columns % 32 == 0 and packs_four_bits()
     return 4 if wants_four and fits else 8
 
@@ -229,7 +239,7 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
     weights = _bytes(stored, held, item)
     if held == "packed":
         factors = {4: 11, 8: 5, None: 4}
-        taken = (factors[_bits(one, stored, held)] * one.count for one in stored.tensors)
+        taken = (factors[_bits(one, stored, held)] * one.at_once for one in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count
@@ -240,9 +250,9 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
 
 def _while_reading(stored: StoredWeights, held: str) -> int:
     """Bytes of packed matrices that are unpacked to bfloat16 while a text is read."""
-    packed = [2 * one.count for one in stored.tensors if _bits(one, stored, held)]
-    whole = sum(packed)
-    return whole if whole <= MOST_UNPACKED else max(packed, default=0)
+    packed = [one for one in stored.tensors if _bits(one, stored, held)]
+    whole = 2 * sum(one.count for one in packed)
+    return whole if whole <= MOST_UNPACKED else 2 * max(one.at_once for one in packed)
 
 
 def stored_weights(path: Path) -> StoredWeights:

@@ -400,7 +400,7 @@ def gguf_parts(
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
         is_packed = can_pack_four_bits() and has_blocks(file)
     kind = pick_dtype(dtype, device)
-    tokenizer = loading.load_tokenizer(folder, gguf_file, file.architecture)
+    tokenizer = loading.load_tokenizer(folder, gguf_file, file)
     return loading.load_module(file, kind, progress, keep_packed=is_packed), tokenizer
 
 

@@ -244,15 +244,23 @@ class SharedEmbedding(nn.Module):
     Args:
         head: the output head, which stores the weights.
         dtype: type of the embeddings.
+        scale: multiplied with them, as by the embeddings of Gemma.
     """
 
-    def __init__(self, head: Int8Linear, dtype: torch.dtype) -> None:
+    def __init__(self, head: Int8Linear, dtype: torch.dtype, scale: float = 1) -> None:
         super().__init__()
         self._head = (head,)  # not a submodule, whose buffers would count twice
         self._dtype = dtype
+        self._scale = scale
+
+    @classmethod
+    def like(cls, before: Any, head: Int8Linear, dtype: torch.dtype) -> SharedEmbedding:
+        """Make embeddings that take the place of the module `before`, with its scale."""
+        scale = torch.tensor(getattr(before, "scalar_embed_scale", 1.0), dtype=dtype)
+        return cls(head, dtype, float(scale))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self._head[0].rows(ids).to(self._dtype)
+        return (self._head[0].rows(ids) * self._scale).to(self._dtype)
 
 
 def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,7 +355,8 @@ def pack_module(module: Any, bits: int) -> None:
         if layer is head:
             packed = eight = Int8Head(*eight_bits(weight), layer.bias)
             if is_tied:
-                module.set_input_embeddings(SharedEmbedding(eight, weight.dtype))
+                shared = SharedEmbedding.like(embeddings, eight, weight.dtype)
+                module.set_input_embeddings(shared)
         elif bits == 4 and Int4Linear.fits(*weight.shape):
             packed = Int4Linear(*four_bits(weight), layer.bias)
         else:

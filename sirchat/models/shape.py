@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +20,7 @@ from typing import Any
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
+from sirchat.models.gguf.architectures import ARCHITECTURES
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
@@ -97,7 +98,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
     cached, archived = _gguf_row_elements(file)
     return ModelShape(
         kind,
-        _whole(file.metadata.get(f"{architecture}.context_length")),
+        _gguf_context_length(file),
         cached,
         packs and has_blocks(file),
         archived,
@@ -159,26 +160,58 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
     return next((one for one in given if one), heads)
 
 
+def _gguf_context_length(file: GgufFile) -> int | None:
+    """Number of tokens that the model was trained for, before its rotation is scaled for more."""
+    prefix = file.architecture
+    limit = _whole(file.metadata.get(f"{prefix}.context_length"))
+    original = _whole(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
+    scales = "rope_factors_long.weight" in file.tensors  # by the length of the text
+    return min(limit, original) if scales and limit and original else limit
+
+
 def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:
     """How many numbers cache and archive store for one token, from the sizes in a GGUF file."""
 
     def said(name: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{name}")
 
-    layers, hidden = _whole(said("block_count"), _MOST_LAYERS), _whole(said("embedding_length"))
-    heads = said("attention.head_count_kv") or said("attention.head_count")
-    of_queries = _whole(said("attention.head_count"))
+    hidden, of_queries = _whole(said("embedding_length")), _whole(said("attention.head_count"))
     usual = hidden // of_queries if hidden and of_queries else None
     key = _whole(said("attention.key_length")) or usual
     value = _whole(said("attention.value_length")) or usual
-    if layers is None or key is None or value is None:
+    counts = _key_heads(said)
+    if counts is None or key is None or value is None:
         return None, None
-    by_layer = heads[:layers] if isinstance(heads, list) else [heads] * layers
-    counts = [_whole(one) for one in by_layer]
-    if None in counts:
-        return None, None
-    total = sum(filter(None, counts))
-    return total * (2 * key + value), total * (key + value)
+    near_key = _whole(said("attention.key_length_swa")) or key
+    near_value = _whole(said("attention.value_length_swa")) or value
+    slides, known = said("attention.sliding_window_pattern"), ARCHITECTURES.get(file.architecture)
+    unrotated = known.fixed.get("no_rope_layer_interval") if known else None
+    cached = archived = 0
+    for at, count in enumerate(counts):
+        is_near = isinstance(slides, list) and slides[at : at + 1] == [True]
+        keys = count * (near_key if is_near else key)
+        archived += keys + count * (near_value if is_near else value)
+        cached += 0 if unrotated and (at + 1) % unrotated == 0 else keys
+    return cached + archived, archived
+
+
+def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
+    """The number of key heads of each layer, 0 if it has none of its own; None if unknown.
+
+    `said` gives the value of a key of the header.
+    """
+    layers = _whole(said("block_count"), _MOST_LAYERS)
+    if layers is None:
+        return None
+    heads = said("attention.head_count_kv") or said("attention.head_count")
+    interval = _whole(said("full_attention_interval")) or 1  # the other layers have a state
+    every = [0 if at % interval else heads for at in range(1, layers + 1)]
+    by_layer = heads[:layers] if isinstance(heads, list) else every
+    counts = [0 if one == 0 else _whole(one) for one in by_layer]
+    own = layers - (_whole(said("attention.shared_kv_layers")) or 0)
+    own -= _whole(said("nextn_predict_layers")) or 0
+    known = [one for one in counts[: max(0, own)] if one is not None]
+    return None if None in counts else known
 
 
 def _whole(value: object, most: int = _MOST) -> int | None:

@@ -33,6 +33,9 @@ HALVES = {
     "Q8_0": (0,),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
 }
 """Where a block of each format has its floats of two bytes."""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chatting import answer, session, tiny
+from families import build
 from gguf_file import write_gguf
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import CacheSettings, TurnRef
@@ -26,6 +27,7 @@ from sirchat.models.packed import (
     WeightStore,
     eight_bits,
     four_bits,
+    pack_module,
 )
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
@@ -246,6 +248,15 @@ def test_any_model_can_be_rounded(quantize: str, error: float) -> None:
     found, wanted = (one.forward(ids, one.new_cache(96)) for one in (rounded, tiny()))
     assert relative(found, wanted) < error
     assert rounded.vocab_size == tiny().vocab_size
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_embeddings_with_a_scale_keep_it_when_they_are_rounded(model_type: str) -> None:
+    module, ids = build(model_type, {"head_dim": 16}), torch.arange(10, 50)[None]
+    with torch.inference_mode():
+        wanted = module(ids).logits
+        pack_module(module, 8)
+        assert relative(module(ids).logits, wanted) < 0.06
 
 
 def test_what_cant_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,55 +7,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sirchat.models.gguf.header import BLOCKS, GgufFile
+import numpy as np
+from numpy.typing import NDArray
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Architectures that are read here; their files use the same names for tensors and sizes."""
+from sirchat.models.gguf.architectures import (
+    ARCHITECTURES,
+    MEANS_NOTHING,
+    SIZES,
+    Architecture,
+    Change,
+)
+from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
 
-_SIZES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
-}
-_SPECIAL = ("bos", "eos", "unknown", "padding")
-_MEANS_NOTHING = ("attention.value_length", "rope.dimension_count", "expert_count")
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 _MOST = 1 << 40  # values of this size or more count as invalid
 
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+
+class Target(NamedTuple):
+    """Where a tensor goes in the transformers model.
+
+    Attributes:
+        name: of the parameter; empty for a tensor that is no weight of the model.
+        change: what the converter did with the weights; None if they are as in transformers.
+    """
+
+    name: str
+    change: Change | None = None
 
 
 def is_supported(file: GgufFile) -> bool:
     """Whether `load_module` can read the file: its architecture, sizes and all tensors."""
-    values = config_values(file) if file.architecture in ARCHITECTURES else None
-    return values is not None and all(
-        parameter_name(name) is not None and tensor.type in BLOCKS
+    return config_values(file) is not None and all(
+        target_of(name, file) is not None and tensor.type in BLOCKS
         for name, tensor in file.tensors.items()
     )
 
@@ -67,35 +53,237 @@ def has_blocks(file: GgufFile) -> bool:
 
 def config_values(file: GgufFile) -> Mapping[str, Any] | None:
     """The values of the model's config; None if the file has settings not known here."""
-    kind, metadata = file.architecture, file.metadata
-    values: dict[str, Any] = {"model_type": kind}
-    for key, value in metadata.items():
-        if not key.startswith(kind + "."):
-            continue
-        part = key.removeprefix(kind + ".")
-        if part in _SIZES:
-            if not isinstance(value, int | float) or not 0 < value < _MOST:
-                return None  # such as another number of heads in each layer
-            values[_SIZES[part]] = value
-        elif part not in _MEANS_NOTHING:  # such as a scaled rotation, or experts
-            return None
-    if kind == "llama" and "head_dim" not in values:
-        values["head_dim"] = metadata.get("llama.rope.dimension_count")
+    known, metadata = ARCHITECTURES.get(file.architecture), file.metadata
+    if known is None:
+        return None
+    said = _said(file)
+    values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
+    if any(key not in said for key in known.needed) or not _add_said(values, said, known):
+        return None
+    if known.varies_by_layer:
+        is_understood = _add_sizes_by_layer(values, said, file)
+    else:
+        is_understood = _add_head_size(values, said, known)
+    if not is_understood or not _add_rotation(values, file, known):
+        return None
     values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    short = {"unknown": "unk", "padding": "pad"}
-    for one in _SPECIAL:
-        values[f"{short.get(one, one)}_token_id"] = metadata.get(f"tokenizer.ggml.{one}_token_id")
-    return {key: value for key, value in values.items() if value is not None}
+    for config_name, end in known.flags.items():
+        values[config_name] = any(name.endswith(end) for name in file.tensors)
+    for long, short in _SPECIAL.items():
+        values[f"{short}_token_id"] = metadata.get(f"tokenizer.ggml.{long}_token_id")
+    return _nested(values)
 
 
-def parameter_name(name: str) -> str | None:
-    """The name of a GGUF tensor in transformers; None for an unknown tensor."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", name)
-    if found is None:
-        return None
-    layer, part, kind = found.groups()
-    inner = (_OUTER if layer is None else _LAYER).get(part)
+def _said(file: GgufFile) -> dict[str, Any]:
+    """The settings of the model in the header, without the architecture's name in their keys."""
+    prefix = file.architecture + "."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+
+
+def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
+    """Add the config values that a header says; returns False if one is not understood."""
+    sizes = {**SIZES, **known.sizes}
+    elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
+    for key, value in said.items():
+        if key in known.texts:
+            name, understood = known.texts[key]
+            if value not in understood:
+                return False
+            values[name] = value
+        elif key == "attention.head_count_kv" and known.state_kind and isinstance(value, list):
+            if not value or not all(isinstance(one, int) and 0 <= one < _MOST for one in value):
+                return False
+            values["layer_types"] = ["full_attention" if n else known.state_kind for n in value]
+            values[sizes[key]] = max(value)
+        elif key == "attention.sliding_window" and value == 0:  # there is none
+            values["sliding_window"] = None
+        elif known.varies_by_layer and (key in _BY_LAYER or (value == 0 and key in sizes)):
+            values[sizes.get(key, key)] = value  # looked at in `_add_sizes_by_layer`
+        elif key in sizes:
+            if not isinstance(value, int | float) or not 0 < value < _MOST:
+                return False  # such as another number of heads in each layer
+            values[sizes[key]] = value
+        elif key not in elsewhere:
+            return False  # such as a scaled rotation
+    for name, (whole, part) in known.ratios.items():
+        if not all(isinstance(said[key], int) and said[key] > 0 for key in (whole, part)):
+            return False
+        values[name] = said[whole] // said[part]
+    values["num_hidden_layers"] = _count_layers(said, known)
+    return True
+
+
+def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
+    """Whether the layer with this number predicts further tokens only."""
+    said = _said(file) if known.extra_layers else {}
+    return bool(said.get(known.extra_layers)) and layer >= _count_layers(said, known)
+
+
+def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
+    """The number of layers, without those that predict further tokens; 0 if it is not said."""
+    layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
+    return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
+
+
+def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
+    """Add what depends on the size of a head; returns False if part of a head rotates, unknown."""
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return True  # refused later
+    rotated = said.get("rope.dimension_count")
+    average = hidden // heads
+    usual = rotated if rotated and known.model_type == "llama" else average
+    size = values.setdefault("head_dim", usual)
+    if not size:
+        return True  # refused later, too
+    is_part = known.part_rotates and isinstance(rotated, int) and 0 < rotated < size
+    if rotated not in (None, size) and not is_part:
+        return False
+    if known.part_rotates:
+        values["partial_rotary_factor"] = (rotated or size) / size
+    if known.wide_layers:
+        is_wide = values.get("num_hidden_layers") == known.wide_layers
+        values["query_pre_attn_scalar"] = average if is_wide else size
+    return True
+
+
+_BY_LAYER = (
+    "attention.head_count_kv",
+    "attention.sliding_window_pattern",
+    "feed_forward_length",
+    "rope.dimension_count_swa",
+)
+"""Keys with a value for each layer, or for all with a sliding window."""
+
+
+def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
+    """Replace lists of sizes in `values`, as Gemma 4 has them; returns False if they are odd."""
+    for key in _BY_LAYER[1:]:
+        values.pop(key, None)
+    layers, slides = values.get("num_hidden_layers", 0), said["attention.sliding_window_pattern"]
+    if not isinstance(slides, list) or len(slides) != layers or not isinstance(slides[-1], bool):
+        return False
+    values["layer_types"] = ["sliding_attention" if n else "full_attention" for n in slides]
+    shared = said["attention.shared_kv_layers"]
+    if slides[-1] or not isinstance(shared, int) or not 0 <= shared < layers:
+        return False
+    inner = said.get("feed_forward_length")
+    widths: list[Any] = inner if isinstance(inner, list) else [inner] * layers
+    heads = values.get("num_key_value_heads")
+    counts: list[Any] = heads if isinstance(heads, list) else [heads] * layers
+    both: list[Any] = [*widths, *counts]
+    if not widths or not counts or not all(isinstance(n, int) and 0 < n < _MOST for n in both):
+        return False
+    wide = [widths[0]] * (layers - shared) + [2 * widths[0]] * shared
+    near = next((n for n, one in zip(counts, slides, strict=False) if one), counts[-1])
+    values |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths == wide}
+    values |= {"num_key_value_heads": near, "num_global_key_value_heads": counts[-1]}
+    values["attention_k_eq_v"] = f"blk.{slides.index(False)}.attn_v.weight" not in file.tensors
+    values["vocab_size_per_layer_input"] = values.get("vocab_size", 0)
+    rows = file.tensors.get("per_layer_token_embd.weight")
+    if rows is not None:
+        values["vocab_size_per_layer_input"] = rows.shape[0]
+    whole, part = values["global_head_dim"], values["head_dim"]
+    rotated = (said["rope.dimension_count"], said["rope.dimension_count_swa"])
+    return (
+        (widths == wide or widths == [widths[0]] * layers)
+        and counts == [near if one else counts[-1] for one in slides]
+        and (near == counts[-1] or values["attention_k_eq_v"])
+        and rotated == (whole, part)
+        and _add_proportion(values, file, whole)
+    )
+
+
+def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
+    """Add which part of a head of `size` numbers rotates: the others' frequencies are almost 0."""
+    slowed = file.tensors.get("rope_freqs.weight")
+    if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
+        return False
+    numbers = _numbers(slowed)
+    count = int((numbers == 1).sum())
+    values["rope_parameters.full_attention.partial_rotary_factor"] = 2 * count / size
+    return bool((numbers[:count] == 1).all() and (numbers[count:] > 1e20).all())
+
+
+def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
+    """Add what tensors say about the rotation; returns False if it is not understood."""
+    tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
+    if any(tensors.values()):
+        for name, tensor in tensors.items():
+            if tensor is None or tensor.type != "F32":
+                return False
+            values[name] = _numbers(tensor).tolist()
+        values["rope_parameters.rope_type"] = "longrope"
+    slowed = file.tensors.get(known.slowed)
+    if slowed is None:
+        return True
+    size = values.get("head_dim", 0)
+    if slowed.type != "F32" or slowed.shape != (size // 2,) or not size:
+        return False
+    factor = float(_numbers(slowed).max())
+    values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+    wanted = _slowed(values["rope_theta"], size, factor)
+    return np.allclose(_numbers(slowed), wanted, rtol=1e-4)
+
+
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Settings of the rotation that all models since Llama 3.1 have; the file says results only."""
+
+
+def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:
+    """By what the frequencies of a head's rotation are divided with the settings `_LLAMA_3`."""
+    wave = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)  # tokens of a full turn
+    fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)  # 0 for slow ones, 1 for fast ones
+    out: NDArray[np.float64] = 1 / ((1 - fast) / max(factor, 1) + fast)
+    return out
+
+
+def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
+    return np.array(tensor.data).view(np.float32)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with those named `a.b` as values b of an object a."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        inner = out
+        for one in path:
+            inner = inner.setdefault(one, {})
+        inner[last] = value
+    return out
+
+
+def target_of(name: str, file: GgufFile) -> Target | None:
+    """Where a GGUF tensor goes in the transformers model; None for an unknown tensor."""
+    known = ARCHITECTURES[file.architecture]
+    if name in known.lists or name == known.slowed:
+        return Target("")
+    found = re.match(r"blk\.(\d{1,9})\.", name)
+    if found and _is_extra(int(found[1]), file, known):
+        return Target("")
+    if found and known.varies_by_layer and name[found.end() :].startswith(("attn_k", "attn_v")):
+        shared = file.metadata.get(f"{file.architecture}.attention.shared_kv_layers", 0)
+        if int(found[1]) >= _count_layers(_said(file), known) - shared:
+            return Target("")  # it uses the keys and values of another layer
+    rest = name[found.end() :] if found else name
+    names = known.layer if found else known.outer
+    part, dot, kind = rest.rpartition(".")
+    inner = names.get(rest)
+    if inner == "":
+        return Target("")
+    if inner is None and kind in ("weight", "bias") and part in names:
+        inner = f"{names[part]}.{kind}"
     if inner is None:
         return None
-    return f"{inner}.{kind}" if layer is None else f"model.layers.{layer}.{inner}.{kind}"
+    change = known.changes.get(part if dot else rest)
+    return Target(f"model.layers.{found[1]}.{inner}" if found else inner, change)

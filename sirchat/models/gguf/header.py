@@ -49,7 +49,10 @@ BLOCKS = {
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "IQ4_NL": (20, 32, 18),
+    "IQ4_XS": (23, 256, 136),
     "BF16": (30, 1, 2),
+    "MXFP4": (39, 32, 17),
 }
 """For each known tensor type: its number, the values in a block, and the bytes of a block."""
 

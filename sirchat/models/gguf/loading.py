@@ -1,25 +1,28 @@
 """Makes a transformers model from a GGUF file: an empty model first, then one tensor at a time.
 
-Reads only the most common architectures. transformers reads the others itself, in several passes
-over the file, and meanwhile has all weights in memory twice. Blocks are laid out as in ggml
+Reads the architectures of `architectures.py`. transformers reads the others itself, in several
+passes over the file, and meanwhile has all weights in memory twice. Blocks are laid out as in ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import init_empty_weights
+from tokenizers import Regex
+from tokenizers import pre_tokenizers as splits
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError
-from sirchat.models.gguf.contents import config_values, parameter_name
+from sirchat.models.gguf.architectures import ARCHITECTURES, Change
+from sirchat.models.gguf.contents import Target, config_values, target_of
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.packed import (
     GROUP,
@@ -32,6 +35,7 @@ from sirchat.models.packed import (
     eight_bits,
     fuse_projections,
 )
+from sirchat.models.packed_experts import PackedExperts
 from sirchat.models.progress import Progress
 from sirchat.models.threads import trim_memory
 
@@ -110,13 +114,36 @@ def _q4_k(blocks: Tensor) -> FourBit:
 
 _ROWS = 4096  # rows of a matrix that are float32 at a time
 _SOME = 10  # tensors after which free memory is returned to the system
+_EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
+
+_DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone")
+_THREE_DIGITS = ("glm4", "chatglm-bpe")
+_PARTS_OF_TEXT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # as of the Llama 3 vocabulary
 
 
-def load_tokenizer(folder: str, name: str, architecture: str) -> Any:
-    """Load the tokenizer of a GGUF file with one of the `ARCHITECTURES`."""
-    if architecture == "llama":
-        return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
-    return AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
+def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
+    """Load the tokenizer of a GGUF file that `is_supported`."""
+    if file.architecture.startswith("qwen"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
+    split = _split_of(str(file.metadata.get("tokenizer.ggml.pre")))
+    if split is not None:
+        tokenizer.backend_tokenizer.pre_tokenizer = split
+    return tokenizer
+
+
+def _split_of(name: str) -> Any:
+    """How text is split before pairs of bytes are merged, where transformers does not know it."""
+    if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
+        return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
+    if name in _THREE_DIGITS:
+        parts = splits.Split(Regex(_PARTS_OF_TEXT), "isolated")
+        return splits.Sequence([parts, splits.ByteLevel(False, use_regex=False)])
+    return None
 
 
 def load_module(
@@ -131,85 +158,191 @@ def load_module(
     With `keep_packed`, four-bit matrices stay as they are, and matrices in other blocks get eight
     bits with a scale for each row. Raises ModelError if tensors are missing or of another shape.
     """
-    values = config_values(file) or {}
-    _check_sizes(file, values)
-    config = AutoConfig.for_model(**values)
-    with init_empty_weights(include_buffers=False):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    store = WeightStore(_most_packed(file) if keep_packed else 0)
+    loader = _Loader(file, dtype, keep_packed)
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
-        target = parameter_name(name) or ""
-        packed = _packed(tensor, name, file) if keep_packed else None
-        if packed is None:
-            _put(module, target, _in_rows(floats(tensor).to(dtype), name, file))
-        else:
-            _replace(module, target, packed, dtype, store)
+        loader.add(name, tensor)
         if done % _SOME == 0 or done == len(file.tensors):
             trim_memory()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
-    if not isinstance(module.get_input_embeddings(), SharedEmbedding):
-        module.tie_weights()
-    head = module.get_output_embeddings()
-    if isinstance(head, Int8Linear):
-        module.set_output_embeddings(Int8Head.of(head))
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
-    return module
+    return loader.finished()
+
+
+class _Loader:
+    """An empty model, to which the tensors of a file are added one by one."""
+
+    def __init__(self, file: GgufFile, dtype: torch.dtype, keep_packed: bool) -> None:
+        self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
+        self._values = config_values(file) or {}
+        _check_sizes(file, self._values)
+        config = AutoConfig.for_model(**self._values)
+        with init_empty_weights(include_buffers=False):
+            self._module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        self._store = WeightStore(_most_packed(file) if keep_packed else 0)
+        self._waiting = defaultdict[str, dict[Change, Any]](dict)
+
+    def add(self, name: str, tensor: GgufTensor) -> None:
+        """Put a tensor into the model; parts of the experts wait until all of them are there."""
+        target, change = target_of(name, self._file) or Target("")
+        if not target:
+            return
+        if change in _EXPERT_PARTS:
+            self._add_experts(name, target, change, tensor)
+        elif self._stays_packed(target, tensor):
+            wants_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
+            packed = _packed(tensor, change, self._values, wants_four)
+            _replace(self._module, target, packed, self._dtype, self._store)
+        else:
+            weight = _restored(floats(tensor), change, self._values)
+            _put(self._module, target, weight.to(self._dtype))
+
+    def finished(self) -> Any:
+        """The module with all weights; raises ModelError if some are missing."""
+        module = self._module
+        if not isinstance(module.get_input_embeddings(), SharedEmbedding):
+            module.tie_weights()
+        head = module.get_output_embeddings()
+        if isinstance(head, Int8Linear):
+            module.set_output_embeddings(Int8Head.of(head))
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
+        return module
+
+    def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
+        """Whether a tensor becomes a packed layer: a matrix in blocks, of a linear layer."""
+        if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
+            return False
+        try:
+            layer = self._module.get_submodule(target.removesuffix(".weight"))
+        except AttributeError:
+            return False  # `_put` says so
+        return isinstance(layer, nn.Linear | nn.Embedding)
+
+    def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
+        """Add the weights or biases of all experts of a layer for one part of their network."""
+        path = target.rpartition(".")[0]
+        if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
+            waiting = self._waiting[path]
+            waiting[part] = list(self._packed_experts(tensor))
+            if len(waiting) == len(_EXPERT_PARTS):
+                _replace_experts(self._module, path, self._waiting.pop(path))
+            return
+        weight, swaps = floats(tensor).to(self._dtype), self._swaps_experts
+        if swaps and weight.ndim == 3:
+            weight = weight.mT.contiguous()  # [E, K, N]
+        if part != "down":
+            waiting = self._waiting[target]
+            waiting[part] = weight
+            if len(waiting) < 2:
+                return
+            gate, up = waiting["gate"], waiting["up"]
+            weight = torch.stack((gate, up), -1).flatten(-2) if swaps else torch.cat((gate, up), 1)
+            del self._waiting[target]
+        _put(self._module, target, weight)
+
+    @property
+    def _swaps_experts(self) -> bool:
+        return ARCHITECTURES[self._file.architecture].swaps_experts
+
+    def _packed_experts(self, tensor: GgufTensor) -> Iterator[PackedLinear]:
+        for one in tensor.row_blocks(1):
+            matrix = GgufTensor(one.shape[1:], one.type, one.data)
+            packed = _packed(matrix, None, self._values, tensor.type in FOUR_BIT)
+            self._store.move(packed)
+            yield packed
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
     """Raise ModelError if the config's sizes do not fit the tensors, before a model is made."""
     layers, hidden = values.get("num_hidden_layers"), values.get("hidden_size")
+    last = f"blk.{(layers or 0) - 1}."
     embedding = file.tensors.get("token_embd.weight")
-    queries = file.tensors.get(f"blk.{(layers or 0) - 1}.attn_q.weight")
-    if embedding is None or queries is None:
+    output = next(
+        (one for n, one in file.tensors.items() if n.endswith(".attn_output.weight")), None
+    )
+    if (
+        embedding is None
+        or output is None
+        or not any(name.startswith(last) for name in file.tensors)
+    ):
         raise ModelError(
             f"the GGUF file lacks weights of some of its {layers} layers",
             hint="the file may be incomplete",
         )
-    heads = values.get("num_attention_heads") or 0
-    rows = heads * (values.get("head_dim") or (hidden or 0) // max(1, heads))
-    if embedding.shape != (values["vocab_size"], hidden) or queries.shape != (rows, hidden):
+    columns = (values.get("num_attention_heads") or 0) * (values.get("head_dim") or 0)
+    if embedding.shape != (values["vocab_size"], hidden) or output.shape != (hidden, columns):
         raise ModelError("the sizes of the GGUF file's weights do not match its header")
 
 
-def _in_rows(weight: Tensor, name: str, file: GgufFile) -> Tensor:
-    """Reorder llama's query and key rows from rotary pairs to the halves of transformers."""
-    if file.architecture != "llama" or not re.search(r"\.attn_[qk]\.", name):
-        return weight
-    which = "head_count" if ".attn_q." in name else "head_count_kv"
-    default = file.metadata["llama.attention.head_count"]
-    heads = int(file.metadata.get(f"llama.attention.{which}", default))
-    pairs = weight.view(heads, -1, 2, *weight.shape[1:])  # [H, D / 2, 2, ...]
-    return pairs.transpose(1, 2).reshape(weight.shape)
+def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
+    """Undo what llama.cpp's converter did; `values` are those of the config.
+
+    Changes of the order of rows apply to everything that has one entry or row for each of them.
+    """
+    if change == "plus one":
+        return weight.float() - 1
+    if change in ("query pairs", "key pairs"):
+        heads = values["num_attention_heads"]
+        if change == "key pairs":
+            heads = values.get("num_key_value_heads", heads)
+        pairs = weight.view(heads, -1, 2, *weight.shape[1:])  # [H, D / 2, 2, ...]
+        return pairs.transpose(1, 2).reshape(weight.shape)
+    if change == "minus exp":
+        return _grouped(weight.neg().log(), values)
+    if change in ("value rows", "head rows"):
+        return _grouped(weight, values)
+    if change == "qkv values":
+        start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
+        return torch.cat((weight[:start], _grouped(weight[start:], values)))
+    if change == "value columns" and weight.ndim > 1:
+        return _grouped(weight.T, values).T.contiguous()
+    return weight
 
 
-def _packed(tensor: GgufTensor, name: str, file: GgufFile) -> PackedLinear | None:
-    """A matrix stored in blocks as a packed layer without bias; None for any other tensor."""
-    if len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
-        return None
-    if _has_four_bits(tensor, name) and Int4Linear.fits(*tensor.shape):
-        return Int4Linear(*(_in_rows(one, name, file) for one in four_bit(tensor)))
+def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
+    """Put the value heads that share a key head beside each other; their rows are in [H D, ...]."""
+    keys = values["linear_num_key_heads"]
+    per_key = values["linear_num_value_heads"] // keys
+    heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])
+    return heads.transpose(0, 1).reshape(weight.shape)
+
+
+def _packed(
+    tensor: GgufTensor, change: Change | None, values: Mapping[str, Any], wants_four: bool
+) -> PackedLinear:
+    """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted."""
+    splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
+    if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
+        return Int4Linear(*(_restored(one, change, values) for one in four_bit(tensor)))
     parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # saves memory
-    q, scale = (_in_rows(torch.cat(one), name, file) for one in zip(*parts, strict=True))
+    q, scale = (_restored(torch.cat(one), change, values) for one in zip(*parts, strict=True))
     return Int8Linear(q, scale)
 
 
-def _has_four_bits(tensor: GgufTensor, name: str) -> bool:
-    """Whether a matrix keeps its four bits; embeddings and the output head get eight."""
-    return tensor.type in FOUR_BIT and name not in ("token_embd.weight", "output.weight")
+def _may_have_four_bits(name: str) -> bool:
+    """Whether a matrix may keep its four bits; embeddings and the output head get eight."""
+    return not name.endswith("token_embd.weight") and name != "output.weight"
+
+
+def _can_pack_experts(name: str, file: GgufFile) -> bool:
+    """Whether gate, up and down of the experts in the layer of tensor `name` are all in blocks."""
+    layer = name.rpartition(".ffn_")[0]
+    parts = [file.tensors.get(f"{layer}.ffn_{one}_exps.weight") for one in _EXPERT_PARTS]
+    return all(one is not None and BLOCKS[one.type][1] > 1 for one in parts)
 
 
 def _most_packed(file: GgufFile) -> int:
     """An upper bound for the bytes of all packed layers."""
-    return sum(
-        # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits); a row 2 more
-        prod(one.shape) // 32 * (20 if _has_four_bits(one, name) else 32) + 2 * one.shape[0] + 128
-        for name, one in file.tensors.items()
-        if len(one.shape) == 2 and BLOCKS[one.type][1] > 1
-    )
+    size = 0
+    for name, one in file.tensors.items():
+        if len(one.shape) > 1 and BLOCKS[one.type][1] > 1:
+            has_four = one.type in FOUR_BIT and _may_have_four_bits(name)
+            # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
+            size += prod(one.shape) // 32 * (20 if has_four else 32)
+            # a row takes 2 more; the beginning of a matrix is aligned
+            size += 2 * prod(one.shape[:-1]) + 128 * prod(one.shape[:-2])
+    return size
 
 
 def _replace(
@@ -220,22 +353,35 @@ def _replace(
     The packed weights go into `store`. Packed embeddings return vectors of type `dtype`; they
     also become the output head if that has the same weights.
     """
-    if name == "model.embed_tokens.weight" and isinstance(packed, Int8Linear):
-        store.move(packed)
-        module.set_input_embeddings(SharedEmbedding(packed, dtype))
-        if module.config.tie_word_embeddings:
-            module.set_output_embeddings(packed)
-        return
     path = name.removesuffix(".weight")
     before = module.get_submodule(path)
     wanted = [packed.out_features, packed.in_features]
-    if not isinstance(before, nn.Linear) or list(before.weight.shape) != wanted:
+    if list(before.weight.shape) != wanted:
         raise ModelError(
             f"{name} has the shape {wanted} in the GGUF file, another one in the model"
         )
+    if isinstance(before, nn.Embedding) and isinstance(packed, Int8Linear):
+        store.move(packed)
+        if before is module.get_input_embeddings() and module.config.tie_word_embeddings:
+            module.set_output_embeddings(packed)
+        module.set_submodule(path, SharedEmbedding.like(before, packed, dtype))
+        return
     packed.bias = before.bias
     module.set_submodule(path, packed)
     fuse_projections(module, path, store)
+
+
+def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[PackedLinear]]) -> None:
+    """Put packed layers in place of the experts at `path`; raises ModelError for other shapes."""
+    experts = module.get_submodule(path)
+    down = experts.down_proj
+    sizes = down.shape[1:][::-1] if experts.is_transposed else down.shape[1:]  # of down: [N, K]
+    shapes = {"gate": sizes[::-1], "up": sizes[::-1], "down": sizes}
+    for part, matrices in layers.items():
+        one = matrices[0]
+        if len(matrices) != len(down) or (one.out_features, one.in_features) != shapes[part]:
+            raise ModelError(f"{path} has another shape in the GGUF file than in the model")
+    module.set_submodule(path, PackedExperts(experts, layers))
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
@@ -243,10 +389,13 @@ def _put(module: nn.Module, name: str, weight: Tensor) -> None:
     owner_name, _, own = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)
-        wanted = owner.get_parameter(own).shape
+        before = getattr(owner, own)
+        wanted = before.shape
     except AttributeError:
         raise ModelError(f"the GGUF file has {name}, but the model does not") from None
+    if [n for n in wanted if n > 1] == [n for n in weight.shape if n > 1]:
+        weight = weight.view(wanted)  # the converter leaves out dimensions of 1
     if wanted != weight.shape:
         shapes = f"{list(weight.shape)}, must be {list(wanted)}"
         raise ModelError(f"the GGUF file's {name} is {shapes}")
-    setattr(owner, own, nn.Parameter(weight))
+    setattr(owner, own, nn.Parameter(weight) if isinstance(before, nn.Parameter) else weight)

@@ -1,0 +1,438 @@
+"""How llama.cpp's converter writes the models of each architecture: names, settings and weights.
+
+All of it is data; `contents.py` and `loading.py` apply it. Names and settings are those of
+https://github.com/ggml-org/llama.cpp/tree/master/conversion. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Change = Literal[
+    "query pairs",
+    "key pairs",
+    "plus one",
+    "gate",
+    "up",
+    "down",
+    "qkv values",
+    "value rows",
+    "value columns",
+    "head rows",
+    "minus exp",
+]
+"""What the converter does with a tensor, and loading undoes.
+
+`query pairs`, `key pairs`: the rows of each head are in rotary pairs, not in two halves.
+`plus one`: one is added.
+`gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
+`qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
+not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
+`minus exp`: stored is -exp(x), in the order of `head rows`.
+"""
+
+SIZES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+"""Settings of every architecture: the config value for each key."""
+
+MEANS_NOTHING = ("attention.value_length", "expert_count")
+"""Keys that say nothing new, unless an architecture has a config value for them."""
+
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GATED = {
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GATE_IN_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_NORMS_BEFORE_AND_AFTER = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+}
+
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+_PAIRS: dict[str, Change] = {"attn_q": "query pairs", "attn_k": "key pairs"}
+_STACKED: dict[str, Change] = {
+    "ffn_gate_exps": "gate",
+    "ffn_up_exps": "up",
+    "ffn_down_exps": "down",
+}
+_PLUS_ONE: dict[str, Change] = {
+    "output_norm": "plus one",
+    "attn_norm": "plus one",
+    "post_attention_norm": "plus one",
+    "ffn_norm": "plus one",
+    "post_ffw_norm": "plus one",
+    "attn_q_norm": "plus one",
+    "attn_k_norm": "plus one",
+}
+_MOE_SIZES = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a GGUF file of one architecture is read.
+
+    Attributes:
+        model_type: the same architecture in transformers.
+        layer: the name of each part of a layer; a key with `.weight` or `.bias`, or of a tensor
+            without either, means the whole name.
+        outer: the same for parts outside the layers.
+        sizes: config values for keys beyond `SIZES`; `a.b` is the value b in the config's object a.
+        texts: the same for keys with text, each with the texts that are understood.
+        ratios: config values that are one key's value divided by another's.
+        lists: config values for tensors that are no weights.
+        slowed: the tensor by which the frequencies of the rotation are divided, as in Llama 3.1.
+        ignored: keys that say nothing that matters for text.
+        needed: keys without which the file is not read here.
+        fixed: config values that no key says.
+        flags: config values that say whether a tensor exists: the end of its name.
+        changes: what the converter does with a part.
+        extra_layers: the key with the number of layers at the end that predict further tokens, and
+            are not read.
+        part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
+        state_kind: the kind of the layers without key heads; the file has their number by layer.
+        varies_by_layer: whether layers with a sliding window have other sizes than those without;
+            the file has lists of sizes by layer then, and some layers use others' keys and values.
+        wide_layers: number of layers of the one size of model whose attention is scaled by the
+            average size of a head, not by `head_dim`; 0 if the file or config says the scale.
+        swaps_experts: whether transformers has the experts' matrices transposed, and the rows of
+            gate and up alternate.
+    """
+
+    model_type: str
+    layer: dict[str, str]
+    outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
+    sizes: dict[str, str] = field(default_factory=dict)
+    texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)
+    slowed: str = ""
+    ignored: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    changes: dict[str, Change] = field(default_factory=dict)
+    extra_layers: str = ""
+    part_rotates: bool = False
+    state_kind: str = ""
+    varies_by_layer: bool = False
+    wide_layers: int = 0
+    swaps_experts: bool = False
+
+
+_DENSE = _NORMS | _ATTENTION | _GATED
+_QWEN35 = Architecture(
+    "qwen3_5_text",
+    _ATTENTION
+    | _HEAD_NORMS
+    | _GATED
+    | {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+    },
+    sizes={
+        "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
+    ignored=("rope.dimension_sections", "ssm.inner_size"),
+    needed=(
+        "full_attention_interval",
+        "ssm.conv_kernel",
+        "ssm.state_size",
+        "ssm.group_count",
+        "ssm.time_step_rank",
+        "ssm.inner_size",
+        "rope.dimension_count",
+    ),
+    changes=_PLUS_ONE
+    | {
+        "attn_qkv": "qkv values",
+        "ssm_conv1d": "qkv values",
+        "attn_gate": "value rows",
+        "ssm_out": "value columns",
+        "ssm_alpha": "head rows",
+        "ssm_beta": "head rows",
+        "ssm_dt": "head rows",
+        "ssm_a": "minus exp",
+    },
+    extra_layers="nextn_predict_layers",
+    part_rotates=True,
+)
+_LONG = "rope_parameters.long_factor"
+_SHORT = "rope_parameters.short_factor"
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", _DENSE, changes=_PAIRS, slowed="rope_freqs.weight"),
+    "qwen2": Architecture("qwen2", _DENSE),
+    "qwen3": Architecture("qwen3", _DENSE | _HEAD_NORMS),
+    "gemma2": Architecture(
+        "gemma2",
+        _NORMS_BEFORE_AND_AFTER | _ATTENTION | _GATED,
+        sizes={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.sliding_window": "sliding_window",
+        },
+        needed=(
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "attention.sliding_window",
+        ),
+        changes=_PLUS_ONE,
+        wide_layers=46,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _NORMS_BEFORE_AND_AFTER | _ATTENTION | _HEAD_NORMS | _GATED,
+        sizes={
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.sliding_window": "sliding_window",
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "rope.scaling.factor": "rope_parameters.full_attention.factor",
+        },
+        texts={"rope.scaling.type": ("rope_parameters.full_attention.rope_type", ("linear",))},
+        needed=("attention.sliding_window", "rope.freq_base"),
+        changes=_PLUS_ONE,
+        wide_layers=62,
+    ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _NORMS_BEFORE_AND_AFTER
+        | _ATTENTION
+        | _HEAD_NORMS
+        | _GATED
+        | {
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+        },
+        outer=_OUTER
+        | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "rope_freqs.weight": "",
+        },
+        sizes={
+            "attention.key_length": "global_head_dim",
+            "attention.key_length_swa": "head_dim",
+            "attention.sliding_window": "sliding_window",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base": "rope_parameters.full_attention.rope_theta",
+            "rope.freq_base_swa": "rope_parameters.sliding_attention.rope_theta",
+        },
+        ignored=("attention.value_length_swa",),
+        needed=(
+            "attention.key_length",
+            "attention.key_length_swa",
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "attention.shared_kv_layers",
+            "embedding_length_per_layer_input",
+            "rope.freq_base",
+            "rope.freq_base_swa",
+            "rope.dimension_count",
+            "rope.dimension_count_swa",
+        ),
+        fixed={
+            "rope_parameters.full_attention.rope_type": "proportional",
+            "rope_parameters.sliding_attention.rope_type": "default",
+        },
+        varies_by_layer=True,
+    ),
+    "phi3": Architecture(
+        "phi3",
+        _NORMS
+        | _GATE_IN_UP
+        | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"},
+        sizes={
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.original_context_length": "original_max_position_embeddings",
+            "rope.scaling.attn_factor": "rope_parameters.attention_factor",
+        },
+        lists={"rope_factors_long.weight": _LONG, "rope_factors_short.weight": _SHORT},
+        part_rotates=True,
+    ),
+    "smollm3": Architecture("smollm3", _DENSE, changes=_PAIRS, fixed={"no_rope_layer_interval": 4}),
+    "olmo2": Architecture(
+        "olmo2",
+        _ATTENTION
+        | _HEAD_NORMS
+        | _GATED
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
+    "granite": Architecture(
+        "granite",
+        _DENSE,
+        sizes={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        needed=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+        changes=_PAIRS,
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS,
+        sizes=_MOE_SIZES,
+        needed=tuple(_MOE_SIZES),
+        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        changes=_STACKED,
+    ),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        _NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT,
+        sizes=_MOE_SIZES | _SHARED_SIZE,
+        needed=(*_MOE_SIZES, *_SHARED_SIZE),
+        fixed={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        changes=_STACKED,
+    ),
+    "glm4": Architecture(
+        "glm4",
+        _ATTENTION
+        | _GATE_IN_UP
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        needed=("rope.dimension_count",),
+        flags={"attention_bias": ".attn_q.bias"},
+        part_rotates=True,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        _ATTENTION
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        sizes={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.factor": "rope_parameters.factor",
+            "rope.scaling.original_context_length": (
+                "rope_parameters.original_max_position_embeddings"
+            ),
+            "rope.scaling.yarn_beta_fast": "rope_parameters.beta_fast",
+            "rope.scaling.yarn_beta_slow": "rope_parameters.beta_slow",
+        },
+        texts={"rope.scaling.type": ("rope_parameters.rope_type", ("yarn",))},
+        needed=("expert_count", "expert_used_count", "attention.sliding_window"),
+        fixed={"rope_parameters.truncate": False},
+        changes=_STACKED,
+        swaps_experts=True,
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(
+        _QWEN35,
+        model_type="qwen3_5_moe_text",
+        layer=_QWEN35.layer | _EXPERTS | _SHARED_EXPERT,
+        sizes=_QWEN35.sizes | _MOE_SIZES | _SHARED_SIZE,
+        needed=(*_QWEN35.needed, *_MOE_SIZES, *_SHARED_SIZE),
+        changes=_QWEN35.changes | _STACKED,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        _ATTENTION
+        | {
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        outer={
+            "token_embd": "model.embed_tokens",
+            "token_embd_norm": "model.embedding_norm",
+            "output": "lm_head",
+        },
+        sizes={
+            "shortconv.l_cache": "conv_L_cache",
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+        },
+        needed=("shortconv.l_cache",),
+        fixed={"block_auto_adjust_ff_dim": False},
+        flags={"conv_bias": ".shortconv.in_proj.bias"},
+        state_kind="conv",
+    ),
+}
+"""The architectures that are read here, by their names in GGUF files."""

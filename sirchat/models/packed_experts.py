@@ -1,0 +1,54 @@
+"""The experts of a layer (mixture of experts), with weights that stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sirchat.models.packed import PackedLinear
+
+
+class PackedExperts(nn.Module):
+    """Takes the place of the experts of a transformers model, whose weights are stacked.
+
+    Args:
+        before: the experts of the transformers model; their gate and their biases are used.
+        layers: for `gate`, `up` and `down` the packed layer of each expert.
+    """
+
+    def __init__(self, before: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (
+            nn.ModuleList(layers[one]) for one in ("gate", "up", "down")
+        )
+        self.gate_up_proj_bias = getattr(before, "gate_up_proj_bias", None)  # [E, 2 F]
+        self.down_proj_bias = getattr(before, "down_proj_bias", None)  # [E, K]
+        before.gate_up_proj = before.down_proj = None
+        self._before = (before,)  # not a submodule: what it has left is here, too
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Compute for each row of x [m, K] the sum over its experts, by their shares.
+
+        `chosen` [m, k] are the numbers of the experts of each row, `shares` [m, k] their shares.
+        """
+        out = torch.zeros_like(x)
+        for expert in set(chosen.flatten().tolist()):
+            rows, places = torch.where(chosen == expert)
+            y = self._of_expert(expert, x[rows]) * shares[rows, places, None]
+            out.index_add_(0, rows, y.to(out.dtype))
+        return out
+
+    def _of_expert(self, expert: int, x: Tensor) -> Tensor:
+        before = self._before[0]
+        gate, up = self.gate[expert](x), self.up[expert](x)  # [n, F] each
+        if before.is_concatenated:
+            both = torch.cat((gate, up), -1)
+        else:  # they alternate
+            both = torch.stack((gate, up), -1).flatten(-2)
+        if self.gate_up_proj_bias is not None:
+            both = both + self.gate_up_proj_bias[expert]
+        y: Tensor = self.down[expert](before._apply_gate(both))
+        return y if self.down_proj_bias is None else y + self.down_proj_bias[expert]

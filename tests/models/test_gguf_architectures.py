@@ -1,0 +1,317 @@
+"""GGUF files of many architectures: read by name, exactly, and packed if they are of few bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+gguf = pytest.importorskip("gguf")
+
+from gguf_models import MODELS, VOCABULARY, random_model, write_model  # noqa: E402
+from gguf_tokens import add_byte_pairs, add_sentence_pieces  # noqa: E402
+from sirchat.config.profile import Profile  # noqa: E402
+from sirchat.errors import ModelError  # noqa: E402
+from sirchat.models.fit import fit_of, stored_weights  # noqa: E402
+from sirchat.models.gguf.contents import is_supported  # noqa: E402
+from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
+from sirchat.models.gguf.loading import load_module, load_tokenizer  # noqa: E402
+from sirchat.models.listing import find_model  # noqa: E402
+from sirchat.models.model import load_model  # noqa: E402
+from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
+from sirchat.models.shape import shape_of_gguf  # noqa: E402
+
+IDS = list(range(3, 43))
+SIZED = [
+    "gemma3",
+    "gemma4",
+    "gemma4-wide",
+    "phi3-long",
+    "smollm3",
+    "qwen3moe",
+    "gpt-oss",
+    "qwen35",
+    "lfm2",
+]
+EXPERTS = ["qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
+
+
+def floats_only(name: str, shape: tuple[int, ...]) -> str:
+    return "F32"
+
+
+def few_bits(name: str, shape: tuple[int, ...]) -> str:
+    """Two types of blocks for matrices, float32 for all else, as llama.cpp stores it."""
+    if len(shape) < 2 or shape[-1] % 32 or name.endswith(("gate_inp.weight", "bias")):
+        return "F32"
+    return "Q8_0" if "down" in name or "embd" in name else "Q4_0"
+
+
+def logits(module: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = module(torch.tensor([IDS])).logits[0].float()
+    return out
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_logits_are_those_of_the_model_that_was_written(case: str, tmp_path: Path) -> None:
+    module = random_model(case)
+    path = write_model(tmp_path / "model.gguf", module, case, floats_only)
+    assert is_supported(parse_gguf(path))
+    model = load_model(str(path), device="cpu")
+    found = model.forward(IDS, model.new_cache(64))
+    torch.testing.assert_close(found, logits(module), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model.module), logits(module), rtol=1e-6, atol=1e-6)
+    for name, buffer in module.named_buffers():  # such as the frequencies of the rotation
+        torch.testing.assert_close(model.module.get_buffer(name), buffer, rtol=1e-6, atol=0)
+
+
+def unpacked(layer: PackedLinear) -> torch.Tensor:
+    """The weights [N, K] of a packed layer, in float32."""
+    weight = layer.unpacked().T.float()
+    return weight * layer.scale.float()[:, None] if isinstance(layer, Int8Linear) else weight
+
+
+def expert_weights(experts: Any) -> dict[str, torch.Tensor]:
+    """The stacked weights [E, N, K] of each part of a transformers model's experts."""
+    both, down = experts.gate_up_proj, experts.down_proj
+    if experts.is_transposed:
+        both, down = both.mT, down.mT
+    if experts.is_concatenated:
+        gate, up = both.chunk(2, 1)
+    else:
+        gate, up = both[:, ::2], both[:, 1::2]
+    return {"gate": gate, "up": up, "down": down}
+
+
+def stored_weights_of(module: Any, name: str) -> torch.Tensor:
+    """The weights in a transformers model that the packed layer `name` stands for."""
+    path, _, expert = name.partition(".experts.")
+    if not expert:
+        return module.get_parameter(f"{name}.weight").data  # type: ignore[no-any-return]
+    part, number = expert.split(".")
+    return expert_weights(module.get_submodule(f"{path}.experts"))[part][int(number)]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
+    case: str, tmp_path: Path
+) -> None:
+    module = random_model(case).requires_grad_(False)
+    linear = {n for n, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
+    path = write_model(tmp_path / "model.gguf", module, case, few_bits)
+    found = load_model(str(path), device="cpu", quantize="packed").module
+    packed = {n: one for n, one in found.named_modules() if isinstance(one, PackedLinear)}
+    assert packed.keys() >= linear
+    assert any(".experts." in name for name in packed) == (case in EXPERTS)
+    embedding = module.get_input_embeddings().weight
+    embedding.copy_(found.get_input_embeddings()._head[0].rows(torch.arange(VOCABULARY)))
+    for name, layer in packed.items():
+        wanted = stored_weights_of(module, name)
+        assert relative(unpacked(layer), wanted) < 0.01, name
+        wanted.copy_(unpacked(layer))  # what is left is the rounding of products
+    after, before = logits(found), logits(module)
+    errors = (after - before).norm(dim=1) / before.norm(dim=1)  # by token
+    assert errors.median() < 0.03  # a token may get another expert, if two are as likely
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        (
+            "gemma2",
+            {"head_dim": 256, "query_pre_attn_scalar": 256, "final_logit_softcapping": 30.0},
+        ),
+        ("gemma3", {"head_dim": 256, "query_pre_attn_scalar": 256}),
+        ("qwen3moe", {"moe_intermediate_size": 768}),
+        ("lfm2", {}),
+        ("qwen35", {"num_hidden_layers": 4}),
+    ],
+)
+def test_a_model_is_the_one_that_transformers_makes_where_it_reads_all_settings(
+    case: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    module = random_model(case, **{"num_hidden_layers": 2, "layer_types": None, **more})
+    path = write_model(tmp_path / "model.gguf", module, case, floats_only)
+    ours = load_module(parse_gguf(path), torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    )
+    wanted = theirs.state_dict()
+    assert wanted.keys() == ours.state_dict().keys()
+    for name, one in ours.state_dict().items():
+        torch.testing.assert_close(one, wanted[name], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(ours.eval()), logits(theirs.eval()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *(("olmo2", one) for one in ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_NL")),
+        ("gpt-oss", "MXFP4"),
+    ],
+)
+def test_rarer_blocks_lose_no_more_than_eight_bits_a_row_do(
+    case: str, kind: str, tmp_path: Path
+) -> None:
+    def kind_of(name: str, shape: tuple[int, ...]) -> str:
+        is_inner = len(shape) > 1 and shape[-1] % 256 == 0 and "gate_inp" not in name
+        return kind if is_inner else "F32"
+
+    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1}
+    module = random_model(case, layer_types=None, **sizes)
+    path = write_model(tmp_path / "model.gguf", module, case, kind_of)
+    found = load_module(parse_gguf(path), torch.float32, keep_packed=True)
+    layers = [(n, one) for n, one in found.named_modules() if isinstance(one, PackedLinear)]
+    assert len(layers) > 3
+    for name, layer in layers:
+        if ".experts." in name or isinstance(layer, Int4Linear):
+            continue
+        wanted = module.get_parameter(f"{name}.weight").detach()
+        step = wanted.abs().amax(1, keepdim=True) / 127
+        assert ((unpacked(layer) - wanted).abs() <= 0.51 * step).all(), name
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    module = random_model("qwen35")
+    file = parse_gguf(write_model(tmp_path / "model.gguf", module, "qwen35", floats_only))
+    norm = file.tensors["output_norm.weight"]
+    names = ("nextn.eh_proj", "attn_norm", "nextn.shared_head_norm")
+    tensors = {**file.tensors, **{f"blk.4.{name}.weight": norm for name in names}}
+    assert not is_supported(GgufFile(file.metadata, tensors))
+    more = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    longer = GgufFile({**file.metadata, **more}, tensors)
+    assert is_supported(longer)
+    found = load_module(longer, torch.float32).eval()
+    torch.testing.assert_close(logits(found), logits(module), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rotation_that_is_slowed_as_in_no_known_model_leaves_a_file_to_transformers(
+    tmp_path: Path,
+) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("llama3"), "llama3", floats_only)
+    file = parse_gguf(path)
+    others = {**file.metadata, "llama.rope.freq_base": 10_000.0}
+    assert is_supported(file)
+    assert not is_supported(GgufFile(others, file.tensors))
+
+
+def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3moe"), "qwen3moe", few_bits)
+    file = parse_gguf(path)
+    tensors = dict(file.tensors)
+    del tensors["blk.1.ffn_up_exps.weight"]
+    for keep_packed in (True, False):
+        with pytest.raises(ModelError, match=r"no model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+            load_module(GgufFile(file.metadata, tensors), torch.float32, keep_packed=keep_packed)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("gemma2", "gemma2.final_logit_softcapping", None),
+        ("gemma3-long", "gemma3.rope.scaling.type", "yarn"),
+        ("granite", "granite.rope.dimension_count", 8),
+        ("olmo2", "olmo2.attention.sliding_window", 64),
+        ("qwen2moe", "qwen2moe.expert_feed_forward_length", None),
+        ("lfm2", "lfm2.attention.head_count_kv", [0, -2, 0]),
+    ],
+)
+def test_settings_that_are_missing_or_unknown_leave_a_file_to_transformers(
+    case: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model(case), case, floats_only)
+    file = parse_gguf(path)
+    assert is_supported(file)
+    others = {name: one for name, one in file.metadata.items() if name != key}
+    more = {} if value is None else {key: value}
+    assert not is_supported(GgufFile(others | more, file.tensors))
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_sizes_are_known_before_a_file_is_loaded(case: str, tmp_path: Path) -> None:
+    module = random_model(case)
+    path = write_model(tmp_path / "model.gguf", module, case, few_bits)
+    shape, weights = shape_of_gguf(path), stored_weights(path)
+    model = load_model(str(path), device="cpu")
+    assert shape.stays_packed
+    assert shape.context_length == model.context_length
+    assert shape.row_elements is not None
+    assert shape.row_elements * 2 == model.row_bytes  # float16
+    assert weights.is_read_here
+    count = sum(one.numel() for one in module.parameters())
+    assert weights.count == pytest.approx(count, abs=20)  # factors of a rotation
+    said = fit_of(find_model(str(path)), Profile(device="cpu"), None).choices[0].weights
+    tables = [one for one in model.module.modules() if isinstance(one, SharedEmbedding)]
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    tensors += [buffer for one in tables for buffer in one._head[0].buffers()]
+    held = {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
+    assert said == pytest.approx(sum(held.values()), rel=0.02)
+
+
+BYTE_PAIRS = ["llama", "smollm3", "olmo2", "granite", "qwen3moe", "glm4", "gpt-oss", "lfm2"]
+TEXT = "hello world  (hello), it's 12:30 — naïve!\n\n  x"
+
+
+def vocabulary(path: Path, architecture: str, pre: str = "") -> Any:
+    """The tokenizer of a file that has nothing else."""
+    writer = gguf.GGUFWriter(path, architecture)
+    if pre:
+        add_byte_pairs(writer, VOCABULARY, pre)
+    else:
+        kind = "gemma4" if architecture == "gemma4" else "llama"
+        add_sentence_pieces(writer, VOCABULARY, kind)
+    writer.add_context_length(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return load_tokenizer(str(path.parent), path.name, parse_gguf(path))
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3", "gemma4", "phi3", *BYTE_PAIRS])
+def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
+    architecture: str, tmp_path: Path
+) -> None:
+    pre = "llama-bpe" if architecture in BYTE_PAIRS else ""
+    tokenizer = vocabulary(tmp_path / "model.gguf", architecture, pre)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert max(ids) < VOCABULARY
+    assert tokenizer.decode(ids) == TEXT
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    )
+    assert said == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [3, 4]
+    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [4]
+
+
+@pytest.mark.parametrize(
+    ("pre", "numbers", "bracket", "spaces"),
+    [
+        ("gpt-2", ["1234"], ["(", "hello"], ["Ġ", "Ġ", "1"]),
+        ("llama-bpe", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("dbrx", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("smaug-bpe", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("glm4", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("chatglm-bpe", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("gpt-4o", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("lfm2", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("qwen2", ["1", "2", "3", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("refact", ["1", "2", "3", "4"], ["(", "hello"], ["ĠĠ", "1"]),
+        ("smollm", ["1", "2", "3", "4"], ["(", "hello"], ["ĠĠ", "1"]),
+    ],
+)
+def test_text_is_split_as_the_file_says_before_pairs_are_merged(
+    pre: str, numbers: list[str], bracket: list[str], spaces: list[str], tmp_path: Path
+) -> None:
+    tokenizer = vocabulary(tmp_path / "model.gguf", "llama", pre)
+    assert tokenizer.tokenize("1234") == numbers
+    assert tokenizer.tokenize("(hello") == bracket
+    assert tokenizer.tokenize("  1") == spaces
