@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +43,7 @@ class _BenchGroup(TyperGroup):
 bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_command=True)
 
 Model = Annotated[
-    str, typer.Option(help="A model, or a Llama shape with random weights: 135m, 1b or 8b.")
+    str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 4b or 8b.")
 ]
 Cache = Annotated[int, typer.Option(help="Number of tokens held while decoding.", min=64)]
 Rounds = Annotated[int, typer.Option(help="Number of pairs of timings that are compared.", min=2)]
@@ -213,6 +214,32 @@ def memory(
     from sirchat.lab.bench.report import print_memory
 
     print_memory(bench_memory(profile), profile.model, as_json=json)
+
+
+@bench_app.command()
+def make_model(
+    shape: Annotated[str, typer.Argument(help="135m, 1b, 4b or 8b.", metavar="SHAPE")],
+    path: Annotated[
+        Path, typer.Argument(help="The GGUF file to write.", dir_okay=False, metavar="PATH")
+    ],
+    type: Annotated[
+        str, typer.Option(metavar="Q4_0|Q4_1|Q4_K", help="How the matrices are stored.")
+    ] = "Q4_K",
+    debug: Debug = False,
+) -> None:
+    """Write a GGUF file with random weights, to measure models of a size that is not here.
+
+    The shapes are those of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B; the tokenizer is
+    that of `tiny`. Embeddings and output head are stored as Q6_K. The model's text is nonsense.
+    """
+    from sirchat.lab.bench.made_model import write_model
+    from sirchat.lab.bench.ratio import SHAPES
+
+    if shape not in SHAPES:
+        raise UsageError(f"{shape!r} is no shape", hint=f"the shapes are {', '.join(SHAPES)}")
+    if path.exists():
+        raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
+    write_model(path, SHAPES[shape], type)
 
 
 @bench_app.command()
