@@ -97,7 +97,7 @@ def _add_tokenizer(writer: Any, size: int) -> None:
     special = {token["content"]: token["id"] for token in bundled["added_tokens"]}
     ids = dict(bundled["model"]["vocab"]) | special
     tokens = sorted(ids, key=ids.__getitem__)
-    tokens += [f"<unused {number}>" for number in range(len(tokens), size)]
+    tokens += [f"<unused-{number}>" for number in range(len(tokens), size)]
     normal, control = 1, 3
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
