@@ -100,7 +100,7 @@ def build(pickled: bytes, path: Path) -> None:
     Unpickling can run code, so `pickled` must come from sirchat itself.
     """
     graph: nn.Module = pickle.loads(pickled)
-    graph = graph.to_empty(device="cpu").requires_grad_(False)
+    graph = _with_parameters_only(graph.to_empty(device="cpu")).requires_grad_(False)
     open_length = {3: torch.export.Dim.DYNAMIC}
     inputs = _example(graph)
     program = torch.export.export(
@@ -123,6 +123,18 @@ def build(pickled: bytes, path: Path) -> None:
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(path), inductor_configs=options
     )
+
+
+def _with_parameters_only(graph: nn.Module) -> nn.Module:
+    """Make parameters of all buffers, in place: torch copies a buffer's memory when it compiles.
+
+    So no memory is taken for the weights, which are empty and never touched.
+    """
+    for module in graph.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, nn.Parameter(buffer, requires_grad=False))
+    return graph
 
 
 class _Exported(nn.Module):

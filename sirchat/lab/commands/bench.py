@@ -161,7 +161,9 @@ def decode(
     from sirchat.lab.bench.peers import peer_for, sirllm_by
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.models.compiling import use_compiled
+    from sirchat.models.threads import use_threads
 
+    use_threads(profile.threads)  # llama.cpp gets as many
     options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
     with peer_for(profile.model, llama_cpp, cache) as peer, sirllm_by(sirllm) as code:
         loaded = _load(profile)
@@ -177,22 +179,27 @@ def start(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "auto",
+    compile: Compile = "auto",
+    tokens: Annotated[int, typer.Option(help="Number of tokens in the long text.", min=1)] = 1000,
+    chat: Annotated[bool, typer.Option(help="Start a chat in a terminal, too.")] = True,
     llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a start in a fresh process: loading, the first token, a long paste, memory.
+    """Measure a start in a fresh process: loading, the first token, a long text, a reply, memory.
 
     With a GGUF model, llama.cpp is measured too if llama-cpp-python is installed.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    profile = changed(profile, "--compile", compile=compile)
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
-    from sirchat.lab.bench.start import LONG, bench_start
+    from sirchat.lab.bench.start import REPLY, bench_start
+    from sirchat.models.threads import use_threads
 
-    with peer_for(profile.model, llama_cpp, LONG) as peer:
-        how = (profile.model, profile.device, profile.dtype, profile.quantize)
-        measured = bench_start(*how, rounds, peer)
+    use_threads(profile.threads)  # llama.cpp gets as many
+    with peer_for(profile.model, llama_cpp, tokens + REPLY) as peer:
+        measured = bench_start(profile, rounds, peer, tokens, with_chat=chat)
         print_start(measured, profile.model, peer.note if peer else "", as_json=json)
 
 
