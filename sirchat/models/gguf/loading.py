@@ -207,7 +207,9 @@ def _packed(tensor: GgufTensor, name: str, file: GgufFile) -> PackedLinear | Non
         return Int4Linear(*(_in_rows(one, name, file) for one in four_bit(tensor)))
     q = torch.empty(tensor.shape, dtype=torch.int8)
     scale = torch.empty(tensor.shape[0], dtype=torch.bfloat16)
-    parts = zip(q.split(_ROWS), scale.split(_ROWS), tensor.row_blocks(_ROWS), strict=True)
+    parts = zip(
+        torch.split(q, _ROWS), torch.split(scale, _ROWS), tensor.row_blocks(_ROWS), strict=True
+    )
     for rows, factors, part in parts:  # in parts, which saves memory
         for here, found in zip((rows, factors), eight_bits(floats(part)), strict=True):
             here.copy_(found)
