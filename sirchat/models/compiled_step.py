@@ -115,7 +115,7 @@ def build(pickled: bytes, path: Path) -> None:
     must come from sirchat itself.
     """
     graph: nn.Module = pickle.loads(pickled)
-    graph = graph.to_empty(device="cpu").requires_grad_(False)
+    graph = _with_parameters_only(graph.to_empty(device="cpu")).requires_grad_(False)
     open_length = {3: torch.export.Dim.DYNAMIC}
     inputs = _example(graph)
     program = torch.export.export(
@@ -143,6 +143,18 @@ def build(pickled: bytes, path: Path) -> None:
         (library,) = (name for name in files.namelist() if name.endswith(".so"))
         code = files.read(library)
     path.write_bytes(code + hashlib.sha256(code).digest())
+
+
+def _with_parameters_only(graph: nn.Module) -> nn.Module:
+    """Make parameters of all buffers, in place: torch copies a buffer's memory when it compiles.
+
+    So no memory is taken for the weights, which are empty and never touched.
+    """
+    for module in graph.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, nn.Parameter(buffer, requires_grad=False))
+    return graph
 
 
 class _Exported(nn.Module):

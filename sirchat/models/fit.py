@@ -238,7 +238,7 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
     largest = max((one.count for one in stored.tensors), default=0)
     weights = _bytes(stored, held, item)
     if held == "packed":
-        factors = {4: 11, 8: 5, None: 4}
+        factors = {4: 11, 8: 3, None: 4}
         taken = (factors[_bits(one, stored, held)] * one.at_once for one in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from sirchat.errors import ModelError
 from sirchat.memory.policies import policy_class
 from sirchat.models import compiled_step, compiling
 from sirchat.models.compile_worker import TEMPORARY, is_temporary
-from sirchat.models.compiled_step import CompiledStep, program_name
+from sirchat.models.compiled_step import CompiledStep, program_name, without_weights
+from sirchat.models.compiled_step import build as build_program
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.scorer import Scorer
@@ -356,6 +358,26 @@ def test_a_model_without_a_short_step_can_not_be_compiled() -> None:
     compiling.use_compiled(model, "auto")
     with pytest.raises(ModelError, match="can't compile model"):
         compiling.use_compiled(model, "on")
+
+
+def test_compiling_takes_no_memory_for_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch copies the buffers of what it compiles; the packed weights of an 8B model are 5 GB."""
+    taken: list[Any] = []
+
+    def compile_nothing(program: Any, *, package_path: str, **_: Any) -> None:
+        taken.append(program)
+        with ZipFile(package_path, "w") as package:
+            package.writestr("program.so", b"")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile_nothing)
+    graph = step_of(small()).graph
+    build_program(without_weights(graph), tmp_path / "program.so")
+    assert list(taken[0].buffers()) == []
+    assert {name for name, _ in taken[0].named_parameters()} == {
+        f"step.{name}" for name in graph.state_dict()
+    }
 
 
 def test_a_program_is_found_again_however_busy_the_machine_is() -> None:

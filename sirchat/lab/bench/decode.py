@@ -270,19 +270,28 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         yield timed(block, model) / options.cache
 
 
-def first_token(model: LoadedModel, options: BenchOptions, count: int) -> float:
-    """Seconds to read `count` ids into an empty cache and to generate a token."""
+def reply_times(
+    model: LoadedModel, options: BenchOptions, count: int, length: int
+) -> tuple[float, float]:
+    """Read `count` ids into an empty cache, generate a token, then `length` more.
+
+    Returns the seconds until the first token, and the seconds for each of the others.
+    """
     engine, ids = _engine(model, options), some_ids(model, count)
+
+    def generate(most: int) -> None:
+        for _ in engine.generate(
+            Sampler(Sampling()), _TURN, stop_ids=frozenset(), max_new_tokens=most
+        ):
+            pass
 
     def block() -> None:
         for _ in engine.feed(ids, [Role.USER] * count, _TURN):
             pass
-        for _ in engine.generate(
-            Sampler(Sampling()), _TURN, stop_ids=frozenset(), max_new_tokens=1
-        ):
-            pass
+        generate(1)
 
-    return timed(block, model)
+    first = timed(block, model)
+    return first, timed(partial(generate, length), model) / max(1, length)
 
 
 def _engine(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sirchat.models.model import (
     DeviceName,
@@ -144,33 +144,50 @@ def timed(block: Callable[[], None], model: LoadedModel) -> float:
     return time.perf_counter() - start
 
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
+        "model_type": "llama",
         "hidden_size": 576,
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
         "intermediate_size": 1536,
         "vocab_size": 49152,
+        "tie_word_embeddings": True,
     },
     "1b": {
+        "model_type": "llama",
         "hidden_size": 2048,
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "intermediate_size": 8192,
         "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "4b": {
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
     },
     "8b": {
+        "model_type": "llama",
         "hidden_size": 4096,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "intermediate_size": 14336,
         "vocab_size": 128256,
+        "tie_word_embeddings": False,
     },
 }
-"""Shapes of Llama models, by name, for models with random weights."""
+"""Shapes of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B, for random weights."""
 
 
 def bench_model(
@@ -184,8 +201,8 @@ def bench_model(
         return load_model(name, device=device, dtype=dtype, quantize=quantize)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    config = LlamaConfig(**SHAPES[name], max_position_embeddings=8192, tie_word_embeddings=True)
+    config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
     torch.manual_seed(0)
-    module: Any = LlamaForCausalLM(config)
+    module: Any = AutoModelForCausalLM.from_config(config)
     module = finished(module.to(where, kind), quantize)
     return wrap_model(f"{name} (random weights)", module, None)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -68,13 +69,15 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
     if as_json:
         _print_json({"model": model, "results": [asdict(one) for one in measured], "note": note})
         return
-    table = Table("start", "ours", "llama.cpp", "ratio", box=None)
+    table = Table("start", "ours", "llama.cpp", "ratio", "quartiles", box=None)
     for one in measured:
         other = "" if one.other is None else f"{one.other:,.2f} {one.unit}"
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
-        table.add_row(one.name, f"{one.ours:,.2f} {one.unit}", other, ratio)
+        quartiles = "" if one.low is None else f"{one.low:.2f} to {one.high:.2f}"
+        table.add_row(one.name, f"{one.ours:,.2f} {one.unit}", other, ratio, quartiles)
     console = Console(highlight=False)
-    console.print(model, markup=False)
+    threads = threads_in_words(torch.device("cpu"))
+    console.print(f"{model}, {threads}", markup=False)
     console.print(table)
     if note:
         console.print(note)

@@ -11,13 +11,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.lab.bench.peers import LlamaCpp
 from sirchat.lab.bench.ratio import SHAPES
 from sirchat.lab.bench.start_worker import StartFigures
 
-SHORT, LONG = 32, 1_000
-"""Number of tokens in the first message, and in a long pasted text."""
+SHORT, REPLY = 32, 64
+"""Number of tokens in the first message, and in the reply to a long text."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class StartMeasure:
         unit: seconds, milliseconds or MiB.
         ours: median of sirchat's values.
         other: median of llama.cpp's values, or None.
-        ratio: median of the ratios of ours to other, or None.
+        ratio: median of the ratios of ours to other, start by start, or None.
+        low, high: quartiles of these ratios, or None if there are fewer than two.
     """
 
     name: str
@@ -37,14 +41,18 @@ class StartMeasure:
     ours: float
     other: float | None
     ratio: float | None
+    low: float | None = None
+    high: float | None = None
 
 
 _NAMES: dict[str, tuple[str, str, float]] = {
     "load": ("loading the model", "s", 1.0),
     "first": (f"from the start of the process to the first token after {SHORT}", "s", 1.0),
-    "paste": (f"first token after {LONG:,} in an empty cache", "s", 1.0),
     "resident": ("memory after the first token", "MiB", 2.0**20),
     "peak": ("most memory until then", "MiB", 2.0**20),
+    "paste": ("first token after {long:,} in an empty cache", "s", 1.0),
+    "decode": (f"each of {REPLY} tokens after them", "ms", 0.001),
+    "most": ("most memory until then", "MiB", 2.0**20),
 }
 _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
     "prompt": ("from the start of the process to the prompt", "s", 1.0),
@@ -56,34 +64,44 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 
 
 def bench_start(
-    model: str, device: str, dtype: str, quantize: str, rounds: int, peer: LlamaCpp | None
+    profile: Profile, rounds: int, peer: LlamaCpp | None, long: int, *, with_chat: bool
 ) -> list[StartMeasure]:
     """Time the start of sirchat, and of llama.cpp if there is a `peer`, `rounds` times in turn.
 
-    A first start of each, which fills the disk's cache, does not count. A chat is started, too, if
-    the system has pseudo-terminals and the model a tokenizer. Raises ModelError, with a message of
-    one line, if the model can't be started.
+    A first start of each, which fills the disk's cache, does not count. Then a text of `long`
+    tokens is read. With `with_chat`, a chat is started, too, if the system has pseudo-terminals and
+    the model a tokenizer. Raises ModelError, with a message of one line, if the model can't be
+    started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
+    model, how = profile.model, (profile.device, profile.dtype, profile.quantize)
     for _ in range(rounds + 1):
-        ours.append(_ours((model, device, dtype, quantize)))
+        ours.append(_ours((model, *how, profile.compile), long))
         if peer is not None:
-            other.append(_other(peer))
-    measured = [_measure(key, of, ours[1:], other[1:]) for key, of in _NAMES.items()]
-    if model in SHAPES or sys.platform == "win32":
+            other.append(_other(peer, long))
+    measured = [
+        _measure(key, (name.format(long=long), unit, size), ours[1:], other[1:])
+        for key, (name, unit, size) in _NAMES.items()
+    ]
+    if not with_chat or model in SHAPES or sys.platform == "win32":
         return measured
     from sirchat.lab.bench.start_prompt import time_prompt  # on a terminal
 
-    flags = [f"--model={model}", f"--device={device}", f"--dtype={dtype}", f"--quantize={quantize}"]
+    values = zip(("model", "device", "dtype", "quantize"), (model, *how), strict=True)
+    flags = [f"--{name}={value}" for name, value in values]
     chats = [time_prompt(flags) for _ in range(rounds)]
     return measured + [_measure(key, of, chats, []) for key, of in _AT_THE_PROMPT.items()]
 
 
-def _ours(arguments: Sequence[str]) -> StartFigures:
+def _ours(arguments: Sequence[str], long: int) -> StartFigures:
     # -P: no module of the current folder is imported, unless this process has it on its path.
     worker = [sys.executable, "-P", "-m", "sirchat.lab.bench.start_worker"]
-    command = [*worker, *arguments, str(SHORT), str(LONG), str(time.time())]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    numbers = [str(one) for one in (SHORT, long, REPLY, time.time())]
+    command = [*worker, *arguments, *numbers]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "SIRCHAT_THREADS": str(torch.get_num_threads()),
+    }
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -94,14 +112,23 @@ def _ours(arguments: Sequence[str]) -> StartFigures:
     return figures
 
 
-def _other(peer: LlamaCpp) -> StartFigures:
+def _other(peer: LlamaCpp, long: int) -> StartFigures:
     begun = time.perf_counter()
     with peer.again() as fresh:
         fresh.ask("read", list(range(10, 10 + SHORT)))
         first = time.perf_counter() - begun
         resident, peak = int(fresh.ask("resident")), int(fresh.ask("peak"))
-        paste = fresh.ask("read", list(range(10, 10 + LONG)))
-        return StartFigures(load=fresh.load, first=first, paste=paste, resident=resident, peak=peak)
+        paste = fresh.ask("read", list(range(10, 10 + long)))
+        decode = fresh.ask("decode", list(range(10, 10 + REPLY))) / REPLY
+        return StartFigures(
+            load=fresh.load,
+            first=first,
+            resident=resident,
+            peak=peak,
+            paste=paste,
+            decode=decode,
+            most=int(fresh.ask("peak")),
+        )
 
 
 def _measure(
@@ -113,10 +140,15 @@ def _measure(
     name, unit, size = described
     mine, theirs = ([float(str(one[key])) / size for one in side] for side in (ours, other))
     ratios = [a / b for a, b in zip(mine, theirs, strict=False) if b]
+    low, high = None, None
+    if len(ratios) > 1:
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return StartMeasure(
         name=name,
         unit=unit,
         ours=statistics.median(mine),
         other=statistics.median(theirs) if theirs else None,
         ratio=statistics.median(ratios) if ratios else None,
+        low=low,
+        high=high,
     )

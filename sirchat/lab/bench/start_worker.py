@@ -15,15 +15,19 @@ class StartFigures(TypedDict):
         load: time to load the model.
         first: time from the start of the process to the first token after a short message.
         paste: time to the first token after a long text.
-        resident: memory after the first token.
+        decode: time for each token of the reply to it.
+        resident: memory after the first token of the short message.
         peak: the most memory until then.
+        most: the most memory until the end.
     """
 
     load: float
     first: float
     paste: float
+    decode: float
     resident: int
     peak: int
+    most: int
 
 
 def main() -> None:
@@ -38,23 +42,37 @@ def main() -> None:
 
 
 def _figures(
-    name: str, device: str, dtype: str, quantize: str, short: str, long: str, started: str
+    name: str,
+    device: str,
+    dtype: str,
+    quantize: str,
+    compile: str,
+    short: str,
+    long: str,
+    reply: str,
+    started: str,
 ) -> StartFigures:
     from sirchat.lab.bench.archive import most_memory, resident_memory
-    from sirchat.lab.bench.decode import first_token
+    from sirchat.lab.bench.decode import reply_times
     from sirchat.lab.bench.ratio import BenchOptions, bench_model
+    from sirchat.models.compiling import use_compiled
 
-    options = BenchOptions(cache=int(long) + 64)
+    options = BenchOptions(cache=int(long) + int(reply) + 64)
     begun = time.perf_counter()
     model = bench_model(name, device, dtype, quantize)  # type: ignore[arg-type]
     loaded = time.perf_counter()
-    first_token(model, options, int(short))
+    reply_times(model, options, int(short), 0)
+    first, resident, peak = time.time() - float(started), resident_memory(), most_memory()
+    use_compiled(model, compile)  # type: ignore[arg-type]
+    paste, decode = reply_times(model, options, int(long), int(reply))
     return StartFigures(
         load=loaded - begun,
-        first=time.time() - float(started),
-        resident=resident_memory(),
-        peak=most_memory(),
-        paste=first_token(model, options, int(long)),
+        first=first,
+        resident=resident,
+        peak=peak,
+        paste=paste,
+        decode=decode,
+        most=most_memory(),
     )
 
 

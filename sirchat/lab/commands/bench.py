@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +43,7 @@ class _BenchGroup(TyperGroup):
 bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_command=True)
 
 Model = Annotated[
-    str, typer.Option(help="A model, or a Llama shape with random weights: 135m, 1b or 8b.")
+    str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 4b or 8b.")
 ]
 Cache = Annotated[int, typer.Option(help="Number of tokens held while decoding.", min=64)]
 Rounds = Annotated[int, typer.Option(help="Number of pairs of timings that are compared.", min=2)]
@@ -161,7 +162,9 @@ def decode(
     from sirchat.lab.bench.peers import peer_for, sirllm_by
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.models.compiling import use_compiled
+    from sirchat.models.threads import use_threads
 
+    use_threads(profile.threads)  # llama.cpp gets as many
     options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
     with peer_for(profile.model, llama_cpp, cache) as peer, sirllm_by(sirllm) as code:
         loaded = _load(profile)
@@ -177,22 +180,27 @@ def start(
     device: Device = "auto",
     dtype: Dtype = "auto",
     quantize: Quantize = "auto",
+    compile: Compile = "auto",
+    tokens: Annotated[int, typer.Option(help="Number of tokens in the long text.", min=1)] = 1000,
+    chat: Annotated[bool, typer.Option(help="Start a chat in a terminal, too.")] = True,
     llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a start in a fresh process: loading, the first token, a long paste, memory.
+    """Measure a start in a fresh process: loading, the first token, a long text, a reply, memory.
 
     With a GGUF model, llama.cpp is measured too if llama-cpp-python is installed.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    profile = changed(profile, "--compile", compile=compile)
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
-    from sirchat.lab.bench.start import LONG, bench_start
+    from sirchat.lab.bench.start import REPLY, bench_start
+    from sirchat.models.threads import use_threads
 
-    with peer_for(profile.model, llama_cpp, LONG) as peer:
-        how = (profile.model, profile.device, profile.dtype, profile.quantize)
-        measured = bench_start(*how, rounds, peer)
+    use_threads(profile.threads)  # llama.cpp gets as many
+    with peer_for(profile.model, llama_cpp, tokens + REPLY) as peer:
+        measured = bench_start(profile, rounds, peer, tokens, with_chat=chat)
         print_start(measured, profile.model, peer.note if peer else "", as_json=json)
 
 
@@ -214,6 +222,32 @@ def memory(
     from sirchat.lab.bench.report import print_memory
 
     print_memory(bench_memory(profile), profile.model, as_json=json)
+
+
+@bench_app.command()
+def make_model(
+    shape: Annotated[str, typer.Argument(help="135m, 1b, 4b or 8b.", metavar="SHAPE")],
+    path: Annotated[
+        Path, typer.Argument(help="The GGUF file to write.", dir_okay=False, metavar="PATH")
+    ],
+    type: Annotated[
+        str, typer.Option(metavar="Q4_0|Q4_1|Q4_K", help="How the matrices are stored.")
+    ] = "Q4_K",
+    debug: Debug = False,
+) -> None:
+    """Write a GGUF file with random weights, to measure models of a size that is not here.
+
+    The shapes are those of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B; the tokenizer is
+    that of `tiny`. Embeddings and output head are stored as Q6_K. The model's text is nonsense.
+    """
+    from sirchat.lab.bench.made_model import write_model
+    from sirchat.lab.bench.ratio import SHAPES
+
+    if shape not in SHAPES:
+        raise UsageError(f"{shape!r} is no shape", hint=f"the shapes are {', '.join(SHAPES)}")
+    if path.exists():
+        raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
+    write_model(path, SHAPES[shape], type)
 
 
 @bench_app.command()

@@ -96,15 +96,25 @@ class GgufFile:
     Attributes:
         metadata: the keys and values of the header; arrays are lists.
         tensors: by name, in the file's order.
+        mapped: the file in memory, of which the tensors are views; None if they are not.
     """
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+    mapped: mmap.mmap | None = None
 
     @property
     def architecture(self) -> str:
         """The model's architecture, such as `llama`."""
         return str(self.metadata.get("general.architecture", ""))
+
+    def leave_pages(self) -> None:
+        """Count what was read of the file no longer as memory of this process (Linux, macOS).
+
+        The tensors can still be read: the system reads the file again, mostly from its own cache.
+        """
+        if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
@@ -169,7 +179,7 @@ class _Reader:
         start = -(-self._at // alignment) * alignment
         data = np.frombuffer(self._mapped, np.uint8)
         tensors_by_name = {one.name: self._tensor(data, start, one) for one in entries}
-        return GgufFile(metadata, tensors_by_name)
+        return GgufFile(metadata, tensors_by_name, self._mapped)
 
     def _scalar(self, kind: str) -> Any:
         (value,) = struct.unpack_from("<" + kind, self._mapped, self._at)

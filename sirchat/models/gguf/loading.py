@@ -76,6 +76,8 @@ def floats(tensor: GgufTensor) -> Tensor:
     if tensor.type == "Q8_0":
         blocks = torch.from_numpy(np.array(tensor.blocks))
         return (blocks[:, 2:].view(torch.int8) * _half(blocks, 0)).reshape(tensor.shape)
+    if tensor.type == "Q6_K":  # the embeddings of most four-bit files
+        return _q6_k(torch.from_numpy(np.array(tensor.blocks))).view(tensor.shape)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize  # for the rarer formats
 
@@ -110,6 +112,16 @@ def _q4_k(blocks: Tensor) -> FourBit:
     minimum = torch.cat((high & 63, (mixed >> 4) | (high >> 6 << 4)), -1)
     q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 256)
     return FourBit(q, scale * _half(blocks, 0), minimum * -_half(blocks, 2))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """Unpack blocks of sixteen groups of 16; a scale is an eight-bit multiple of one float."""
+    low = _nibbles(blocks[:, :128].view(-1, 2, 64))  # [b, 2, 128]
+    pairs = blocks[:, 128:192].view(-1, 2, 32)
+    high = torch.cat([pairs >> shift & 3 for shift in (0, 2, 4, 6)], -1)  # [b, 2, 128]
+    q = (low | high << 4).view(torch.int8).sub_(32).view(-1, 16, 16)
+    scale = blocks[:, 192:208].contiguous().view(torch.int8) * _half(blocks, 208)  # [b, 16]
+    return q * scale[..., None]
 
 
 _ROWS = 4096  # rows of a matrix that are float32 at a time
@@ -161,6 +173,7 @@ def load_module(
     loader = _Loader(file, dtype, keep_packed)
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         loader.add(name, tensor)
+        file.leave_pages()
         if done % _SOME == 0 or done == len(file.tensors):
             trim_memory()
         if progress is not None:
@@ -315,9 +328,14 @@ def _packed(
     splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
     if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
         return Int4Linear(*(_restored(one, change, values) for one in four_bit(tensor)))
-    parts = [eight_bits(floats(one)) for one in tensor.row_blocks(_ROWS)]  # saves memory
-    q, scale = (_restored(torch.cat(one), change, values) for one in zip(*parts, strict=True))
-    return Int8Linear(q, scale)
+    q = torch.empty(tensor.shape, dtype=torch.int8)
+    scale = torch.empty(tensor.shape[0], dtype=torch.bfloat16)
+    halves = torch.split(q, _ROWS), torch.split(scale, _ROWS)
+    parts = zip(*halves, tensor.row_blocks(_ROWS), strict=True)
+    for rows, factors, part in parts:  # in parts, which saves memory
+        for here, found in zip((rows, factors), eight_bits(floats(part)), strict=True):
+            here.copy_(found)
+    return Int8Linear(*(_restored(one, change, values) for one in (q, scale)))
 
 
 def _may_have_four_bits(name: str) -> bool:

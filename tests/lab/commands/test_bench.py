@@ -287,10 +287,15 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     python = tmp_path / "python"
     python.write_text(STAND_IN.format(python=sys.executable, crashes=True), encoding="utf-8")
     python.chmod(0o700)
-    found = results("start", "--model", str(model), "--rounds", "1", "--llama-cpp", str(python))
-    assert [r["unit"] for r in found] == ["s", "s", "s", "MiB", "MiB", "s", "s", "s", "ms", "ms"]
-    load, first, paste, resident, peak, prompt, ready, reply, echo, longest = found
-    assert 0 < resident["ours"] <= peak["ours"]
+    flags = ["start", "--model", str(model), "--llama-cpp", str(python), "--tokens", "100"]
+    found = results(*flags, "--rounds", "1")
+    units = ["s", "s", "MiB", "MiB", "s", "ms", "MiB", "s", "s", "s", "ms", "ms"]
+    assert [r["unit"] for r in found] == units
+    load, first, resident, peak, paste, decode, most, prompt, ready, reply, echo, longest = found
+    assert paste["name"] == "first token after 100 in an empty cache"
+    assert 0 < decode["ours"] < 1000 * paste["ours"]
+    assert 0 < resident["ours"] <= peak["ours"] <= most["ours"]
+    assert load["low"] is load["high"] is None  # of one start there are no quartiles
     assert 0 < prompt["ours"] < ready["ours"] < reply["ours"]
     assert 0 < echo["ours"] <= longest["ours"]
     assert load["other"] == paste["other"] == 0.5
@@ -298,6 +303,9 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
     assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
     assert not (tmp_path / "ran").exists()
+    load, *_ = fewer = results(*flags, "--rounds", "2", "--no-chat")
+    assert [r["unit"] for r in fewer] == units[:7]
+    assert load["low"] <= load["ratio"] <= load["high"]
 
 
 @pytest.mark.slow
