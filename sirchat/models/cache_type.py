@@ -41,8 +41,10 @@ def head_shape(config: Any) -> HeadShape:
     What the config doesn't say is assumed to be as in most models.
     """
 
+    values = config.to_dict()  # as attributes, sizes that differ by layer raise an error
+
     def most(name: str, usual: int) -> int:
-        value = getattr(config, name, None) or usual
+        value = values.get(name) or usual
         return int(max(value) if isinstance(value, list | tuple) else value)
 
     queries = most("num_attention_heads", 1)
