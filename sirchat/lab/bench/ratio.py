@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sirchat.config.profile import Profile
+from sirchat.lab.bench.record import machine
 from sirchat.models.model import (
     DeviceName,
     DtypeName,
@@ -84,8 +86,9 @@ def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions
         "model": model.name,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "cache_dtype": str(model.cache_dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "machine": machine(),
         **asdict(options),
         "results": [asdict(result) for result in results],
     }
@@ -206,3 +209,10 @@ def bench_model(
     module: Any = AutoModelForCausalLM.from_config(config)
     module = finished(module.to(where, kind), quantize)
     return wrap_model(f"{name} (random weights)", module, None)
+
+
+def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
+    """A float32 copy for the plain loop; None if `model` is in float32 already, or on a GPU."""
+    if model.device.type != "cpu" or model.precision == "float32":
+        return None
+    return bench_model(profile.model, profile.device, "float32", "none")

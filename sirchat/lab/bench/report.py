@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 from sirchat.lab.bench.archive import ArchiveUse
 from sirchat.lab.bench.memory import MemoryMeasure
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
+from sirchat.lab.bench.record import compare_records, machine, machine_in_words, values
 from sirchat.lab.bench.start import StartMeasure
 from sirchat.models.model import LoadedModel
 from sirchat.models.threads import threads_in_words
@@ -29,7 +31,7 @@ def print_ratios(
             results.append(result)
             notes.print(f"{result.name}: {result.median:.3f}", style="dim")
     if as_json:
-        _print_json(bench_record(results, model, options))
+        print_json(bench_record(results, model, options))
         return
     table = Table("measured", "ours", "other", "ratio", "quartiles", box=None)
     for r in results:
@@ -40,6 +42,7 @@ def print_ratios(
     where = f"{model.name} on {model.device}{', ' * bool(threads)}{threads}"
     title = f"{where}, cache {options.cache}, {options.rounds} pairs"
     console.print(title, markup=False)
+    console.print(machine_in_words(machine()), markup=False)
     console.print(table)
     for note in (r.note for r in results if r.note):
         console.print(note)
@@ -53,7 +56,7 @@ def print_archive(
     with notes.status("reading", spinner="line"):
         results = list(measured)
     if as_json:
-        _print_json({"model": model.name, "results": [asdict(one) for one in results]})
+        print_json({"model": model.name, "results": [asdict(one) for one in results]})
         return
     table = Table("archive", "limit", "most archived", "most on disk", "memory grew", box=None)
     for one in results:
@@ -67,7 +70,7 @@ def print_archive(
 def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json: bool) -> None:
     """Print to stdout the measurements of starting `model`."""
     if as_json:
-        _print_json({"model": model, "results": [asdict(one) for one in measured], "note": note})
+        print_json(start_record(measured, model, note))
         return
     table = Table("start", "ours", "llama.cpp", "ratio", "quartiles", box=None)
     for one in measured:
@@ -78,15 +81,43 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
     console = Console(highlight=False)
     threads = threads_in_words(torch.device("cpu"))
     console.print(f"{model}, {threads}", markup=False)
+    console.print(machine_in_words(machine()), markup=False)
     console.print(table)
     if note:
         console.print(note)
 
 
+def start_record(measured: list[StartMeasure], model: str, note: str) -> dict[str, object]:
+    """The measurements of starting `model` as a JSON object, with the machine."""
+    results = [asdict(one) for one in measured]
+    return {"model": model, "machine": machine(), "results": results, "note": note}
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """Print to stdout the measurements of a record: ratios, or seconds and MiB."""
+    table = Table("measured", "value", box=None)
+    for name, value in values(record):
+        table.add_row(name, f"{value:.3f}")
+    console = Console(highlight=False)
+    console.print(f"{record['model']}, {machine_in_words(record['machine'])}", markup=False)
+    console.print(table)
+
+
+def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Print to stdout the measurements of two records, and the second's share of the first."""
+    table = Table("measured", "first", "second", "second / first", box=None)
+    for one in compare_records(first, second):
+        table.add_row(one.name, *(f"{x:.3f}" for x in (*one[1:], one.second / (one.first or 1))))
+    console = Console(highlight=False)
+    for number, record in (("first", first), ("second", second)):
+        console.print(f"{number}: {machine_in_words(record['machine'])}", markup=False)
+    console.print(table)
+
+
 def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
     """Print to stdout what `model` was said to take, and what it took."""
     if as_json:
-        _print_json({"model": model, "results": [asdict(one) for one in measured]})
+        print_json({"model": model, "results": [asdict(one) for one in measured]})
         return
     table = Table("memory", "said", "its tensors", "said / tensors", "the process grew", box=None)
     for one in measured:
@@ -97,7 +128,8 @@ def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) ->
     console.print(table)
 
 
-def _print_json(record: dict[str, object]) -> None:
+def print_json(record: dict[str, object]) -> None:
+    """Print a record to stdout."""
     Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
 
 

@@ -160,7 +160,7 @@ def decode(
     profile = changed(profile, "--compile", compile=compile)
     from sirchat.lab.bench.decode import bench_decode
     from sirchat.lab.bench.peers import peer_for, sirllm_by
-    from sirchat.lab.bench.ratio import BenchOptions
+    from sirchat.lab.bench.ratio import BenchOptions, unpacked
     from sirchat.models.compiling import use_compiled
     from sirchat.models.threads import use_threads
 
@@ -169,7 +169,7 @@ def decode(
     with peer_for(profile.model, llama_cpp, cache) as peer, sirllm_by(sirllm) as code:
         loaded = _load(profile)
         use_compiled(loaded, profile.compile)
-        bare = _unpacked(loaded, profile)
+        bare = unpacked(loaded, profile)
         _measure(partial(bench_decode, bare=bare, peer=peer, sirllm=code), options, loaded, json)
 
 
@@ -222,6 +222,39 @@ def memory(
     from sirchat.lab.bench.report import print_memory
 
     print_memory(bench_memory(profile), profile.model, as_json=json)
+
+
+@bench_app.command("all")
+def measure_all(
+    model: Model = "smollm2",
+    rounds: Rounds = 8,
+    compile: Compile = "on",
+    llama_cpp: LlamaCppPython = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure decode, start and recall; with --json as one record, which names the machine.
+
+    `sirchat bench compare` shows two such records side by side, of two machines for example.
+    """
+    profile = changed(_profile(model, "auto", "auto"), "--compile", compile=compile)
+    from sirchat.lab.bench.everything import bench_everything
+    from sirchat.lab.bench.report import print_json, print_record
+
+    (print_json if json else print_record)(bench_everything(profile, rounds, llama_cpp))
+
+
+@bench_app.command("compare")
+def compare_two(
+    first: Annotated[Path, typer.Argument(help="A record that `bench all --json` has printed.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of another machine for example.")],
+    debug: Debug = False,
+) -> None:
+    """Show two records of `sirchat bench all --json` side by side."""
+    from sirchat.lab.bench.record import read_record
+    from sirchat.lab.bench.report import print_compared
+
+    print_compared(read_record(first), read_record(second))
 
 
 @bench_app.command()
@@ -397,10 +430,3 @@ def _load(profile: Profile) -> "LoadedModel":
     from sirchat.lab.bench.ratio import bench_model
 
     return bench_model(profile.model, profile.device, profile.dtype, profile.quantize)
-
-
-def _unpacked(model: "LoadedModel", profile: Profile) -> "LoadedModel | None":
-    """A float32 copy for the plain loop; None if `model` is in float32 already, or on a GPU."""
-    if model.device.type != "cpu" or model.precision == "float32":
-        return None
-    return _load(profile.model_copy(update={"dtype": "float32", "quantize": "none"}))

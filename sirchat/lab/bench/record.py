@@ -1,0 +1,84 @@
+"""Records of measurements, with the machine on which they were made; two records side by side."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sirchat import __version__
+from sirchat.errors import UsageError
+from sirchat.models.cache_type import processor
+from sirchat.models.threads import physical_cores
+
+_FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
+"""Instructions on which the speed of products and of attention depends, the newest first."""
+
+
+class TwoValues(NamedTuple):
+    """One measurement in two records: its name, and its value in each; NaN where it is missing."""
+
+    name: str
+    first: float
+    second: float
+
+
+def machine() -> dict[str, Any]:
+    """The processor, what speeds depend on, and the versions that were measured."""
+    said = set[str]()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                said |= set(line.partition(":")[2].split())
+    return {
+        "processor": processor(),
+        "features": [one for one in _FEATURES if one in said],
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": physical_cores(set(range(torch.get_num_threads()))),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "torch": torch.__version__,
+        "sirchat": __version__,
+    }
+
+
+def machine_in_words(about: Mapping[str, Any]) -> str:
+    """The machine of a record in one line, such as `AMD EPYC 9R14 (avx512_bf16 avx512_vnni)`."""
+    features = " ".join(map(str, about.get("features") or ()))
+    gpu = f", {about['gpu']}" if about.get("gpu") else ""
+    return f"{about.get('processor', 'unknown processor')} ({features or 'no features'}){gpu}"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record in a file; raises UsageError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} can't be read as a record: {type(error).__name__}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("machine"), dict):
+        raise UsageError(
+            f"{path} is not a record of a machine", hint="sirchat bench all --json > FILE makes one"
+        )
+    return found
+
+
+def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[TwoValues]:
+    """Each measurement that one of the records has, in the order of the first."""
+    ours, theirs = dict(values(first)), dict(values(second))
+    for name in dict.fromkeys([*ours, *theirs]):
+        yield TwoValues(name, ours.get(name, float("nan")), theirs.get(name, float("nan")))
+
+
+def values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Name and value of each measurement: a ratio, or seconds and bytes where there is none."""
+    for command, measured in record.get("benchmarks", {}).items():
+        for one in measured.get("results", ()):
+            value = one.get("median", one.get("ours"))
+            if isinstance(value, int | float):
+                unit = f", {one['unit']}" if "ours" in one else ""
+                yield f"{command}: {one['name']}{unit}", float(value)
