@@ -113,7 +113,7 @@ def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_pat
         [*command, "--limit", "50"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
         end, most, all_there = time.monotonic() + 60, set[int](), 0.0
-        while len(most) < 5 or time.monotonic() < all_there + 2:  # two of them help others start
+        while len(most) < 5 or time.monotonic() < all_there + 1:  # two of them help others start
             if len(family(process.pid)) > len(most):
                 most, all_there = family(process.pid), time.monotonic()
             assert listening(family(process.pid)) == set()
