@@ -48,6 +48,12 @@ _AROUND = 12
 
 _LONGEST = 40  # most characters shown of an unknown command
 
+_ELSEWHERE = {  # commands that other programs have, and what does the same here
+    **dict.fromkeys(("sessions", "chats", "list"), "/load lists the saved chats"),
+    **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
+    **dict.fromkeys(("search", "find"), "/load WORDS finds chats in which they were said"),
+}
+
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
 
 
@@ -149,7 +155,7 @@ class Commands:
             self._screen.note(f"/{word} is now called /{_FORMER[word]}")
             return _FORMER[word]
         if word not in self.names():
-            close = nearest(word, self.names(), "/")
+            close = _ELSEWHERE.get(word) or nearest(word, self.names(), "/")
             raise UsageError(
                 f"there is no command /{shorten(displayable_line(word), _LONGEST)}",
                 hint=close or "/help lists all commands; //x sends /x as a message",

@@ -68,7 +68,7 @@ class Erasing:
         if not (tokens or turns or mine or others):
             words = displayable_line(request.target)
             raise UsageError(f"{format_value(words)}: these words are not in this chat")
-        parts = [f"{tokens:,} tokens{' in ' * bool(turns)}{_turns(turns)}"]
+        parts = [f"{_tokens(tokens)}{' in ' * bool(turns)}{_turns(turns)}"]
         if mine:
             parts.append(_lines(mine))
         if others and request.everywhere:
@@ -99,7 +99,7 @@ class Erasing:
         for event in events:
             if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"
-                self._screen.note(f"{event.tokens:,} tokens erased; the cache holds {holds}")
+                self._screen.note(f"{_tokens(event.tokens)} erased; the cache holds {holds}")
         if (file := self._saved_chat.not_written) is not None:
             self._screen.error(f"the saved text could not be erased from {file}")
         try:
@@ -139,11 +139,24 @@ class Erasing:
         turn = self._turn(request.target)
         if turn is None:
             pattern = whole_words(without_quotes(request.target))
+            own |= self._commands_about_this_chat(pattern)
             return _Matches(pattern, "", None if request.everywhere else own)
         said = turns[turn] if 0 <= turn < len(turns) else None
         whole = said.text.strip() if said is not None and said.role == "user" else ""
         whole = self._history.typed_for.get(whole, whole)
         return _Matches(None, whole, own)
+
+    def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
+        """Typed lines such as `/pin WORDS` with a match, whose words this chat contains.
+
+        They may have been typed before the chat was resumed.
+        """
+        try:
+            lines = [one.strip() for one in self._history.lines() if pattern.search(one)]
+        except OSError:  # erasing them will fail, too, and say so
+            return set()
+        words = {one: without_quotes(one.partition(" ")[2]) for one in lines if one[:1] == "/"}
+        return {one for one, said in words.items() if said and self._turns_with(said)}
 
     def _typed(self, target: str) -> tuple[int, int]:
         """How many typed lines, in this chat and in others, match `target`; not `/erase` lines."""
@@ -208,6 +221,10 @@ class _Matches:
 
 def _turns(turns: list[int]) -> str:
     return f"turn{'s' * (len(turns) > 1)} {', '.join(map(str, turns))}" if turns else ""
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' * (count != 1)}"
 
 
 def _lines(count: int) -> str:

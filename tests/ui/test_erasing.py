@@ -66,6 +66,17 @@ def test_lines_of_other_chats_go_only_on_demand(chat: Chat) -> None:
     assert not any("armalade" in line for line in chat.history.get_strings())
 
 
+def test_commands_about_words_of_this_chat_go_too_whenever_they_were_typed(chat: Chat) -> None:
+    """They may have been typed before the chat was resumed; what other chats contain stays."""
+    for line in ("/pin Oranges make marmalade", '/why "marmalade"', "/why Marmalade of plums"):
+        chat.history.append_string(line)
+    chat.history.typed_now.clear()  # as after a resume
+    assert "1 typed line of other chats" not in do(chat, "/erase marmalade")
+    do(chat, "/erase --yes")
+    left = [line for line in chat.history.get_strings() if "armalade" in line]
+    assert left == ["an old line on Marmalade", "/why Marmalade of plums"]
+
+
 def test_parts_of_words_stay(chat: Chat) -> None:
     with pytest.raises(UsageError, match="these words are not in this chat"):
         do(chat, "/erase range")
