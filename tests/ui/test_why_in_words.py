@@ -51,6 +51,16 @@ def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     assert int(found[1]) == min(one.rank or 99 for one in chat.why("Anna")) - 1
 
 
+def test_a_word_that_ranks_high_and_still_goes_next_is_said_to_be_the_lowest_that_may_go() -> None:
+    chat = _told("entropy")
+    ranks = [replace(one, leaves=True) for one in chat.why("tree")]
+    assert explain(ranks, "tree", "entropy") == (
+        "“tree” is held, but will be evicted next: what ranks lower is pinned, or among the newest."
+    )
+    low = [replace(one, rank=one.held) for one in ranks]
+    assert "surprised the model more" in explain(low, "tree", "entropy")
+
+
 @pytest.mark.slow
 def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
     chat = _told("sink")
