@@ -75,7 +75,7 @@ class Access:
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given, right = key.strip().encode(), (self.key or "").encode()
+        given, right = key.strip().encode("latin-1"), (self.key or "").strip().encode()
         return scheme.lower() == "bearer" and hmac.compare_digest(given, right)
 
 

@@ -100,10 +100,11 @@ class ChatServer:
     def _options(self, asked: ChatRequest) -> ReplyOptions:
         """How to answer; raises RequestError for a value that the settings don't allow."""
         settings = asked.settings()
-        try:
-            changed(self._profile, "the request", **settings)
-        except SettingError as error:
-            raise RequestError(str(error)) from None
+        for name, value in settings.items():
+            try:
+                changed(self._profile, "the request", **{name: value})
+            except SettingError as error:
+                raise RequestError(str(error), param=name) from None
         return ReplyOptions(settings, tuple(asked.stop), asked.logprobs)
 
 

@@ -137,7 +137,10 @@ def _end(session: Session, asked: TurnDone, done: TurnDone, cached: int) -> Repl
 
 
 class StopStrings:
-    """Ends a text before the first of the strings `stops`, also where it comes in pieces."""
+    """Ends a text before the first of the strings `stops` that is complete in it.
+
+    The text comes in pieces; how it is divided makes no difference.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -149,10 +152,10 @@ class StopStrings:
         if self.is_found:
             return ""
         self._waiting += text
-        found = [at for one in self._stops if (at := self._waiting.find(one)) >= 0]
+        found = [(at + len(one), at) for one in self._stops if (at := self._waiting.find(one)) >= 0]
         if found:
             self.is_found = True
-            return self._waiting[: min(found)]
+            return self._waiting[: min(found)[1]]
         longest = min(len(self._waiting), max(map(len, self._stops), default=1) - 1)
         size = next((n for n in range(longest, 0, -1) if self._begins(n)), 0)
         ready = self._waiting[: len(self._waiting) - size]

@@ -15,6 +15,7 @@ MOST_BYTES = 16 * 2**20
 """Largest body of a request."""
 
 _MOST_MESSAGES = 10_000
+_MANY = 10**9  # tokens
 _MOST_STOPS = 4
 
 
@@ -87,8 +88,8 @@ class ChatRequest(_Fields):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(_listed),
