@@ -113,7 +113,7 @@ def _answer(
     conversation.add("assistant", done.text)
     conversation.is_exact = True
     end = _end(session, asked, done, cached)
-    if stops.is_found or asked.finish == "interrupt":  # the client knows less than was read
+    if asked.finish == "interrupt":  # the question was not read completely
         conversation.take_back()
     yield end
 

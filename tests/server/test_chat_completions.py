@@ -267,14 +267,14 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("/home/me/secret.py failed")
 
-    with served(max_new_tokens=4) as server:
-        usual = server.reply(ASKED)
+    with served(max_new_tokens=8) as server:
+        longer = [*ASKED, assistant(server.reply(ASKED)), user(NAME)]
         monkeypatch.setattr("sirchat.chat.session.Session._answer", fail)
-        response = server.post(ASKED)
+        response = server.post(longer)
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "the reply failed: RuntimeError"
         monkeypatch.undo()
-        assert server.reply(ASKED) == usual
+        assert server.reply(longer) == told(longer, max_new_tokens=8)
 
 
 @pytest.fixture

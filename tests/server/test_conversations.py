@@ -8,12 +8,16 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
+from queue import SimpleQueue
 
 import pytest
 
 from chatting import babbler
 from serving import Message, Served, assistant, served, system, told, user
 from sirchat.server.conversations import History
+from sirchat.server.replies import ReplyEnd, ReplyOptions
+from sirchat.server.reply_thread import Sent, WaitingReply
 
 ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
 
@@ -154,18 +158,19 @@ def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
 
 
 def test_a_long_reply_does_not_keep_others_waiting() -> None:
-    ended: list[str] = []
+    parts: SimpleQueue[tuple[str, Sent]] = SimpleQueue()
     with served(babbler(), budget=256) as server:
-
-        def ask(name: str, most: int) -> None:
-            server.ask([user(name)], model="babbler", max_tokens=most)
-            ended.append(name)
-
-        long = threading.Thread(target=ask, args=("long", 400))
-        long.start()
-        ask("short", 4)
-        long.join()
-    assert ended == ["short", "long"]
+        for name, most in (("long", 300), ("short", 4)):
+            history, options = (
+                History.of(None, [("user", name)]),
+                ReplyOptions({"max_new_tokens": most}),
+            )
+            send = partial(lambda name, part: parts.put((name, part)), name)
+            server.server.replies.submit(WaitingReply(history, options, send))
+            if name == "long":
+                parts.get()  # it has begun
+        got = (parts.get() for _ in range(2000))
+        assert next(name for name, part in got if isinstance(part, ReplyEnd)) == "short"
 
 
 def test_a_history_larger_than_the_budget_is_no_error_and_the_reply_says_what_is_held() -> None:
