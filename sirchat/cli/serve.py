@@ -100,11 +100,14 @@ def _open(
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
             from sirchat.chat.settings import check_profile
+            from sirchat.models.compiling import compile_in_background
             from sirchat.server.app import ChatServer
             from sirchat.server.conversations import Conversations
         model = load(profile, trust, report)
         own = with_model_defaults(profile, model)
         check_profile(own, model)
+        if own.compile == "auto":
+            compile_in_background(model)
     return ChatServer(Conversations(model, own, limit), queue=queue, host=host, key=key)
 
 

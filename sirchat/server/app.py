@@ -27,6 +27,9 @@ from sirchat.server.requests import MOST_BYTES, ChatRequest, RequestError, parse
 
 Result = TypeVar("Result")
 
+_MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
+"""Settings that a request may change for its conversation."""
+
 
 class ChatServer:
     """The endpoints of one model.
@@ -98,14 +101,19 @@ class ChatServer:
         return History.of(system, [(one.role, one.content) for one in asked.turns])
 
     def _options(self, asked: ChatRequest) -> ReplyOptions:
-        """How to answer; raises RequestError for a value that the settings don't allow."""
+        """How to answer; raises RequestError for a value that the settings never allow."""
         settings = asked.settings()
         for name, value in settings.items():
             try:
                 changed(self._profile, "the request", **{name: value})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
-        return ReplyOptions(settings, tuple(asked.stop), asked.logprobs)
+        try:
+            wanted = changed(self._profile, "sirchat", **asked.sirchat.given())
+        except SettingError as error:
+            raise RequestError(str(error), param="sirchat") from None
+        memory = {name: getattr(wanted, name) for name in _MEMORY}
+        return ReplyOptions(settings, memory, tuple(asked.stop), asked.logprobs)
 
 
 def names_of(model: str) -> tuple[str, ...]:

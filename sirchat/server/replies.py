@@ -41,9 +41,14 @@ class ReplyEnd:
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How to answer: settings of sirchat for this reply alone, stop strings, log-probabilities."""
+    """How to answer.
+
+    `settings` are those of sampling, for this reply alone; to those in `memory`, such as the
+    policy, the session is switched first, if it has others.
+    """
 
     settings: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     logprobs: bool = False
 
@@ -56,8 +61,11 @@ def generate_reply(
     When `gone` returns true, the reply ends, and what was said is kept; a message that was being
     read is taken back. Raises like `Session.ask`.
     """
-    session, usual = conversation.session, conversation.session.profile
-    cached = session.seen
+    session, cached = conversation.session, conversation.session.seen
+    other = {k: v for k, v in options.memory.items() if getattr(session.profile, k) != v}
+    if other:  # raises SettingError, changing nothing
+        session.switch("sirchat", **other)
+    usual = session.profile
     session.profile = usual.model_copy(update=_with_seed(options.settings, usual))
     conversation.is_exact = False
     try:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
+from sirchat.memory.policies import is_path
 
 MOST_BYTES = 16 * 2**20
 """Largest body of a request."""
@@ -77,6 +78,27 @@ class StreamOptions(_Fields):
     include_obfuscation: Literal[False] = False
 
 
+class MemorySettings(_Fields):
+    """The settings of sirchat for the conversation's memory; those not given are the server's."""
+
+    policy: str | None = None
+    budget: int | None = None
+    decay: float | str | None = None
+    recall: str | None = None
+
+    @field_validator("policy")
+    @classmethod
+    def _without_code(cls, name: str | None) -> str | None:
+        """Refuse `module:Class`, which would run code that a client names."""
+        if name is not None and is_path(name):
+            raise PydanticCustomError("policy", "a request can't name a policy of your own")
+        return name
+
+    def given(self) -> dict[str, Any]:
+        """The settings that the request has."""
+        return self.model_dump(exclude_none=True)
+
+
 class ChatRequest(_Fields):
     """The fields of a request that have an effect. Limits of sampling are those of the settings."""
 
@@ -98,6 +120,7 @@ class ChatRequest(_Fields):
     logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    sirchat: MemorySettings = MemorySettings()
 
     def settings(self) -> dict[str, Any]:
         """The settings of sirchat that hold for this reply alone."""

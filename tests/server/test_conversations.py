@@ -182,6 +182,40 @@ def test_a_history_larger_than_the_budget_is_no_error_and_the_reply_says_what_is
     assert memory["policy"] == "sink"
 
 
+def test_a_request_may_have_a_memory_of_its_own_and_the_next_one_has_the_usual_again() -> None:
+    text = " ".join(f"The number {n} is a number." for n in range(20))
+    with served(policy="salience", policy_options={"whole_words": False}, budget=256) as server:
+        own = {"policy": "sink", "budget": 64, "decay": 0.9, "recall": "words"}
+        small = server.ask([user(text)], sirchat=own, max_tokens=8)
+        assert (small["sirchat"]["policy"], small["sirchat"]["budget"]) == ("sink", 64)
+        assert small["sirchat"]["held"] <= 64 < small["sirchat"]["seen"]
+        messages = [user(text), assistant(said(small)), user(NAME)]
+        usual = server.ask(messages, max_tokens=8)
+        assert (usual["sirchat"]["policy"], usual["sirchat"]["budget"]) == ("salience", 256)
+        assert cached(usual) == small["sirchat"]["seen"]
+        assert usual["sirchat"]["held"] > 64  # what was evicted is restored
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"policy": "nosuch"}, 'sirchat: policy can\'t be "nosuch"'),
+        ({"policy": "os:system"}, "a request can't name a policy of your own"),
+        ({"budget": 3}, "budget"),
+        ({"budget": 10**6}, "above the context length of tiny"),
+        ({"decay": 2.0}, "decay"),
+        ({"model": "other"}, "sirchat.model is not supported"),
+    ],
+)
+def test_a_memory_that_is_not_allowed_is_refused(
+    server: Served, own: dict[str, object], message: str
+) -> None:
+    own = {"policy": "sink"} | own
+    response = server.post([user(ANNA)], sirchat=own)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
 def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:
     with served(policy="full", max_new_tokens=8) as server:
         first = server.ask([user(ANNA)])
