@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -138,7 +139,7 @@ class ReplyParts:
         loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Sent]()
 
         def send(part: Sent) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has ended, and so has the client
                 loop.call_soon_threadsafe(self._queue.put_nowait, part)
 
         self._thread = thread

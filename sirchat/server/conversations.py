@@ -81,6 +81,11 @@ class ServedConversation:
             shared -= 1
         return shared
 
+    def fitness(self, history: History) -> tuple[int, bool, bool]:
+        """How well this conversation fits: shares most, has nothing else to undo, is not busy."""
+        shared = self.fork(history)
+        return shared, shared == len(self.roles), not self.is_busy
+
     def take_back(self) -> None:
         """Undo the last user message and its reply, if any, or else mark the session as inexact."""
         last = len(self.roles) - 1 - self.roles[::-1].index("user")
@@ -122,11 +127,7 @@ class Conversations:
         It is one that has read some of these messages already, or a new one. Returns None if that
         conversation is busy, or if there is room for no more.
         """
-        found = max(
-            reversed(self._all),
-            key=lambda one: (one.fork(history), not one.is_busy),
-            default=None,
-        )
+        found = max(reversed(self._all), key=lambda one: one.fitness(history), default=None)
         shared = 0 if found is None else found.fork(history)
         if found is not None and shared and found.is_busy:
             return None

@@ -39,7 +39,7 @@ def said(reply: dict[str, list[dict[str, dict[str, str]]]]) -> str:
 @pytest.mark.parametrize("change", [str, str.strip, lambda text: f" {text}\n"])
 def test_of_a_history_only_the_new_message_is_read(server: Served, change: type[str]) -> None:
     messages, seen = [system("Be kind."), user(ANNA)], 0
-    for text in (NAME, THANKS, NAME):
+    for text in (NAME, THANKS):
         reply = server.ask(messages)
         assert cached(reply) == seen
         assert said(reply) == told(messages, max_new_tokens=12)
@@ -68,7 +68,7 @@ def test_edits_cuts_and_other_replies_are_answered_as_if_they_were_new(
     draw = random.Random(seed)
     texts = [ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?"]
     messages: list[Message] = [user(ANNA)]
-    for _ in range(7):
+    for _ in range(6):
         reply = server.reply(messages)
         assert reply == told(messages, max_new_tokens=12)
         messages = [*messages, assistant(reply), user(draw.choice(texts))]
@@ -89,13 +89,22 @@ def test_another_reply_reads_only_the_last_message_again(server: Served) -> None
 
 
 def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
-    talks = {name: [user("Hello."), user(f"My name is {name}.")] for name in ("Anna", "Tom")}
-    for _ in range(2):
-        for name, messages in talks.items():
-            reply = server.ask(messages)
-            assert said(reply) == told(messages, max_new_tokens=12)
-            talks[name] = [*messages, assistant(said(reply)), user(NAME)]
-    assert all(cached(server.ask(messages)) for messages in talks.values())
+    talks: dict[str, list[Message]] = {name: [] for name in ("Anna", "Tom")}
+    seen = dict.fromkeys(talks, 0)
+
+    def say(name: str, text: str) -> None:
+        messages = [*talks[name], user(text)]
+        reply = server.ask(messages)
+        assert said(reply) == told(messages, max_new_tokens=12)
+        assert cached(reply) == seen[name]
+        seen[name] = reply["sirchat"]["seen"]
+        talks[name] = [*messages, assistant(said(reply))]
+
+    for name in talks:
+        say(name, "Hello.")
+    for name in ("Anna", "Tom", "Anna"):
+        say(name, f"My name is {name}.")
+        say(name, NAME)
 
 
 def test_the_conversation_used_longest_ago_is_dropped_first() -> None:
@@ -140,14 +149,14 @@ def test_replies_in_several_conversations_at_once_do_not_mix() -> None:
 def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
     with served(policy="full", max_new_tokens=12) as server:
         first = server.ask([user(ANNA)])
-        ends = [NAME, THANKS, "My dog is called Rex.", NAME]
+        ends = [NAME, THANKS, NAME]
         asked = [[user(ANNA), assistant(said(first)), user(text)] for text in ends]
         found: dict[int, dict[str, dict[str, dict[str, int]]]] = {}
 
         def ask(number: int) -> None:
             found[number] = server.ask(asked[number])
 
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
         for one in threads:
             one.start()
         for one in threads:

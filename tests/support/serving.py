@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -86,10 +87,15 @@ def served(
 
 def told(messages: Sequence[Message], **settings: Any) -> str:
     """The reply of a new session that reads all messages, with everything held."""
-    prompt = next((one["content"] for one in messages if one["role"] == "system"), None)
-    said = [one for one in messages if one["role"] != "system"]
-    one = session(policy="full", system=prompt, **settings)
-    for message in said[:-1]:
-        read = one.read_user if message["role"] == "user" else one.read_reply
-        list(read(message["content"]))
-    return answer(list(one.ask(said[-1]["content"])))
+    said = tuple((one["role"], one["content"]) for one in messages)
+    return _told(said, tuple(settings.items()))
+
+
+@cache
+def _told(messages: tuple[tuple[str, str], ...], settings: tuple[tuple[str, Any], ...]) -> str:
+    system = next((text for role, text in messages if role == "system"), None)
+    one = session(policy="full", system=system, **dict(settings))
+    *before, (_, question) = [(role, text) for role, text in messages if role != "system"]
+    for role, text in before:
+        list(one.read_user(text) if role == "user" else one.read_reply(text))
+    return answer(list(one.ask(question)))
