@@ -109,6 +109,8 @@ class ChatServer:
                 changed(self._profile, "the request", **{name: value})
             except SettingError as error:
                 raise RequestError(str(error), param=name) from None
+        if "seed" not in self._profile.model_fields_set:
+            settings.setdefault("seed", secrets.randbelow(2**63))
         try:
             wanted = changed(self._profile, "sirchat", **asked.sirchat.given())
         except SettingError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import Any
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Interrupted, Session
-from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.server.conversations import History, ServedConversation
 
@@ -66,7 +64,7 @@ def generate_reply(
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
     usual = session.profile
-    session.profile = usual.model_copy(update=_with_seed(options.settings, usual))
+    session.profile = usual.model_copy(update=options.settings)
     conversation.is_exact = False
     try:
         for role, text in history.messages[len(conversation.roles) : -1]:
@@ -83,12 +81,6 @@ def generate_reply(
         raise
     finally:
         session.profile = usual
-
-
-def _with_seed(settings: dict[str, Any], usual: Profile) -> dict[str, Any]:
-    """The settings, with a new seed if neither request nor server has one."""
-    is_given = "seed" in settings or "seed" in usual.model_fields_set
-    return settings if is_given else settings | {"seed": secrets.randbelow(2**63)}
 
 
 def _answer(

@@ -116,7 +116,10 @@ def test_sampling_settings_hold_for_one_reply_alone(server: Served) -> None:
     hot = {"temperature": 5.0, "top_k": 50}
     seeded = [server.reply(ASKED, **hot, seed=n) for n in (1, 1, 2)]
     assert seeded[0] == seeded[1] != seeded[2]
-    assert len({server.reply(ASKED, **hot) for _ in range(4)}) > 1
+    longer = [*ASKED, assistant(seeded[0]), user(NAME)]
+    for messages in (ASKED, longer):
+        replies = [server.reply(messages, **hot, sirchat={"policy": "sink"}) for _ in range(3)]
+        assert len(set(replies)) > 1
     assert server.reply(ASKED) == told(ASKED, max_new_tokens=16)
     one = session(policy="full", system="Be kind.", max_new_tokens=16, seed=1, **hot)  # type: ignore[arg-type]
     *_, done = (e for e in one.ask(ASKED[1]["content"]) if isinstance(e, TurnDone))
