@@ -1,5 +1,6 @@
 """The command `sirchat serve`: the socket, the model, the server, and how they end."""
 
+import logging
 import os
 import signal
 import socket
@@ -94,8 +95,12 @@ def _open(
     """Load the model, and make the server; a setting that is not allowed fails here."""
     from sirchat.ui.progress import loading_bar
     from sirchat.ui.screen import Screen
+    from sirchat.ui.startup import say_toy
 
-    with loading_bar(Screen(theme=profile.theme), profile.model) as report, quick_start():
+    screen = Screen(theme=profile.theme)
+    if "model" not in profile.model_fields_set:
+        say_toy(screen)
+    with loading_bar(screen, profile.model) as report, quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
             from sirchat.chat.model_defaults import with_model_defaults
@@ -126,6 +131,7 @@ def _run(server: "ChatServer", listener: socket.socket, host: str, *, debug: boo
         timeout_graceful_shutdown=_SECONDS,
         server_header=False,
     )
+    logging.getLogger("sirchat").setLevel(logging.DEBUG if debug else logging.WARNING)
     listener.listen()
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}/v1"

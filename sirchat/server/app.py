@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -59,6 +60,7 @@ class ChatServer:
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
+                Route("/v1/sirchat/sessions/{id}", self._memory),
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
@@ -76,6 +78,12 @@ class ChatServer:
         model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
         data = [{"id": self.model, **model}]
         return JSONResponse({"object": "list", "data": data})
+
+    async def _memory(self, request: Request) -> Response:
+        found = await asyncio.wrap_future(self.replies.memory(request.path_params["id"]))
+        if found is None:
+            raise RequestError("there is no such conversation; it may be dropped", status=404)
+        return JSONResponse(asdict(found))
 
     async def _complete(self, request: Request) -> Response:
         asked = parse_request(await _body(request))

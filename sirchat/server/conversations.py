@@ -6,11 +6,13 @@ keys of the prefixes that its session has read.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from sirchat.chat.session import Session
+from sirchat.chat.snapshot import Snapshot
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.models.model import LoadedModel
@@ -53,6 +55,7 @@ class ServedConversation:
     """A session, and which messages it has read.
 
     Attributes:
+        id: the name by which clients ask for its memory; nobody can guess it.
         keys: as in `History`, for the messages that the session has read or generated.
         roles: the role of each of these messages.
         is_busy: whether a reply is being generated in this conversation.
@@ -62,6 +65,7 @@ class ServedConversation:
     session: Session
     keys: list[bytes]
     roles: list[str]
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
     is_busy: bool = False
     is_exact: bool = True
 
@@ -138,6 +142,11 @@ class Conversations:
             self._all.append(found)
             found.is_busy = True
         return found
+
+    def memory(self, ident: str) -> Snapshot | None:
+        """The memory of the conversation with this id; None if there is none."""
+        found = next((one for one in self._all if one.id == ident), None)
+        return None if found is None else found.session.snapshot()
 
     def _new(self, history: History) -> ServedConversation | None:
         if len(self._all) >= self.limit:

@@ -29,7 +29,7 @@ class ReplyEnd:
     """How a reply ended.
 
     `finish` is `stop` or `length`. `usage` counts tokens, as OpenAI does; `memory` says how many
-    tokens of the conversation are in the cache.
+    tokens of the conversation are in the cache, and its id.
     """
 
     finish: str
@@ -112,20 +112,22 @@ def _answer(
     conversation.add("user", question)
     conversation.add("assistant", done.text)
     conversation.is_exact = True
-    end = _end(session, asked, done, cached)
+    end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.take_back()
     yield end
 
 
-def _end(session: Session, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
+def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
     usage = {
         "prompt_tokens": asked.seen,
         "completion_tokens": done.tokens_out,
         "total_tokens": asked.seen + done.tokens_out,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    session = served.session
     memory = {
+        "id": served.id,
         "seen": done.seen,
         "held": done.resident,
         "evicted": done.seen - done.resident,

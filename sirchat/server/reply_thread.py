@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+from sirchat.chat.snapshot import Snapshot
 from sirchat.errors import ContextFullError, SettingError, SirchatError
 from sirchat.server.conversations import Conversations, History, ServedConversation
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, generate_reply
@@ -54,6 +56,7 @@ class ReplyThread:
         self._most = most
         self._waiting: list[WaitingReply] = []
         self._running: list[WaitingReply] = []
+        self._asked: list[tuple[str, Future[Snapshot | None]]] = []
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
         self._is_ending = False
@@ -81,6 +84,16 @@ class ReplyThread:
         with self._changed:
             reply.is_cancelled = self._may_begin = True
 
+    def memory(self, ident: str) -> Future[Snapshot | None]:
+        """The memory of a conversation, looked at between two steps; None if there is none."""
+        found: Future[Snapshot | None] = Future()
+        with self._changed:
+            if self._is_ending:
+                raise _ending()
+            self._asked.append((ident, found))
+            self._changed.notify()
+        return found
+
     def end(self) -> None:
         """End all replies, each with an error, and then the thread."""
         with self._changed:
@@ -93,18 +106,31 @@ class ReplyThread:
 
     def _run(self) -> None:
         while self._wait():
+            self._look()
             self._begin()
             for reply in tuple(self._running):
                 self._advance(reply)
         for reply in (*self._running, *self._waiting):
             reply.send(_ending())
+        self._look()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; returns whether to go on."""
         with self._changed:
-            while not (self._running or self._waiting or self._is_ending):
+            while not (self._running or self._waiting or self._asked or self._is_ending):
                 self._changed.wait()
             return not self._is_ending
+
+    def _look(self) -> None:
+        """Answer those who asked for the memory of a conversation."""
+        with self._changed:
+            asked, self._asked = self._asked, []
+        for ident, found in asked:
+            if found.set_running_or_notify_cancel():
+                try:
+                    found.set_result(self._conversations.memory(ident))
+                except Exception as error:  # whatever a policy's scores raise
+                    found.set_exception(_as_answer(error))
 
     def _begin(self) -> None:
         """Begin the replies that wait, in order, for which a conversation is free."""

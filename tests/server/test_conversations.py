@@ -205,6 +205,22 @@ def test_a_request_may_have_a_memory_of_its_own_and_the_next_one_has_the_usual_a
         assert usual["sirchat"]["held"] > 64  # what was evicted is restored
 
 
+def test_the_memory_of_a_conversation_is_shown_by_its_id() -> None:
+    with served(policy="sink", budget=64, max_new_tokens=8) as server:
+        reply = server.ask([user(" ".join(f"The number {n} is a number." for n in range(20)))])
+        memory, address = reply["sirchat"], "/v1/sirchat/sessions/"
+        shown = server.client.get(address + memory["id"]).json()
+        assert (shown["policy"], shown["budget"]) == ("sink", 64)
+        assert (shown["resident"], shown["seen"]) == (memory["held"], memory["seen"])
+        rows = shown["rows"]
+        assert len(rows) == memory["held"]
+        assert "".join(row["text"] for row in rows).endswith(f"{said(reply)}<|end|>")
+        assert {"position", "surprisal", "score", "role", "flags"} <= set(rows[0])
+        response = server.client.get(address + "other")
+        assert response.status_code == 404
+        assert "there is no such conversation" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("own", "message"),
     [
