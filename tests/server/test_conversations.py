@@ -47,6 +47,15 @@ def test_of_a_history_only_the_new_message_is_read(server: Served, change: type[
         messages += [assistant(change(said(reply))), user(text)]
 
 
+def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
+    with served(policy="full", system="Be kind.", max_new_tokens=12) as server:
+        own = server.ask([user(ANNA)])
+        asked = server.ask([system("Be kind."), user(ANNA)])
+        none = server.ask([system(""), user(ANNA)])
+    assert own["usage"] == asked["usage"]
+    assert own["usage"]["prompt_tokens"] > none["usage"]["prompt_tokens"]
+
+
 def test_replies_that_the_model_did_not_write_are_read(server: Served) -> None:
     messages = [user(ANNA), assistant("Hello Anna, I am Bob."), user(NAME)]
     reply = server.ask(messages)
