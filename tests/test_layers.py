@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "chat": CHAT,
     "saved": {"chat", *CHAT},
     "ui": SAVED,
-    "cli": {"ui", *SAVED},
+    "server": SAVED,
+    "cli": {"server", "ui", *SAVED},
     "lab": {"cli", "ui", *SAVED},
 }
 """The packages that each package may import, beside itself, `errors` and `paths`."""

@@ -61,7 +61,6 @@ _OTHER_COMMANDS = {
     "list": "models lists them",
     "ls": "models lists them",
     "show": "sessions show last prints a chat",
-    "serve": "opens a chat in the terminal; it does not serve",
 }
 """For each command of Ollama, llm or llama.cpp: which command of sirchat does the same."""
 

@@ -43,6 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "tutorial": "see what a chat evicts, and how it is restored",
         "ask": "ask one question; text from a pipe is put before it",
         "replay": "replay a transcript from a file",
+        "serve": "answer programs over HTTP, as OpenAI's API does",
         "models": "list the models on this machine, download more, choose one",
         "sessions": "list, search, show, export and remove saved chats",
     },
@@ -84,6 +85,7 @@ def commands() -> dict[str, str]:
 def lazy_commands() -> dict[str, str]:
     """By command, the module to import when the command is used; it defines `NAME_app`."""
     modules = {
+        "serve": "sirchat.cli.serve",
         "sessions": "sirchat.cli.sessions",
         "models": "sirchat.cli.models",
         "policies": "sirchat.cli.profiles",
@@ -107,6 +109,7 @@ EXAMPLES: dict[str, str] = {
     "ask": 'git diff | sirchat ask "what changed?"',
     "tutorial": "sirchat tutorial",
     "replay": "sirchat replay --feed --policy entropy --budget 512 talk.jsonl",
+    "serve": "sirchat serve -m smollm2 --budget 1024 --port 8080",
     "compare": "sirchat compare talk.jsonl --policies entropy,sink --budgets 256 --html page.html",
     "doctor": "sirchat doctor -m smollm2",
     "paths": "sirchat paths",

@@ -71,7 +71,7 @@ def test_what_stands_after_a_double_dash_is_text() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", ["run", "pull", "ls", "serve"])
+@pytest.mark.parametrize("name", ["run", "pull", "ls"])
 def test_a_command_of_another_program_is_answered_with_ours(name: str) -> None:
     done = run(name, "llama3")
     assert done.returncode == 2

@@ -1,0 +1,1 @@
+"""Serves conversations over HTTP, by the interface of OpenAI's chat completions."""

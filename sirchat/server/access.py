@@ -1,0 +1,98 @@
+"""Who may ask: checks the host, the origin and the API key of each request.
+
+A web page can make a browser send requests to a server on its user's machine, also under a name of
+the page's own that leads to this machine. So a server for this machine alone accepts only the names
+of this machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sirchat.server.requests import MOST_BYTES, RequestError
+
+_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach a server at `host`."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Wraps an application: refuses requests that it must not see.
+
+    Attributes:
+        app: the application.
+        host: the name or address where it listens.
+        key: the API key that requests must have; None if they need none.
+    """
+
+    app: ASGIApp
+    host: str
+    key: str | None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or let the application answer it."""
+        if scope["type"] == "http":
+            try:
+                self._check(Headers(scope=scope), scope["path"])
+            except RequestError as error:
+                answer = JSONResponse(error.body, error.status, error.headers)
+                await answer(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _check(self, headers: Headers, path: str) -> None:
+        asked, origin = _host_of(f"//{headers.get('host', '')}"), headers.get("origin")
+        names = (*_NAMES, self.host.lower())
+        if is_loopback(self.host) and asked not in names:
+            raise RequestError("the host of the request is not this machine", status=403)
+        if origin is not None and _host_of(origin) not in (*names, *_asked_from_afar(asked, self)):
+            raise RequestError("requests from other web sites are refused", status=403)
+        if self.key is not None and path != "/health" and not self._has_key(headers):
+            raise RequestError(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        size = headers.get("content-length", "0")
+        if not size.isdecimal() or int(size[:20]) > MOST_BYTES:
+            raise too_large()
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given, right = key.strip().encode("latin-1"), (self.key or "").strip().encode()
+        return scheme.lower() == "bearer" and hmac.compare_digest(given, right)
+
+
+def _asked_from_afar(asked: str | None, access: Access) -> Sequence[str | None]:
+    """The name under which a client of another machine reaches the server."""
+    return () if is_loopback(access.host) or asked is None else (asked,)
+
+
+def _host_of(url: str) -> str | None:
+    """The host that a URL names, without port and brackets; None if it names none."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def too_large() -> RequestError:
+    """The error for a body that is too large."""
+    most = MOST_BYTES // 2**20
+    return RequestError(f"the request is too large; allowed: up to {most} MiB", status=413)

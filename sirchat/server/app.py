@@ -1,0 +1,291 @@
+"""The HTTP interface: the endpoints, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from sirchat.config.profile_files import changed
+from sirchat.errors import SettingError, format_value
+from sirchat.server.access import Access, too_large
+from sirchat.server.conversations import Conversations, History
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
+from sirchat.server.requests import MOST_BYTES, ChatRequest, RequestError, parse_request
+
+Result = TypeVar("Result")
+
+_MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
+"""Settings that a request may change for its conversation."""
+
+
+class ChatServer:
+    """The endpoints of one model.
+
+    Attributes:
+        app: the application, which a server such as uvicorn runs.
+        replies: the thread that generates the replies.
+        model: the name by which clients call the model.
+
+    Args:
+        conversations: where the replies are generated.
+        queue: how many requests may wait.
+        host: the name or address where the server listens.
+        key: the API key that requests must have; None if they need none.
+    """
+
+    def __init__(
+        self, conversations: Conversations, *, queue: int, host: str, key: str | None
+    ) -> None:
+        self.replies = ReplyThread(conversations, conversations.limit + queue)
+        self._profile = conversations.profile
+        self._names = names_of(conversations.model.name)
+        self.model = self._names[-1]
+        self._since = int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/sirchat/sessions/{id}", self._memory),
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            ],
+            middleware=[Middleware(Access, host=host, key=key)],
+            exception_handlers={
+                RequestError: _show_error,  # type: ignore[dict-item]
+                HTTPException: _show_http_error,  # type: ignore[dict-item]
+                Exception: _show_failure,
+            },
+        )
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
+        data = [{"id": self.model, **model}]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _memory(self, request: Request) -> Response:
+        found = await asyncio.wrap_future(self.replies.memory(request.path_params["id"]))
+        if found is None:
+            raise RequestError("there is no such conversation; it may be dropped", status=404)
+        return JSONResponse(asdict(found))
+
+    async def _complete(self, request: Request) -> Response:
+        asked = parse_request(await _body(request))
+        if asked.model not in (None, *self._names):
+            raise RequestError(
+                f"there is no model {format_value(asked.model)}; this server has {self.model}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
+        shape = _Completion(asked, self.model)
+        try:
+            first = await _unless_gone(request, parts.next())
+            if asked.stream:
+                return _EventStream(shape.events(first, parts), parts)
+            return JSONResponse(await _unless_gone(request, shape.whole(first, parts)))
+        except BaseException:
+            parts.cancel()
+            raise
+
+    def _history(self, asked: ChatRequest) -> History:
+        system = self._profile.system if asked.system is None else asked.system
+        return History.of(system, [(one.role, one.content) for one in asked.turns])
+
+    def _options(self, asked: ChatRequest) -> ReplyOptions:
+        """How to answer; raises RequestError for a value that the settings never allow."""
+        settings = asked.settings()
+        for name, value in settings.items():
+            try:
+                changed(self._profile, "the request", **{name: value})
+            except SettingError as error:
+                raise RequestError(str(error), param=name) from None
+        if "seed" not in self._profile.model_fields_set:
+            settings.setdefault("seed", secrets.randbelow(2**63))
+        try:
+            wanted = changed(self._profile, "sirchat", **asked.sirchat.given())
+        except SettingError as error:
+            raise RequestError(str(error), param="sirchat") from None
+        memory = {name: getattr(wanted, name) for name in _MEMORY}
+        return ReplyOptions(settings, memory, tuple(asked.stop), asked.logprobs)
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """The names by which clients may call a model: its own, and its last part, without folders."""
+    return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request; raises RequestError as soon as it is too large."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST_BYTES:
+            raise too_large()
+    return bytes(body)
+
+
+class ReplyParts:
+    """The parts of a reply as they come from the thread that generates it."""
+
+    def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
+        loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Sent]()
+
+        def send(part: Sent) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and so has the client
+                loop.call_soon_threadsafe(self._queue.put_nowait, part)
+
+        self._thread = thread
+        self._reply = WaitingReply(history, options, send)
+        thread.submit(self._reply)
+
+    async def next(self) -> ReplyText | ReplyEnd:
+        """The next part; raises RequestError if the reply failed."""
+        part = await self._queue.get()
+        if isinstance(part, RequestError):
+            raise part
+        return part
+
+    def cancel(self) -> None:
+        """End the reply, because nobody waits for it."""
+        self._thread.cancel(self._reply)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`; raises RequestError if the client closes the connection before."""
+
+    async def wait_for_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(wait_for_end())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestError("the client closed the connection", status=499)
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; the reply ends if the client closes the connection."""
+
+    def __init__(self, events: AsyncIterator[str], parts: ReplyParts) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.headers["Cache-Control"] = "no-store"
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._parts.cancel()
+
+
+class _Completion:
+    """The JSON of one reply, whole or in chunks."""
+
+    def __init__(self, asked: ChatRequest, model: str) -> None:
+        self._asked = asked
+        self._common = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self, part: ReplyText | ReplyEnd, parts: ReplyParts) -> dict[str, Any]:
+        """The JSON of the whole reply, whose first part is `part`."""
+        said: list[ReplyText] = []
+        while not isinstance(part, ReplyEnd):
+            said.append(part)
+            part = await parts.next()
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(one.text for one in said)},
+            "logprobs": self._logprobs(*said),
+            "finish_reason": part.finish,
+        }
+        return {
+            **self._common,
+            "object": "chat.completion",
+            "choices": [choice],
+            "usage": part.usage,
+            "sirchat": part.memory,
+        }
+
+    async def events(self, part: ReplyText | ReplyEnd, parts: ReplyParts) -> AsyncIterator[str]:
+        """The events of a stream, whose first part is `part`."""
+        yield self._chunk({"role": "assistant", "content": ""})
+        try:
+            while not isinstance(part, ReplyEnd):
+                if part.text or part.tokens:
+                    yield self._chunk({"content": part.text}, logprobs=self._logprobs(part))
+                part = await parts.next()
+        except RequestError as error:
+            yield _event(error.body)
+            return
+        yield self._chunk({}, finish=part.finish, sirchat=part.memory)
+        if self._asked.stream_options.include_usage:
+            yield self._event(choices=[], usage=part.usage)
+        yield "data: [DONE]\n\n"
+
+    def _chunk(
+        self,
+        delta: dict[str, str],
+        logprobs: dict[str, Any] | None = None,
+        finish: str | None = None,
+        **more: Any,
+    ) -> str:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": None} if self._asked.stream_options.include_usage else {}
+        return self._event(choices=[choice], **usage, **more)
+
+    def _event(self, **fields: Any) -> str:
+        return _event({**self._common, "object": "chat.completion.chunk", **fields})
+
+    def _logprobs(self, *said: ReplyText) -> dict[str, Any] | None:
+        if not self._asked.logprobs:
+            return None
+        tokens = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for part in said
+            for text, value in part.tokens
+        ]
+        return {"content": tokens, "refusal": None}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+async def _show_error(request: Request, error: RequestError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _show_http_error(request: Request, error: HTTPException) -> Response:
+    shown = RequestError(f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(shown.body, error.status_code, error.headers)
+
+
+async def _show_failure(request: Request, error: Exception) -> Response:
+    shown = RequestError(f"the request failed: {type(error).__name__}", status=500)
+    return JSONResponse(shown.body, shown.status)

@@ -1,0 +1,195 @@
+"""One thread that generates all replies: each gets a step in turn.
+
+So no two threads use the model, and a session needs no lock. A step is a token of a reply, or a
+chunk of a message that is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from sirchat.chat.snapshot import Snapshot
+from sirchat.errors import ContextFullError, SettingError, SirchatError
+from sirchat.server.conversations import Conversations, History, ServedConversation
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, generate_reply
+from sirchat.server.requests import RequestError
+
+Sent = ReplyText | ReplyEnd | RequestError
+"""What a request gets: pieces of text, then the end; or an error."""
+
+_LOG = logging.getLogger(__name__)
+_SECONDS = 5.0  # for which the end of the program waits for a step
+
+
+@dataclass(eq=False)
+class WaitingReply:
+    """A reply that waits for its turn or is being generated.
+
+    Attributes:
+        send: called with each part of the reply, in the thread that generates it.
+        is_cancelled: set if nobody waits for the reply any more.
+    """
+
+    history: History
+    options: ReplyOptions
+    send: Callable[[Sent], None]
+    is_cancelled: bool = False
+    conversation: ServedConversation | None = None
+    steps: Generator[ReplyText | ReplyEnd | None] | None = None
+
+
+class ReplyThread:
+    """Generates replies: several at a time, in different conversations; others wait.
+
+    Args:
+        conversations: where the replies are generated.
+        most: the largest number of replies that are generated or wait.
+    """
+
+    def __init__(self, conversations: Conversations, most: int) -> None:
+        self._conversations = conversations
+        self._most = most
+        self._waiting: list[WaitingReply] = []
+        self._running: list[WaitingReply] = []
+        self._asked: list[tuple[str, Future[Snapshot | None]]] = []
+        self._changed = threading.Condition()
+        self._may_begin = False  # whether a reply that waits could begin now
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
+        self._thread.start()
+
+    def submit(self, reply: WaitingReply) -> None:
+        """Let a reply wait for its turn; raises RequestError if there are too many."""
+        with self._changed:
+            if self._is_ending:
+                raise _ending()
+            if len(self._waiting) + len(self._running) >= self._most:
+                raise RequestError(
+                    "too many requests are waiting; try again later",
+                    status=429,
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": "1"},
+                )
+            self._waiting.append(reply)
+            self._may_begin = True
+            self._changed.notify()
+
+    def cancel(self, reply: WaitingReply) -> None:
+        """End a reply that nobody waits for."""
+        with self._changed:
+            reply.is_cancelled = self._may_begin = True
+
+    def memory(self, ident: str) -> Future[Snapshot | None]:
+        """The memory of a conversation, looked at between two steps; None if there is none."""
+        found: Future[Snapshot | None] = Future()
+        with self._changed:
+            if self._is_ending:
+                raise _ending()
+            self._asked.append((ident, found))
+            self._changed.notify()
+        return found
+
+    def end(self) -> None:
+        """End all replies, each with an error, and then the thread."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until the thread has ended its last step."""
+        self._thread.join(_SECONDS)
+
+    def _run(self) -> None:
+        while self._wait():
+            self._look()
+            self._begin()
+            for reply in tuple(self._running):
+                self._advance(reply)
+        for reply in (*self._running, *self._waiting):
+            reply.send(_ending())
+        self._look()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; returns whether to go on."""
+        with self._changed:
+            while not (self._running or self._waiting or self._asked or self._is_ending):
+                self._changed.wait()
+            return not self._is_ending
+
+    def _look(self) -> None:
+        """Answer those who asked for the memory of a conversation."""
+        with self._changed:
+            asked, self._asked = self._asked, []
+        for ident, found in asked:
+            if found.set_running_or_notify_cancel():
+                try:
+                    found.set_result(self._conversations.memory(ident))
+                except Exception as error:  # whatever a policy's scores raise
+                    found.set_exception(_as_answer(error))
+
+    def _begin(self) -> None:
+        """Begin the replies that wait, in order, for which a conversation is free."""
+        with self._changed:
+            waiting = tuple(self._waiting) if self._may_begin else ()
+            self._may_begin = False
+        for reply in waiting:
+            try:
+                taken = None if reply.is_cancelled else self._conversations.take(reply.history)
+            except Exception as error:
+                taken, reply.is_cancelled = None, True
+                reply.send(_as_answer(error))
+            if taken is None and not reply.is_cancelled:
+                continue
+            with self._changed:
+                self._waiting.remove(reply)
+                if taken is None:
+                    continue
+                self._running.append(reply)
+            reply.conversation = taken
+            gone = partial(getattr, reply, "is_cancelled")
+            reply.steps = generate_reply(taken, reply.history, reply.options, gone)
+
+    def _advance(self, reply: WaitingReply) -> None:
+        """Do one step of a reply."""
+        try:
+            part = None if reply.steps is None else next(reply.steps)
+        except StopIteration:
+            self._finish(reply)
+        except Exception as error:  # whatever a model raises
+            self._finish(reply)
+            reply.send(_as_answer(error))
+        else:
+            if isinstance(part, ReplyEnd):
+                self._finish(reply)
+            if part is not None:
+                reply.send(part)
+
+    def _finish(self, reply: WaitingReply) -> None:
+        if reply.steps is not None:
+            reply.steps.close()
+        if reply.conversation is not None:
+            self._conversations.release(reply.conversation)
+        with self._changed:
+            self._running.remove(reply)
+            self._may_begin = True
+
+
+def _ending() -> RequestError:
+    return RequestError("the server is ending", status=503)
+
+
+def _as_answer(error: Exception) -> RequestError:
+    """The error that the client is told."""
+    if isinstance(error, ContextFullError):
+        return RequestError(str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, SettingError):
+        return RequestError(str(error))
+    known = str(error) if isinstance(error, SirchatError) else type(error).__name__
+    shows = _LOG.isEnabledFor(logging.DEBUG)
+    _LOG.error("a reply failed: %s", known, exc_info=error if shows else None)
+    return RequestError(f"the reply failed: {known}", status=500)

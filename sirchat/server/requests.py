@@ -1,0 +1,232 @@
+"""Requests for a chat completion: checks every field, and refuses what would be ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from sirchat.errors import format_value
+from sirchat.memory.policies import is_path
+
+MOST_BYTES = 16 * 2**20
+"""Largest body of a request."""
+
+_MOST_MESSAGES = 10_000
+_MANY = 10**9  # tokens
+_MOST_STOPS = 4
+
+
+class RequestError(Exception):
+    """A request that can't be answered.
+
+    Attributes:
+        status: the status code of the HTTP response.
+        body: the response's JSON, in the shape of OpenAI's errors.
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.headers = headers or {}
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message: itself, or its parts, one below the other."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise PydanticCustomError("content", "only text is read: no images, audio or files")
+    return "\n".join(part["text"] for part in content)
+
+
+def _listed(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ChatMessage(_Fields):
+    """One message of the conversation so far."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined)]
+
+
+class StreamOptions(_Fields):
+    """What a stream has beside the reply."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class MemorySettings(_Fields):
+    """The settings of sirchat for the conversation's memory; those not given are the server's."""
+
+    policy: str | None = None
+    budget: int | None = None
+    decay: float | str | None = None
+    recall: str | None = None
+
+    @field_validator("policy")
+    @classmethod
+    def _without_code(cls, name: str | None) -> str | None:
+        """Refuse `module:Class`, which would run code that a client names."""
+        if name is not None and is_path(name):
+            raise PydanticCustomError("policy", "a request can't name a policy of your own")
+        return name
+
+    def given(self) -> dict[str, Any]:
+        """The settings that the request has."""
+        return self.model_dump(exclude_none=True)
+
+
+class ChatRequest(_Fields):
+    """The fields of a request that have an effect. Limits of sampling are those of the settings."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES)
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(_listed),
+        Field(max_length=_MOST_STOPS),
+    ] = []
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    sirchat: MemorySettings = MemorySettings()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of sirchat that hold for this reply alone."""
+        limit = self.max_completion_tokens or self.max_tokens
+        given = {name: getattr(self, name) for name in _SAMPLING} | {"max_new_tokens": limit}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt, if the first message is one."""
+        first = self.messages[0]
+        return first.content if first.role == "system" else None
+
+    @property
+    def turns(self) -> Sequence[ChatMessage]:
+        """The messages without the system prompt."""
+        return self.messages[self.messages[0].role == "system" :]
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "store": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "service_tier": ("auto", "default"),
+}
+"""For fields that are not offered, the values that ask for nothing."""
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """Parse and check the body of a request; raises RequestError for the first problem."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RequestError("the request's body is not JSON") from None
+    if not isinstance(given, dict):
+        raise RequestError("the request's body is not a JSON object")
+    try:
+        request = ChatRequest.model_validate(_with_effect(given))
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _check_order(request.turns)
+    most = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(most) > 1:
+        raise RequestError(
+            "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
+        )
+    return request
+
+
+def _with_effect(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request without those that ask for nothing.
+
+    Raises RequestError for a value that asks for what is not offered.
+    """
+    kept = {}
+    for name, value in given.items():
+        is_empty = value is None or (value in ([], {}) and name != "messages")
+        if is_empty or name in _WITHOUT_EFFECT:
+            continue
+        if name not in _NEUTRAL:
+            kept[name] = value
+        elif value not in _NEUTRAL[name]:
+            allowed = " or ".join(map(format_value, _NEUTRAL[name]))
+            raise RequestError(
+                f"{name} can't be {format_value(value)}; allowed: {allowed}",
+                param=name,
+                code="unsupported_value",
+            )
+    if isinstance(messages := given.get("messages"), list):
+        kept["messages"] = [
+            {key: value for key, value in one.items() if value not in (None, [], {})}
+            if isinstance(one, dict)
+            else one
+            for one in messages
+        ]
+    return kept
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
+    found = "" if first["type"] == "missing" else f" (not {format_value(first['input'])})"
+    return RequestError(f"{place}: {first['msg']}{found}", param=place)
+
+
+def _check_order(turns: Sequence[ChatMessage]) -> None:
+    before = "system"
+    for number, one in enumerate(turns):
+        if one.role == "system":
+            raise RequestError("a system message must be the first message", param="messages")
+        if one.role == "assistant" and before != "user":
+            raise RequestError(
+                f"message {number + 1} after the system message is of the assistant, but follows "
+                "no user message",
+                param="messages",
+            )
+        before = one.role
+    if before != "user":
+        raise RequestError("the last message must be a user message", param="messages")

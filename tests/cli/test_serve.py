@@ -1,0 +1,98 @@
+"""`sirchat serve`: what it refuses in one line before it loads a model, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from command import run
+from import_graph import loaded_with, within
+from warm_python import warm_python
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--host", "0.0.0.0"], 2, "so an API key is needed (set SIRCHAT_API_KEY, or give --api"),
+        (["--host", "10.1.2.3"], 2, '--host "10.1.2.3" lets other machines ask'),
+        (["--api-key", " "], 2, "the API key is empty (give a key, or none)"),
+        (["--host", "no such", "--api-key", "k"], 1, 'can\'t listen at "no such", port 8080: '),
+        (["--port", "70000"], 2, "'--port': Input should be less than or equal to 65535"),
+        (["--policy", "nosuch"], 2, 'policy can\'t be "nosuch"'),
+        (["--model", "/no/such/folder"], 1, "/no/such/folder"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_one_line(flags: list[str], code: int, message: str) -> None:
+    done = run("serve", *flags)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_in_use_is_refused_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("serve", "--port", str(port))
+    assert done.returncode == 1
+    assert f'sirchat: can\'t listen at "127.0.0.1", port {port}: ' in done.stderr
+    assert "(choose another --host or --port; --port 0 takes a free one)" in done.stderr
+
+
+def test_the_api_key_may_be_in_the_environment() -> None:
+    done = run("serve", "--host", "0.0.0.0", "--model", "/no/such", SIRCHAT_API_KEY="secret")
+    assert done.returncode == 1
+    assert "/no/such" in done.stderr
+    assert "secret" not in done.stderr + run("serve", "--help", SIRCHAT_API_KEY="secret").stdout
+
+
+def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sirchat.cli.serve.find_spec", lambda name: None)
+    done = run("serve")
+    assert done.returncode == 2
+    assert done.stderr == "sirchat: the server is not installed (pip install 'sirchat[server]')\n"
+
+
+def test_its_packages_are_imported_only_when_it_runs() -> None:
+    for module in ("sirchat.cli.app", "sirchat.cli.serve"):
+        loaded = loaded_with(module)
+        heavy = ("starlette", "uvicorn", "torch", "sirchat.server")
+        assert not [name for name in loaded if within(name, *heavy)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_the_replies_under_way(
+    tmp_path: Path, endless: str, number: int, code: int
+) -> None:
+    flags = ["-m", endless, "--port", "0", "--budget", "64", "--max-new-tokens", "1000000"]
+    with subprocess.Popen(
+        [*warm_python(), "-m", "sirchat", "serve", *flags],
+        env=os.environ | {"SIRCHAT_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        name = Path(endless).name
+        assert line.startswith(f"sirchat serves {name} at http://127.0.0.1:"), process.stderr.read()
+        body = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
+        url = f"{line.split()[4]}/chat/completions"
+        with urllib.request.urlopen(url, json.dumps(body).encode()) as stream:
+            for _ in range(20):
+                stream.readline()
+            process.send_signal(number)
+            *_, last = (one for one in stream if one.strip())
+        assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == (
+            "the server is ending"
+        )
+        assert process.wait() == code
+        assert process.stderr.read() == ""

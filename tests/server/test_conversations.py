@@ -1,0 +1,272 @@
+"""Of what a client sends again, nothing is read twice; and the replies are those of a new session.
+
+The slow way to the same reply is a new session that reads all messages (`told`).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from queue import SimpleQueue
+
+import pytest
+
+from chatting import babbler
+from serving import Message, Served, assistant, served, system, told, user
+from sirchat.server.conversations import History
+from sirchat.server.replies import ReplyEnd, ReplyOptions
+from sirchat.server.reply_thread import Sent, WaitingReply
+
+ANNA, NAME, THANKS = "My name is Anna.", "What is my name?", "Thanks."
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with served(policy="full", max_new_tokens=12) as one:
+        yield one
+
+
+def cached(reply: dict[str, dict[str, dict[str, int]]]) -> int:
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def said(reply: dict[str, list[dict[str, dict[str, str]]]]) -> str:
+    return reply["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("change", [str, str.strip, lambda text: f" {text}\n"])
+def test_of_a_history_only_the_new_message_is_read(server: Served, change: type[str]) -> None:
+    messages, seen = [system("Be kind."), user(ANNA)], 0
+    for text in (NAME, THANKS):
+        reply = server.ask(messages)
+        assert cached(reply) == seen
+        assert said(reply) == told(messages, max_new_tokens=12)
+        seen = reply["sirchat"]["seen"]
+        messages += [assistant(change(said(reply))), user(text)]
+
+
+def test_without_a_system_message_the_system_prompt_is_the_servers() -> None:
+    with served(policy="full", system="Be kind.", max_new_tokens=12) as server:
+        own = server.ask([user(ANNA)])
+        asked = server.ask([system("Be kind."), user(ANNA)])
+        none = server.ask([system(""), user(ANNA)])
+    assert own["usage"] == asked["usage"]
+    assert own["usage"]["prompt_tokens"] > none["usage"]["prompt_tokens"]
+
+
+def test_replies_that_the_model_did_not_write_are_read(server: Served) -> None:
+    messages = [user(ANNA), assistant("Hello Anna, I am Bob."), user(NAME)]
+    reply = server.ask(messages)
+    assert cached(reply) == 0
+    assert said(reply) == told(messages, max_new_tokens=12)
+    longer = [*messages, assistant(said(reply)), user(THANKS)]
+    assert cached(server.ask(longer)) == reply["sirchat"]["seen"]
+
+
+def test_several_user_messages_in_a_row_are_read_one_by_one(server: Served) -> None:
+    messages = [user(ANNA), user("I live in Oslo."), user(NAME)]
+    assert server.reply(messages) == told(messages, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_edits_cuts_and_other_replies_are_answered_as_if_they_were_new(
+    server: Served, seed: int
+) -> None:
+    draw = random.Random(seed)
+    texts = [ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?"]
+    messages: list[Message] = [user(ANNA)]
+    for _ in range(6):
+        reply = server.reply(messages)
+        assert reply == told(messages, max_new_tokens=12)
+        messages = [*messages, assistant(reply), user(draw.choice(texts))]
+        change = draw.choice(["none", "cut", "edit", "again"])
+        at = draw.randrange(len(messages))
+        if change == "cut":  # back to an earlier user message
+            messages = messages[: at - at % 2 + 1]
+        elif change == "edit":
+            messages[at] = messages[at] | {"content": draw.choice(texts)}
+        elif change == "again" and len(messages) > 2:
+            messages = messages[:-2]
+
+
+def test_another_reply_reads_only_the_last_message_again(server: Served) -> None:
+    first = server.ask([user(ANNA)])
+    messages = [user(ANNA), assistant(said(first)), user(NAME)]
+    assert [cached(server.ask(messages)) for _ in range(2)] == [first["sirchat"]["seen"]] * 2
+
+
+def test_conversations_that_begin_alike_are_kept_apart(server: Served) -> None:
+    talks: dict[str, list[Message]] = {name: [] for name in ("Anna", "Tom")}
+    seen = dict.fromkeys(talks, 0)
+
+    def say(name: str, text: str) -> None:
+        messages = [*talks[name], user(text)]
+        reply = server.ask(messages)
+        assert said(reply) == told(messages, max_new_tokens=12)
+        assert cached(reply) == seen[name]
+        seen[name] = reply["sirchat"]["seen"]
+        talks[name] = [*messages, assistant(said(reply))]
+
+    for name in talks:
+        say(name, "Hello.")
+    for name in ("Anna", "Tom", "Anna"):
+        say(name, f"My name is {name}.")
+        say(name, NAME)
+
+
+def test_the_conversation_used_longest_ago_is_dropped_first() -> None:
+    with served(conversations=2, max_new_tokens=8) as server:
+        talks = {}
+        for name in ("Anna", "Tom", "Eva"):
+            messages = [user(f"My name is {name}.")]
+            talks[name] = [*messages, assistant(server.reply(messages)), user(NAME)]
+        kept = {name: cached(server.ask(talks[name])) > 0 for name in ("Tom", "Eva", "Anna")}
+    assert kept == {"Tom": True, "Eva": True, "Anna": False}
+
+
+def test_what_an_edit_can_t_undo_is_read_anew() -> None:
+    with served(policy="sink", budget=64, archive="off", max_new_tokens=8) as server:
+        messages = [user(ANNA)]
+        for n in range(6):
+            messages += [assistant(server.reply(messages)), user(f"The number {n} is a number.")]
+        server.reply(messages)
+        edited = [*messages[:3], assistant("Other words."), user(NAME)]
+        reply = server.ask(edited)
+        assert cached(reply) == 0
+        assert reply["usage"]["prompt_tokens"] > 0
+
+
+def test_replies_in_several_conversations_at_once_do_not_mix() -> None:
+    talks = [[user(f"My name is {name}."), user(NAME)] for name in ("Anna", "Tom", "Eva")]
+    alone = [told(one, max_new_tokens=20) for one in talks]
+    found: dict[int, list[str]] = {}
+    with served(policy="full", max_new_tokens=20) as server:
+
+        def talk(number: int) -> None:
+            found[number] = [server.reply(talks[number]) for _ in range(2)]
+
+        threads = [threading.Thread(target=talk, args=(n,)) for n in range(3)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert [found[n] for n in range(3)] == [[one, one] for one in alone]
+
+
+def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
+    with served(policy="full", max_new_tokens=12) as server:
+        first = server.ask([user(ANNA)])
+        ends = [NAME, THANKS, NAME]
+        asked = [[user(ANNA), assistant(said(first)), user(text)] for text in ends]
+        found: dict[int, dict[str, dict[str, dict[str, int]]]] = {}
+
+        def ask(number: int) -> None:
+            found[number] = server.ask(asked[number])
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    for number, messages in enumerate(asked):
+        assert cached(found[number]) == first["sirchat"]["seen"]
+        assert said(found[number]) == told(messages, max_new_tokens=12)  # type: ignore[arg-type]
+
+
+def test_a_long_reply_does_not_keep_others_waiting() -> None:
+    parts: SimpleQueue[tuple[str, Sent]] = SimpleQueue()
+    with served(babbler(), budget=256) as server:
+        for name, most in (("long", 300), ("short", 4)):
+            history, options = (
+                History.of(None, [("user", name)]),
+                ReplyOptions({"max_new_tokens": most}),
+            )
+            send = partial(lambda name, part: parts.put((name, part)), name)
+            server.server.replies.submit(WaitingReply(history, options, send))
+            if name == "long":
+                parts.get()  # it has begun
+        got = (parts.get() for _ in range(2000))
+        assert next(name for name, part in got if isinstance(part, ReplyEnd)) == "short"
+
+
+def test_a_history_larger_than_the_budget_is_no_error_and_the_reply_says_what_is_held() -> None:
+    with served(policy="sink", budget=64, max_new_tokens=8) as server:
+        text = " ".join(f"The number {n} is a number." for n in range(30))
+        memory = server.ask([user(text)])["sirchat"]
+    assert memory["held"] <= memory["budget"] == 64
+    assert memory["evicted"] == memory["seen"] - memory["held"] > 0
+    assert memory["policy"] == "sink"
+
+
+def test_a_request_may_have_a_memory_of_its_own_and_the_next_one_has_the_usual_again() -> None:
+    text = " ".join(f"The number {n} is a number." for n in range(20))
+    with served(policy="salience", policy_options={"whole_words": False}, budget=256) as server:
+        own = {"policy": "sink", "budget": 64, "decay": 0.9, "recall": "words"}
+        small = server.ask([user(text)], sirchat=own, max_tokens=8)
+        assert (small["sirchat"]["policy"], small["sirchat"]["budget"]) == ("sink", 64)
+        assert small["sirchat"]["held"] <= 64 < small["sirchat"]["seen"]
+        messages = [user(text), assistant(said(small)), user(NAME)]
+        usual = server.ask(messages, max_tokens=8)
+        assert (usual["sirchat"]["policy"], usual["sirchat"]["budget"]) == ("salience", 256)
+        assert cached(usual) == small["sirchat"]["seen"]
+        assert usual["sirchat"]["held"] > 64  # what was evicted is restored
+
+
+def test_the_memory_of_a_conversation_is_shown_by_its_id() -> None:
+    with served(policy="sink", budget=64, max_new_tokens=8) as server:
+        reply = server.ask([user(" ".join(f"The number {n} is a number." for n in range(20)))])
+        memory, address = reply["sirchat"], "/v1/sirchat/sessions/"
+        shown = server.client.get(address + memory["id"]).json()
+        assert (shown["policy"], shown["budget"]) == ("sink", 64)
+        assert (shown["resident"], shown["seen"]) == (memory["held"], memory["seen"])
+        rows = shown["rows"]
+        assert len(rows) == memory["held"]
+        assert "".join(row["text"] for row in rows).endswith(f"{said(reply)}<|end|>")
+        assert {"position", "surprisal", "score", "role", "flags"} <= set(rows[0])
+        response = server.client.get(address + "other")
+        assert response.status_code == 404
+        assert "there is no such conversation" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"policy": "nosuch"}, 'sirchat: policy can\'t be "nosuch"'),
+        ({"policy": "os:system"}, "a request can't name a policy of your own"),
+        ({"budget": 3}, "budget"),
+        ({"budget": 10**6}, "above the context length of tiny"),
+        ({"decay": 2.0}, "decay"),
+        ({"model": "other"}, "sirchat.model is not supported"),
+    ],
+)
+def test_a_memory_that_is_not_allowed_is_refused(
+    server: Served, own: dict[str, object], message: str
+) -> None:
+    own = {"policy": "sink"} | own
+    response = server.post([user(ANNA)], sirchat=own)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:
+    with served(policy="full", max_new_tokens=8) as server:
+        first = server.ask([user(ANNA)])
+        messages = [user(ANNA), assistant(said(first)), user("one two three " * 3000)]
+        response = server.post(messages)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        # The conversation goes on from where it was.
+        assert cached(server.ask([*messages[:2], user(NAME)])) == first["sirchat"]["seen"]
+
+
+def test_the_key_of_a_message_does_not_depend_on_where_texts_are_divided() -> None:
+    histories = [
+        History.of(None, [("user", "a"), ("user", "b")]),
+        History.of(None, [("user", "ab"), ("user", "")]),
+        History.of("a", [("user", ""), ("user", "b")]),
+        History.of("", [("user", "a"), ("user", "b")]),
+        History.of(None, [("user", "a"), ("assistant", "b")]),
+    ]
+    assert len({one.keys[-1] for one in histories}) == len(histories)

@@ -1,0 +1,101 @@
+"""A server for tests, asked without a network, and the slow way to the same reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from chatting import answer, session, tiny
+from sirchat.config.profile import Profile
+from sirchat.models.model import LoadedModel
+from sirchat.server.app import ChatServer
+from sirchat.server.conversations import Conversations
+
+Message = dict[str, str]
+URL = "http://127.0.0.1:8080"
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+class Served:
+    """A running server, and its only client."""
+
+    def __init__(self, server: ChatServer) -> None:
+        self.server = server
+        self.client = TestClient(server.app, base_url=URL, raise_server_exceptions=False)
+
+    def post(self, messages: Sequence[Message], **fields: Any) -> Any:
+        """The response to a request."""
+        body = {"model": "tiny", "messages": list(messages), **fields}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def ask(self, messages: Sequence[Message], **fields: Any) -> Any:
+        """The JSON of the response, which must be a reply."""
+        response = self.post(messages, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def reply(self, messages: Sequence[Message], **fields: Any) -> str:
+        """The text of the reply."""
+        text: str = self.ask(messages, **fields)["choices"][0]["message"]["content"]
+        return text
+
+    def chunks(self, messages: Sequence[Message], **fields: Any) -> list[Any]:
+        """The JSON of each event of a stream, without the last line, which must be [DONE]."""
+        response = self.post(messages, stream=True, **fields)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, done, end = response.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        return [json.loads(one.removeprefix("data: ")) for one in events]
+
+
+@contextmanager
+def served(
+    model: LoadedModel | None = None,
+    *,
+    conversations: int = 8,
+    queue: int = 16,
+    host: str = "127.0.0.1",
+    key: str | None = None,
+    **settings: Any,
+) -> Iterator[Served]:
+    """Context manager: a server with some settings changed."""
+    profile = Profile(**settings)
+    kept = Conversations(model or tiny(), profile, conversations)
+    server = ChatServer(kept, queue=queue, host=host, key=key)
+    try:
+        yield Served(server)
+    finally:
+        server.replies.end()
+        server.replies.join()
+
+
+def told(messages: Sequence[Message], **settings: Any) -> str:
+    """The reply of a new session that reads all messages, with everything held."""
+    said = tuple((one["role"], one["content"]) for one in messages)
+    return _told(said, tuple(settings.items()))
+
+
+@cache
+def _told(messages: tuple[tuple[str, str], ...], settings: tuple[tuple[str, Any], ...]) -> str:
+    system = next((text for role, text in messages if role == "system"), None)
+    one = session(policy="full", system=system, **dict(settings))
+    *before, (_, question) = [(role, text) for role, text in messages if role != "system"]
+    for role, text in before:
+        list(one.read_user(text) if role == "user" else one.read_reply(text))
+    return answer(list(one.ask(question)))
