@@ -18,6 +18,7 @@ from families import loaded
 from gguf_file import write_gguf
 from hostile_folder import hostile_modules
 from sirchat.errors import SettingError
+from sirchat.lab.bench import start
 from sirchat.lab.bench.peers import SirLLM
 from sirchat.lab.bench.ratio import BenchOptions, bench_model, some_ids
 from warm_program import fresh_once, warm_program
@@ -303,9 +304,15 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
     assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
     assert not (tmp_path / "ran").exists()
-    load, *_ = fewer = results(*flags, "--rounds", "2", "--no-chat")
-    assert [r["unit"] for r in fewer] == units[:7]
-    assert load["low"] <= load["ratio"] <= load["high"]
+
+
+def test_of_several_starts_there_are_quartiles() -> None:
+    def figures(*loads: float) -> list[Any]:
+        return [{"load": load} for load in loads]
+
+    measured = start._measure("load", ("loading", "s", 1.0), figures(1, 2, 4), figures(1, 1, 1))
+    assert (measured.ours, measured.other, measured.ratio) == (2, 1, 2)
+    assert (measured.low, measured.high) == (1.5, 3)
 
 
 @pytest.mark.slow

@@ -133,7 +133,8 @@ def test_processes_find_what_was_typed_and_run_nothing_else_of_the_folder(tmp_pa
         "from sirchat.memory.policies.sink import Sink\n\n\nclass Mine(Sink):\n    pass\n"
     )
     command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
-    study = ["eval", "recall", "--ray", "local", "--limit", "2", "--policies", "mine:Mine,sink"]
+    study = ["eval", "recall", "--ray", "local", "--workers", "1", "--limit", "2"]
+    study += ["--policies", "mine:Mine,sink"]
     environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
     done = subprocess.run(
         [*command, *study], cwd=tmp_path, env=environ, capture_output=True, check=False
