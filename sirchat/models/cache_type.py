@@ -4,7 +4,7 @@ Products of packed weights are rounded to bfloat16, so that float16 and bfloat16
 enough for keys and values, and take half the memory of float32. Which of them is faster depends on
 the processor: attention over float16 takes 1.6 times as long as over bfloat16 on one with AVX-512
 FP16, and four times as long on one without. So it is measured once for each processor, version of
-torch, number of threads and shape, and kept beside the compiled programs.
+torch and shape, and kept beside the compiled programs.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def processor() -> str:
 
 
 def _key(shape: HeadShape) -> str:
-    machine = (torch.backends.cpu.get_cpu_capability(), processor(), torch.get_num_threads())
-    about = repr((shape, torch.__version__, machine))
+    # Not the number of threads: it depends on the load, and a chat is to resume with the same type.
+    machine = (torch.backends.cpu.get_cpu_capability(), processor(), torch.__version__)
+    about = repr((shape, machine))
     return hashlib.sha256(about.encode()).hexdigest()[:24]
