@@ -36,12 +36,13 @@ class HeadShape(NamedTuple):
 
 
 def head_shape(config: Any) -> HeadShape:
-    """The shape of the attention of a model with this config; of the widest layer, if they differ.
+    """The shape of attention in the text part of a model with this config, in its widest layer.
 
     What the config doesn't say is assumed to be as in most models.
     """
 
-    values = config.to_dict()  # as attributes, sizes that differ by layer raise an error
+    # As attributes, sizes that differ by layer raise an error.
+    values = config.get_text_config(decoder=True).to_dict()
 
     def most(name: str, usual: int) -> int:
         value = values.get(name) or usual
@@ -84,11 +85,16 @@ def measure(shape: HeadShape) -> dict[torch.dtype, float]:
 
 def processor() -> str:
     """The processor's name, as the system gives it."""
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(*names: str) -> str:
+    """What Linux says of the first processor under one of these names; empty if it says nothing."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
-            if line.startswith("model name"):
+            if line.startswith(names):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def _key(shape: HeadShape) -> str:

@@ -25,7 +25,10 @@ UNFINISHED = "making-"
 TEMPORARY = 75
 """Exit status for an error that another start may not meet."""
 
-_TEMPORARY_ERRORS = ("No space left", "Killed", "memory", "Read-only", "Permission denied", "quota")
+_TEMPORARY_ERRORS = (
+    *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
+    *("Killed signal", "allocate memory", "out of memory", "memory exhausted"),
+)
 
 
 def main(path: Path, niceness: int) -> None:

@@ -73,7 +73,7 @@ def _cache_type(model: LoadedModel) -> str:
     kind = str(model.cache_dtype).removeprefix("torch.")
     if model.cache_dtype == model.dtype:
         return kind
-    times = measure(head_shape(model.module.config.get_text_config(decoder=True)))
+    times = measure(head_shape(model.module.config))
     of_each = (f"{str(one).removeprefix('torch.')} {1e6 * s:.0f}" for one, s in times.items())
     return f"{kind} (microseconds that a layer's attention takes: {', '.join(of_each)})"
 

@@ -162,7 +162,7 @@ class LoadedModel:
             return pick_dtype(self.cache_type, self.device)
         if not (self._is_packed and self.dtype == torch.float32):
             return self.dtype
-        return fastest_type(head_shape(self.module.config.get_text_config(decoder=True)))
+        return fastest_type(head_shape(self.module.config))
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache for up to `capacity` rows."""

@@ -139,8 +139,9 @@ class Erasing:
         turn = self._turn(request.target)
         if turn is None:
             pattern = whole_words(without_quotes(request.target))
-            own |= self._commands_about_this_chat(pattern)
-            return _Matches(pattern, "", None if request.everywhere else own)
+            if request.everywhere:
+                return _Matches(pattern, "", None)
+            return _Matches(pattern, "", own | self._commands_about_this_chat(pattern))
         said = turns[turn] if 0 <= turn < len(turns) else None
         whole = said.text.strip() if said is not None and said.role == "user" else ""
         whole = self._history.typed_for.get(whole, whole)

@@ -240,6 +240,8 @@ def test_a_lack_of_memory_is_temporary_and_a_fault_of_the_program_is_not() -> No
     killed = "g++: fatal error: Killed signal terminated program cc1plus"
     assert all(map(is_temporary, (MemoryError(), OSError(30, "Read-only"), RuntimeError(killed))))
     assert not is_temporary(RuntimeError("x.cpp:3:1: error: 'tmp9' was not declared"))
+    included = "In file included from /usr/include/c++/12/memory:66: error: 'tmp9' was not declared"
+    assert not is_temporary(RuntimeError(included))
 
 
 def test_where_nothing_can_be_written_auto_leaves_it(

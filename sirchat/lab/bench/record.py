@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 
 from sirchat import __version__
 from sirchat.errors import UsageError
-from sirchat.models.cache_type import processor
+from sirchat.models.cache_type import cpuinfo, processor
 from sirchat.models.threads import physical_cores
 
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
@@ -30,11 +29,7 @@ class TwoValues(NamedTuple):
 
 def machine() -> dict[str, Any]:
     """The processor, what speeds depend on, and the versions that were measured."""
-    said = set[str]()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
-            if line.startswith(("flags", "Features")):
-                said |= set(line.partition(":")[2].split())
+    said = cpuinfo("flags", "Features").split()
     return {
         "processor": processor(),
         "features": [one for one in _FEATURES if one in said],
