@@ -230,11 +230,16 @@ class Keyboard:
             self._out.flush()
 
     def _quiet(self) -> None:
-        """Switch off echo and line buffering; Enter gives CR, Ctrl-C and Ctrl-Z stay signals."""
+        """Switch off echo and line buffering; Enter gives CR, Ctrl-C and Ctrl-Z stay signals.
+
+        These signals drop neither what was typed nor output that is not shown yet, such as the part
+        of a frame that puts the cursor back.
+        """
         if sys.platform != "win32" and self._before is not None:
             mode = list(self._before)
             mode[0] &= ~termios.ICRNL
             mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+            mode[3] |= termios.NOFLSH
             termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, mode)
 
     def _restore(self) -> None:

@@ -13,9 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.input.vt100 import Vt100Input
 
 from sirchat.cli.chat import meanwhile
 from sirchat.ui.interrupt import interruptible_imports
+from sirchat.ui.line_input import Keyboard
 from terminal import Terminal
 from warm_python import warm_python
 
@@ -203,3 +205,15 @@ def test_a_pager_that_cannot_be_started_costs_nothing(tmp_path: Path) -> None:
     with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
         assert "max_new_tokens" in chat.ask("/set")
         assert chat.leave() == 0
+
+
+def test_ctrl_c_drops_nothing_that_is_on_its_way() -> None:
+    """A frame of which a part was dropped left the panel on the screen."""
+    terminal, program = os.openpty()
+    os.set_blocking(terminal, False)
+    with open(program, encoding="utf-8") as line, Keyboard(Vt100Input(line)):
+        os.write(program, b"a frame")
+        os.write(terminal, b"next\x03")
+        assert os.read(terminal, 100) == b"a frame"
+        assert os.read(program, 100) == b"next"
+    os.close(terminal)
