@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
+from math import prod
 from typing import Any, Self
 
 import torch
@@ -366,6 +367,11 @@ def pack_module(module: Any, bits: int) -> None:
     trim_memory()
 
 
+def has_same_input(path: str) -> bool:
+    """Whether the layer at `path` may be joined with others that have the same input."""
+    return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
+
+
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
 
@@ -404,12 +410,30 @@ class WeightStore:
         self._bytes = torch.empty(size, dtype=torch.uint8)
         self._used = 0
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values are not set, in the block, or elsewhere if there is no room."""
+        place = self._place(prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
+
     def move(self, layer: nn.Module) -> None:
         """Move a layer's buffers into the block; a buffer that does not fit stays where it is."""
         for name, buffer in layer.named_buffers():
-            start = -(-self._used // _ALIGN) * _ALIGN
-            end = start + buffer.numel() * buffer.element_size()
-            if end <= len(self._bytes):
-                here = self._bytes[start:end].view(buffer.dtype).view(buffer.shape)
+            if _begin(buffer) == _begin(self._bytes):
+                continue  # made by `empty`
+            place = self._place(buffer.nbytes)
+            if place is not None:
+                here = place.view(buffer.dtype).view(buffer.shape)
                 setattr(layer, name, here.copy_(buffer))
-                self._used = end
+
+    def _place(self, size: int) -> Tensor | None:
+        """The next free bytes, of this number; None if there are not as many."""
+        start = -(-self._used // _ALIGN) * _ALIGN
+        if start + size > len(self._bytes):
+            return None
+        self._used = start + size
+        return self._bytes[start : self._used]
+
+
+def _begin(tensor: Tensor) -> int:
+    """The address of the memory of which the tensor is a part."""
+    return tensor.untyped_storage().data_ptr()

@@ -107,6 +107,17 @@ def test_layers_move_into_one_block_of_memory_and_compute_the_same() -> None:
     assert torch.isfinite(other(x)).all()
 
 
+def test_weights_that_were_made_in_the_block_are_not_moved_again() -> None:
+    q, scale = eight_bits(torch.randn(50, 96))
+    store = WeightStore(6_000)
+    layer = Int8Linear(store.empty(q.shape, q.dtype).copy_(q), scale)
+    address = layer.q.data_ptr()
+    store.move(layer)
+    assert layer.q.data_ptr() == address
+    assert layer.scale.untyped_storage().data_ptr() == layer.q.untyped_storage().data_ptr()
+    assert store.empty((2000,), torch.int8).shape == (2000,)  # elsewhere
+
+
 @pytest.fixture(scope="module", params=["Q4_0", "Q4_1", "Q8_0"])
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model as a GGUF file of packed weights."""

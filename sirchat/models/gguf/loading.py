@@ -34,6 +34,7 @@ from sirchat.models.packed import (
     WeightStore,
     eight_bits,
     fuse_projections,
+    has_same_input,
 )
 from sirchat.models.packed_experts import PackedExperts
 from sirchat.models.progress import Progress
@@ -124,7 +125,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return q * scale[..., None]
 
 
-_ROWS = 4096  # rows of a matrix that are float32 at a time
+_ROWS = 512  # rows of a matrix that are unpacked at a time
 _SOME = 10  # tensors after which free memory is returned to the system
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
 
@@ -203,7 +204,8 @@ class _Loader:
             self._add_experts(name, target, change, tensor)
         elif self._stays_packed(target, tensor):
             wants_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
-            packed = _packed(tensor, change, self._values, wants_four)
+            is_alone = not has_same_input(target.removesuffix(".weight"))
+            packed = self._packed(tensor, change, wants_four, is_alone)
             _replace(self._module, target, packed, self._dtype, self._store)
         else:
             weight = _restored(floats(tensor), change, self._values)
@@ -261,9 +263,32 @@ class _Loader:
     def _packed_experts(self, tensor: GgufTensor) -> Iterator[PackedLinear]:
         for one in tensor.row_blocks(1):
             matrix = GgufTensor(one.shape[1:], one.type, one.data)
-            packed = _packed(matrix, None, self._values, tensor.type in FOUR_BIT)
+            packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
             self._store.move(packed)
             yield packed
+
+    def _packed(
+        self, tensor: GgufTensor, change: Change | None, wants_four: bool, is_alone: bool
+    ) -> PackedLinear:
+        """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted.
+
+        If the layer `is_alone`, and not joined with others, eight bits are put into the store as
+        they are computed, as a head and a copy of it would take much memory.
+        """
+        values = self._values
+        splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
+        if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
+            if change is not None:
+                return Int4Linear(*(_restored(one, change, values) for one in four_bit(tensor)))
+            parts = [Int4Linear(*four_bit(part)) for part in tensor.row_blocks(_ROWS)]
+            return Int4Linear.joining(parts)
+        has_place = is_alone and change is None
+        q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
+        scale = torch.empty(len(q), dtype=torch.bfloat16)
+        for start, part in zip(range(0, len(q), _ROWS), tensor.row_blocks(_ROWS), strict=True):
+            rows = slice(start, start + _ROWS)
+            q[rows], scale[rows] = eight_bits(floats(part))
+        return Int8Linear(*(_restored(one, change, values) for one in (q, scale)))
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
@@ -319,23 +344,6 @@ def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
     per_key = values["linear_num_value_heads"] // keys
     heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])
     return heads.transpose(0, 1).reshape(weight.shape)
-
-
-def _packed(
-    tensor: GgufTensor, change: Change | None, values: Mapping[str, Any], wants_four: bool
-) -> PackedLinear:
-    """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted."""
-    splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
-    if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
-        return Int4Linear(*(_restored(one, change, values) for one in four_bit(tensor)))
-    q = torch.empty(tensor.shape, dtype=torch.int8)
-    scale = torch.empty(tensor.shape[0], dtype=torch.bfloat16)
-    halves = torch.split(q, _ROWS), torch.split(scale, _ROWS)
-    parts = zip(*halves, tensor.row_blocks(_ROWS), strict=True)
-    for rows, factors, part in parts:  # in parts, which saves memory
-        for here, found in zip((rows, factors), eight_bits(floats(part)), strict=True):
-            here.copy_(found)
-    return Int8Linear(*(_restored(one, change, values) for one in (q, scale)))
 
 
 def _may_have_four_bits(name: str) -> bool:
