@@ -51,8 +51,8 @@ class TurnIndex(ABC):
         """Remove the last text of the index; it must be `text`."""
 
     @abstractmethod
-    def _turns_with(self, term: str) -> Sequence[int]:
-        """The numbers of the texts that contain a term, ascending."""
+    def _turns_with(self, term: str) -> array[int]:
+        """The numbers of the texts that contain a term, ascending, as 32-bit integers."""
 
     def shared(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
         """For each turn, up to three words of `wanted` that it has, in the same or a similar form.
@@ -64,26 +64,33 @@ class TurnIndex(ABC):
         asked = {word: terms_of(word) for word in _WORD.findall(wanted)}
         near = np.unique([turn + step for turn in turns for step in (-1, 0, 1)])
         terms: dict[int, set[str]] = {turn: set() for turn in near.tolist()}
-        for term in {term for own in asked.values() for term in own}:
-            having = np.append(self._turns_with(term), len(self._texts) + 1).astype(np.int64)
-            for turn in near[having[np.searchsorted(having, near)] == near].tolist():
-                terms[turn].add(term)
+        counts = dict[str, int]()  # of turns, for each term that any of them has
+        for term in dict.fromkeys(term for own in asked.values() for term in own):
+            having = np.frombuffer(self._turns_with(term), np.int32)  # no copy
+            if len(having):
+                counts[term] = len(having)
+                at = np.searchsorted(having, near.astype(np.int32))
+                for turn in near[having.take(at, mode="clip") == near].tolist():
+                    terms[turn].add(term)
         found = dict[int, tuple[str, ...]]()
         for turn in turns:
             of_all = terms[turn - 1] | terms[turn] | terms[turn + 1]
-            found[turn] = self._named(asked, terms[turn]) or self._named(asked, of_all)
+            own = self._named(asked, terms[turn], counts)
+            found[turn] = own or self._named(asked, of_all, counts)
         return found
 
-    def _named(self, asked: Mapping[str, list[str]], terms: Set[str]) -> tuple[str, ...]:
+    def _named(
+        self, asked: Mapping[str, list[str]], terms: Set[str], counts: Mapping[str, int]
+    ) -> tuple[str, ...]:
         """Up to three words that have more than half of their terms in `terms`, the rarest first.
 
-        `asked` maps each word to its terms.
+        `asked` maps each word to its terms; `counts` says how many turns have each of the `terms`.
         """
         rarity = dict[str, int]()
         for word, own in asked.items():
-            common = [term for term in own if term in terms]
+            common = [counts[term] for term in own if term in terms]
             if 2 * len(common) > len(own):
-                rarity[word] = min(len(self._turns_with(term)) for term in common)
+                rarity[word] = min(common)
         if not rarity:
             return ()
         rarest, *others = sorted(rarity, key=lambda word: (rarity[word], -len(word)))
@@ -142,8 +149,8 @@ class WordIndex(TurnIndex):
         rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
         return (rarity * (counts / (norms + counts))).astype(np.float32)
 
-    def _turns_with(self, term: str) -> Sequence[int]:
-        return self._found[term].turns if term in self._found else ()
+    def _turns_with(self, term: str) -> array[int]:
+        return self._found[term].turns if term in self._found else array("i")
 
     def _add(self, at: int, text: str) -> None:
         terms = terms_of(text)
@@ -202,7 +209,7 @@ _SENTENCE = re.compile(r"[^.!?？。！\n]+[.!?？。！]*")
 _POWER = 1.5  # of a term's rarity
 _NEAR, _NEAREST = 0.25, 20  # least cosine of a similar word; number of similar words
 _MEANING = 4  # weight of a word with its similar words; groups of letters and pairs have 1
-_MOST = 100_000  # postings that a search looks at; the rarest terms come first
+_MOST = 50_000  # postings that a search looks at; the rarest terms come first
 
 
 class WideIndex(TurnIndex):
@@ -284,8 +291,8 @@ class WideIndex(TurnIndex):
             for word in words
         ]
 
-    def _turns_with(self, term: str) -> Sequence[int]:
-        return self._terms[term].turns if term in self._terms else ()
+    def _turns_with(self, term: str) -> array[int]:
+        return self._terms[term].turns if term in self._terms else array("i")
 
     def _add(self, at: int, text: str) -> None:
         terms, words = _counted(text)
