@@ -132,7 +132,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 _NUMBERS = 2**18  # of a matrix that are float32 at a time
-_SOME = 10  # tensors after which free memory is returned to the system
+_MUCH = 2**26  # bytes that are read between two times that free memory is given back
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
 
 
@@ -151,10 +151,13 @@ def load_module(
     Raises ModelError if tensors are missing or of another shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub)
+    read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         loader.add(name, tensor)
         file.leave_pages()
-        if done % _SOME == 0 or done == len(file.tensors):
+        read += tensor.data.nbytes
+        if read >= _MUCH or done == len(file.tensors):
+            read = 0
             trim_memory()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))

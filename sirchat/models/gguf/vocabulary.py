@@ -71,7 +71,11 @@ def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
     if not is_known or not isinstance(tokens, list) or not isinstance(merges, list):
         return None
     alphabet = set(splits.ByteLevel.alphabet())
-    ids = {_spelled(token, alphabet): i for i, token in enumerate(tokens)}
+    if not alphabet.issuperset("".join(tokens)):
+        spelled = [_spelled(token, alphabet) for token in tokens]
+    else:
+        spelled = tokens
+    ids = {token: i for i, token in enumerate(spelled)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
     backend = Tokenizer(
         models.BPE(ids, pairs, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
