@@ -48,8 +48,9 @@ class DecoderConfig:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         own = dict(values)
-        rotation = {"rope_theta": own.pop("rope_theta"), **own.pop("rope_parameters", {})}
-        own["rope_parameters"] = {**rotation, "rope_type": rotation.get("rope_type", "default")}
+        rotation = {**own.pop("rope_parameters", {}), "rope_theta": own.pop("rope_theta")}
+        rotation.setdefault("rope_type", "default")
+        own["rope_parameters"] = rotation  # in transformers' order, on which the hash depends
         self._values: dict[str, Any] = _USUAL[own["model_type"]] | own
         if "max_window_layers" in self._values:
             self._values["layer_types"] = ["full_attention"] * own["num_hidden_layers"]
@@ -76,11 +77,4 @@ class DecoderConfig:
 
     def to_diff_dict(self) -> dict[str, Any]:
         """The values that differ from the usual ones of all models in transformers."""
-        return {
-            name: value
-            for name, value in self._values.items()
-            if value is not None or name in _KEPT
-        }
-
-
-_KEPT = ("sliding_window",)
+        return dict(self._values)
