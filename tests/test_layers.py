@@ -50,7 +50,7 @@ def test_the_walker_sees_every_import() -> None:
     later = {"typing_only", "in_function"}
     assert imports(EXAMPLE) == {"a.b", "c.d", "tried", "in_class"} | later
     assert imports(EXAMPLE, at_load=True) == {"a.b", "c.d", "tried", "in_class"}
-    assert {"sirchat.engine.engine", "sirchat.memory.cache", "transformers.Cache"} <= loaded_with(
+    assert {"sirchat.engine.engine", "sirchat.memory.cache", "torch.Tensor"} <= loaded_with(
         "sirchat.engine.engine"
     )
 
@@ -79,9 +79,9 @@ def test_no_two_packages_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("module", below("sirchat.memory"))
-def test_in_memory_only_the_cache_knows_transformers(module: str) -> None:
+def test_in_memory_only_the_cache_for_the_hubs_models_knows_transformers(module: str) -> None:
     foreign = {name for name in imports(SOURCES[module]) if within(name, "transformers")}
-    assert not foreign or module in ("sirchat.memory.cache", "sirchat.memory.cache_layers")
+    assert not foreign or module == "sirchat.memory.hub_cache"
 
 
 @pytest.mark.parametrize("module", below("sirchat.memory.policies"))
@@ -118,6 +118,12 @@ def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
 def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     heavy = {name for name in loaded_with("sirchat.cli.app") if name.split(".")[0] in HEAVY}
     assert not heavy
+
+
+@pytest.mark.parametrize("module", ["ui.repl", "ui.replay", "models.compiling", "models.parts"])
+def test_a_chat_loads_transformers_only_for_a_model_that_needs_it(module: str) -> None:
+    loaded = loaded_with(f"sirchat.{module}")
+    assert not {name for name in loaded if within(name, "transformers", "accelerate", "gguf")}
 
 
 def test_only_the_registry_of_commands_names_the_laboratory() -> None:

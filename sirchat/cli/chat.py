@@ -173,14 +173,15 @@ def ask_once(
         profile = profile_of(flags)
     else:
         profile, store, later = saved_settings(resume, flags, at_once=False)
-    from sirchat.ui.progress import loading_bar
-    from sirchat.ui.replay import print_reply
-    from sirchat.ui.saved_chat import SavedChat
-    from sirchat.ui.screen import Screen
-    from sirchat.ui.startup import say_toy
+    with quick_start(), interruptible_imports():
+        from sirchat.ui.progress import loading_bar
+        from sirchat.ui.replay import print_reply
+        from sirchat.ui.screen import Screen
 
     screen = Screen(theme=profile.theme)
     if resume is None and "model" not in profile.model_fields_set:
+        from sirchat.ui.startup import say_toy
+
         say_toy(screen)
     with loading_bar(screen, profile.model) as report:
         session = open_saved(profile, trust, report, store, later)
@@ -189,6 +190,8 @@ def ask_once(
             _hold_all(session, text)
         print_reply(session, text, screen, as_json=json)
         return
+    from sirchat.ui.saved_chat import SavedChat
+
     saved_chat = SavedChat(session, screen, store)
     try:
         print_reply(session, text, screen, as_json=json)

@@ -216,12 +216,21 @@ def quick_start() -> Iterator[None]:
             gc.enable()
 
 
-def load(profile: Profile, trust: bool, report: "Progress | None" = None) -> "LoadedModel":
-    """Load the model of a profile; `report` is called with its progress."""
+def load(
+    profile: Profile,
+    trust: bool,
+    report: "Progress | None" = None,
+    *,
+    for_hub: bool = False,
+) -> "LoadedModel":
+    """Load the model of a profile; `report` is called with its progress.
+
+    With `for_hub`, module and tokenizer are those of transformers in any case.
+    """
     with interruptible_imports():
         from sirchat.memory.segments import sweep
         from sirchat.models.compiling import load_model_of
 
     sweep(archives_dir())
     gc.freeze()  # imported objects stay; searching them for garbage would delay typing
-    return load_model_of(profile, trust_remote_code=trust, progress=report)
+    return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)

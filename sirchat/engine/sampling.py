@@ -11,14 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from sirchat.errors import ModelError
 from sirchat.memory.random_numbers import Purpose, uniform
@@ -49,7 +41,6 @@ class Sampler:
     def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
         self._sampling = sampling
         self._attempt = attempt
-        self._processors = _processors(sampling)
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         """The next token id.
@@ -62,13 +53,13 @@ class Sampler:
 
         Raises ModelError if the logits are NaN, as after a division by zero.
         """
-        scores = logits
-        if self._processors:
-            wide = self._sampling.repetition_window
-            context = said_ids(wide) if self._sampling.repetition_penalty != 1.0 else []
-            ids = torch.tensor([context], dtype=torch.int64, device=logits.device)
-            scores = self._processors(ids, logits[None].float())[0]
-        if self._sampling.temperature == 0.0:
+        sampling, scores = self._sampling, logits
+        if sampling.repetition_penalty != 1.0:
+            said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)
+            scores = penalized(scores.float(), said.to(scores.device), sampling.repetition_penalty)
+        if sampling.temperature != 0.0:
+            scores = narrowed(scores, sampling)
+        if sampling.temperature == 0.0:
             likeliest = int(scores.argmax())  # NaN counts as the largest
             _refuse_nan(float(scores[likeliest]))
             return likeliest
@@ -76,7 +67,7 @@ class Sampler:
         heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
         _refuse_nan(float(heights[-1]))
         at = np.array([position])
-        draw = uniform(self._sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
+        draw = uniform(sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
         return int(np.searchsorted(heights, draw * heights[-1], side="right"))
 
 
@@ -102,21 +93,27 @@ def _refuse_nan(value: float) -> None:
         )
 
 
-def _processors(sampling: Sampling) -> LogitsProcessorList:
-    chosen = LogitsProcessorList()
-    if sampling.repetition_penalty != 1.0:
-        chosen.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.temperature == 0.0:
-        return chosen
-    if sampling.temperature != 1.0:
-        chosen.append(TemperatureLogitsWarper(sampling.temperature))
+def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
+    """Scores [V], lower by the factor `penalty` for the ids `said` [k]."""
+    chosen = scores[said]
+    return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+
+
+def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Scores [V] divided by the temperature; those of ids that can't be drawn are -infinity."""
+    scores = scores.float() / sampling.temperature
     if sampling.top_k is not None:
-        chosen.append(TopKLogitsWarper(sampling.top_k))
+        least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
+        scores = scores.masked_fill(scores < least, -torch.inf)
     if sampling.top_p is not None:
-        chosen.append(TopPLogitsWarper(sampling.top_p))
+        rising, order = scores.sort()
+        is_left_out = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_left_out[-1] = False
+        scores = scores.masked_fill(is_left_out.scatter(0, order, is_left_out), -torch.inf)
     if sampling.min_p is not None:
-        chosen.append(MinPLogitsWarper(sampling.min_p))
-    return chosen
+        chances = scores.softmax(-1)
+        scores = scores.masked_fill(chances < sampling.min_p * chances.max(), -torch.inf)
+    return scores
 
 
 _MATCH = 3  # newest tokens that must have occurred before, if the last guess was right

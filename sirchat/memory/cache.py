@@ -1,9 +1,8 @@
 """The KV cache: buffers of fixed size, to which rows are appended and from which rows are evicted.
 
-It is a `transformers.Cache`, so every model with per-token keys and values can use it unpatched.
 Keys with a rotary position are kept twice: as first written, and rotated to their present position.
 A moved key is always computed from the first-written one, so keys never drift, however often rows
-before them are evicted.
+before them are evicted. `hub_cache.py` makes the cache a `transformers.Cache`.
 
 A row is the keys and values of one token in all layers; a slot is its index in the buffers.
 `insert` can put a block of extra rows, different ones in each layer, between the held rows. Row
@@ -19,28 +18,26 @@ do not change it. `begin_pass` removes from it what a pass that was not committe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache
 
 from sirchat.memory.cache_layers import (
     CachedTensor,
     CacheState,
     Cursor,
-    LayerKind,
+    HoldsState,
     LayerRotation,
     RowLayer,
-    StateLayer,
-    new_layers,
 )
 from sirchat.memory.rope import CosSin
 from sirchat.memory.segments import Positions, Rows
 
 
-class BoundedCache(Cache):  # type: ignore[misc]
+class BoundedCache:
     """A KV cache from which any row can be evicted; a row is one token's keys and values.
 
     Held row number i is in slot i of every layer, unless extra rows are inserted before it.
@@ -49,13 +46,16 @@ class BoundedCache(Cache):  # type: ignore[misc]
         rotations: rotary position embedding of the keys and values, one entry for each layer that
             has some. Only these layers are counted by all methods.
         capacity: number of rows to allocate.
-        dtype: number type of the buffers; None for that of the first keys and values written.
-        kinds: the kind of each layer of the model; None if all have keys and values only.
-        reads_singly: whether the model can continue a state by one token at a time only.
+        dtype: see below.
 
     Attributes:
-        row_layers: the layers with keys and values, in order.
+        layers: all layers of the model, in order.
+        row_layers: those with keys and values.
+        dtype: number type of the buffers; None for that of the first keys and values written.
     """
+
+    reads_singly = False
+    """Whether the model can continue a state by one token at a time only."""
 
     in_stream = False
     """Whether a key's rotary position is its stream position, and not its slot in the cache."""
@@ -65,21 +65,24 @@ class BoundedCache(Cache):  # type: ignore[misc]
         rotations: list[LayerRotation],
         capacity: int,
         dtype: torch.dtype | None = None,
-        kinds: list[LayerKind] | None = None,
-        reads_singly: bool = False,
     ) -> None:
-        self.reads_singly = reads_singly
         self._cursor = Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
         self._inserted = range(0)  # slots of the inserted rows
-        layers = new_layers(kinds, self._cursor, rotations, dtype)
-        self.row_layers = [layer for layer in layers if isinstance(layer, RowLayer)]
-        self._with_state = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self.dtype = dtype
+        self.layers = self._new_layers(self._cursor, rotations, dtype)
+        self.row_layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
+        self._with_state = [layer for layer in self.layers if isinstance(layer, HoldsState)]
         self._state: CacheState = tuple({} for _ in self._with_state)
         self._is_clean = True  # whether no pass has begun since the last commit
-        super().__init__(layers=layers)
+
+    def _new_layers(
+        self, cursor: Cursor, rotations: Sequence[LayerRotation], dtype: torch.dtype | None
+    ) -> list[Any]:
+        """Empty layers with rows, one for each of `rotations`."""
+        return [RowLayer(cursor, rotation, dtype) for rotation in rotations]
 
     @property
     def length(self) -> int:

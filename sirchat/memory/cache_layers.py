@@ -1,20 +1,13 @@
-"""The layers of the KV cache: with rows of keys and values, with a state, or with both."""
+"""The layers of the KV cache: the rows of keys and values of each layer, in buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
 
 from sirchat.memory.rope import Rotation
 
@@ -23,17 +16,6 @@ LayerKind = tuple[bool, int]
 
 CacheState = tuple[dict[tuple[str, int], Tensor], ...]
 """Tensors of each layer with a state, by kind and number; they are never changed in place."""
-
-
-def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each layer of a model, as transformers' own cache has it."""
-    return [
-        (
-            isinstance(layer, CacheLayerMixin),
-            layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
-        )
-        for layer in DynamicCache(config=config).layers
-    ]
 
 
 @dataclass
@@ -154,84 +136,32 @@ class CachedTensor:
         return buffer
 
 
-class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+class RowLayer:
     """One layer's keys and values. A sliding-window layer stores every row, like the others."""
-
-    is_sliding = False
 
     def __init__(self, cursor: Cursor, rotation: LayerRotation, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.cursor = cursor
         self.tensors = (CachedTensor(rotation.key, dtype), CachedTensor(rotation.value, dtype))
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Write m new keys and values [1, H, m, D] after the last of n; returns all n + m."""
         keys, values = self.tensors
         self.cursor.written = key_states.shape[2]
         return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
 
-    def get_seq_length(self) -> int:
-        return self.cursor.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cursor.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """One layer's recurrent and convolution states, without keys and values."""
+@runtime_checkable
+class HoldsState(Protocol):
+    """A layer with recurrent or convolution states."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:
         """A copy of the states that were written."""
-        kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
-        return {
-            (kind, number): tensor.clone()
-            for kind, states in kinds.items()
-            for number, tensor in states.items()
-            if tensor is not None and self.has_previous_state[number]
-        }
 
     def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
         """Continue from a copy of `state`."""
-        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
-        for (kind, number), tensor in state.items():
-            getattr(self, f"{kind}_states")[number] = tensor.clone()
-            getattr(self, f"is_{kind}_states_initialized")[number] = True
-            self.has_previous_state[number] = True
-            if kind == "conv":
-                self.conv_kernel_size[number] = tensor.shape[-1]
-                self.dtype, self.device = tensor.dtype, tensor.device
-
-
-class RowAndStateLayer(StateLayer, RowLayer):
-    """One layer with both: keys and values, and states."""
-
-    def __init__(self, states: int, *args: Any) -> None:
-        RowLayer.__init__(self, *args)
-        LinearAttentionCacheLayerMixin.__init__(self, states)
-
-
-def new_layers(
-    kinds: list[LayerKind] | None,
-    cursor: Cursor,
-    rotations: Sequence[LayerRotation],
-    dtype: torch.dtype | None,
-) -> list[Any]:
-    """Empty layers of these kinds; `rotations` has one entry for each layer with rows."""
-    rest, layers = iter(rotations), list[Any]()
-    for has_rows, states in [(True, 0)] * len(rotations) if kinds is None else kinds:
-        of_rows = (cursor, next(rest), dtype) if has_rows else ()
-        if states:
-            layers.append(RowAndStateLayer(states, *of_rows) if has_rows else StateLayer(states))
-        else:
-            layers.append(RowLayer(*of_rows) if has_rows else DummyLayer())
-    return layers
 
 
 def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:

@@ -1,8 +1,9 @@
 """The attention hook: gives observers the queries, keys and attention weights of every layer.
 
-A hooked model runs with an attention function that sirchat registers with transformers' attention
-interface under a new name. It calls the model's usual attention function, and passes arguments and
-result to the observers. No module is patched, and the logits do not change.
+A hooked model of transformers runs with an attention function that sirchat registers with
+transformers' attention interface under a new name. It calls the model's usual attention function,
+and passes arguments and result to the observers. No module is patched, and the logits do not
+change. A model of `decoder.py` calls `report` itself.
 """
 
 from __future__ import annotations
@@ -11,14 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.retrieval import LayerQueries, unrotated
@@ -147,8 +145,14 @@ def install_hook(module: Any) -> bool:
     """Make a transformers model use the hooked attention function from now on.
 
     Returns whether the model's attention function could be replaced. Without observers the hook
-    takes no time.
+    takes no time. Nothing is done to a model that reports its attention itself.
     """
+    if getattr(module, "has_own_hook", False):
+        return True
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     usual = module.config._attn_implementation or "eager"
     if usual.startswith(_NAME):
         return True
@@ -172,17 +176,24 @@ def _hooked(usual: str) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
-        layer = module.layer_idx
-        for observer, numbers in _OBSERVERS.get() if layer is not None else ():
-            layer = numbers.get(int(layer), int(layer))
-            observer.observe(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
+        if module.layer_idx is not None:
+            layer = int(module.layer_idx)
+            report(AttentionCall(layer, queries, keys, attention_mask, options, out[1]))
         return out
 
     return attend
 
 
+def report(call: AttentionCall) -> None:
+    """Pass a layer's attention to the observers; `call.layer` is its number in the model."""
+    for observer, numbers in _OBSERVERS.get():
+        observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
+
+
 def _function(name: str, module: Any) -> Callable[..., Any]:
     """The attention function called `name`; for `eager`, the one in the model's own source file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     if name in ALL_ATTENTION_FUNCTIONS:
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
         return found

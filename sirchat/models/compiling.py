@@ -43,12 +43,16 @@ _LEFT_AFTER = 3600  # seconds after which an unfinished program is one that was 
 
 
 def load_model_of(
-    profile: Profile, *, trust_remote_code: bool = False, progress: Progress | None = None
+    profile: Profile,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    for_hub: bool = False,
 ) -> LoadedModel:
     """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
 
-    `progress` is called with the progress of loading. Raises ModelError if the model can't
-    be loaded, or if `compile` is `on` and the model can't be compiled.
+    `progress` is called with the progress of loading; for `for_hub` see `load_model`. Raises
+    ModelError if the model can't be loaded, or if `compile` is `on` and it can't be compiled.
     """
     model = load_model(
         profile.model,
@@ -58,6 +62,7 @@ def load_model_of(
         quantize=profile.quantize,
         trust_remote_code=trust_remote_code,
         progress=progress,
+        for_hub=for_hub,
     )
     model = replace(model, cache_type=profile.cache_dtype)
     use_compiled(model, profile.compile, progress)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
+from sirchat.models.decoder import signed
 from sirchat.models.packed import Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
@@ -121,7 +122,7 @@ class _Layer(nn.Module):
         turning, values = rows[: count + heads], rows[count + heads :]
         if self.query_norm is not None and self.key_norm is not None:
             turning = torch.cat((self.query_norm(rows[:count]), self.key_norm(turning[count:])))
-        # `roll` swaps the two halves of a head; `_signed` says why `sin` is right for this.
+        # `roll` swaps the two halves of a head; `signed` says why `sin` is right for this.
         turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self.dtype)
         new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
         keys, values = update(at, new[0], new[1].to(self.dtype))  # [1, H, n + 1, D]
@@ -158,7 +159,7 @@ class StepGraph(nn.Module):
 
         Args:
             x: the token's embedding, float32 [d].
-            cos, sin: cosine and sine of its rotary position, [1, D]; the sine is from `_signed`.
+            cos, sin: cosine and sine of its rotary position, [1, D]; the sine is from `signed`.
             update: writes keys and values.
         """
         states = [x[:0]]
@@ -215,16 +216,10 @@ class DecodeStep:
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
-        x, cos, sin = x[0].float(), cos[0].float(), _signed(sin[0].float())
+        x, cos, sin = x[0].float(), cos[0].float(), signed(sin[0].float())
         if self.compiled is not None and self.compiled.fits(cache):
             logits, states = self.compiled(x, cos, sin, cache)
         else:
             layers = cache.layers
             logits, states = self.graph(x, cos, sin, lambda at, *new: layers[at].update(*new))
         return logits[None], states[None]
-
-
-def _signed(sin: Tensor) -> Tensor:
-    """Sines [1, D] with the first half negated: the factors for a head with swapped halves."""
-    half = sin.shape[-1] // 2
-    return torch.cat((-sin[:, :half], sin[:, half:]), -1)

@@ -12,8 +12,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
@@ -27,11 +25,10 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.cache_type import CacheTypeName, fastest_type, head_shape
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.gguf.contents import has_blocks, is_supported
-from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.hub import only_cached
+from sirchat.models.decoder import Decoder
 from sirchat.models.names import locate, unloadable
 from sirchat.models.packed import SharedWeights, can_pack_four_bits, pack_module, packed_buffers
+from sirchat.models.parts import gguf_parts, hub_parts
 from sirchat.models.probe import (
     cache_argument,
     context_length,
@@ -42,7 +39,7 @@ from sirchat.models.probe import (
     sliding_window,
     state_kinds,
 )
-from sirchat.models.progress import Progress, quiet_libraries, reporting
+from sirchat.models.progress import Progress, no_warnings
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
@@ -68,7 +65,7 @@ class LoadedModel:
 
     Attributes:
         name: as the user gave it.
-        module: the transformers model.
+        module: a `Decoder`, or a model of transformers.
         tokenizer: its tokenizer.
         rotations: of each layer with keys and values, as `probe_rotations` detects them.
         context_length: number of tokens that the model was trained for.
@@ -166,8 +163,12 @@ class LoadedModel:
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache for up to `capacity` rows."""
+        if isinstance(self.module, Decoder):
+            return BoundedCache(self.rotations, capacity, self.cache_dtype)
+        from sirchat.memory.hub_cache import HubCache
+
         dtype = self.cache_dtype
-        return BoundedCache(self.rotations, capacity, dtype, self.kinds, self.reads_singly)
+        return HubCache(self.rotations, capacity, dtype, self.kinds, self.reads_singly)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -317,7 +318,7 @@ class LoadedModel:
         return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
 
 
-@quiet_libraries()
+@no_warnings()
 def load_model(
     name: str,
     *,
@@ -327,95 +328,81 @@ def load_model(
     progress: Progress | None = None,
     threads: int = 0,
     quantize: Quantize = "auto",
+    for_hub: bool = False,
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. `threads` is the number of CPU threads; 0 means
-    one for each free core. `quantize` works on a CPU only. Raises ModelError if the model can't be
-    loaded, or if tokens can't be evicted from its cache.
+    one for each free core. `quantize` works on a CPU only. With `for_hub`, module and tokenizer are
+    those of transformers, which generate and can be saved, in any case. Raises ModelError if the
+    model can't be loaded, or if tokens can't be evicted from its cache.
     """
-    transformers_logging.set_verbosity_error()
     target = pick_device(device)
     if target.type == "cpu":
         use_threads(threads)
     source, gguf = locate(name)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | gguf
     try:
-        if not Path(source).is_dir():
-            options["local_files_only"] = only_cached(source)
         if quantize not in ("auto", "none") and target.type != "cpu":
             why = f"quantize={quantize} works on a CPU only; the device is {target.type}"
             raise ModelError(why)
-        found = gguf_parts(source, target, dtype, quantize, progress, **gguf) if gguf else None
-        if quantize == "packed" and found is None:
+        kind, found = pick_dtype(dtype, target), None
+        if gguf:
+            path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
+            found = gguf_parts(path, target, kind, progress, packs=packs, for_hub=for_hub)
+        if found is None and quantize == "packed":
             raise ModelError(
                 f"the weights of {name!r} can't stay packed",
                 hint="--quantize int8 works with any model",
             )
-        if found is not None:
-            refuse_foreign_tokenizer(*found, name)
-            return wrap_model(name, finished(found[0].to(target), quantize), found[1])
-        if not gguf:  # a GGUF file has no config.json; the probe checks its layers
-            config = AutoConfig.from_pretrained(source, **options)
-            refuse_unsupported_layers(config.get_text_config(decoder=True), name)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        with reporting(progress) as reports:
-            module = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=pick_dtype(dtype, target),
-                use_safetensors=None if gguf else True,
-                **options,
-                **reports,
-            )
+        if found is None:
+            options = {"trust_remote_code": trust_remote_code, **gguf}
+            found = hub_parts(name, source, target, kind, progress, options)
+        module, tokenizer = found
         refuse_foreign_tokenizer(module, tokenizer, name)
-        return wrap_model(name, finished(module.to(target), quantize), tokenizer)
+        if quantize in ("int8", "int4"):
+            pack_module(module, 8 if quantize == "int8" else 4)
+        return wrap_model(name, module.eval(), tokenizer)
     except ModelError:
         raise
     except Exception as error:  # for damaged files, the libraries raise all kinds of errors
         raise unloadable(name, error) from error
 
 
-def finished(module: Any, quantize: Quantize) -> Any:
-    """The module in evaluation mode, with rounded weights if `quantize` is `int8` or `int4`."""
-    if quantize in ("int8", "int4"):
-        pack_module(module, 8 if quantize == "int8" else 4)
-    return module.eval()
-
-
-def gguf_parts(
-    folder: str,
-    device: torch.device,
-    dtype: DtypeName,
-    quantize: Quantize,
-    progress: Progress | None,
-    gguf_file: str,
-) -> tuple[Any, Any] | None:
-    """Module (on the CPU) and tokenizer of a GGUF file; None if only transformers can read it."""
-    file = parse_gguf(Path(folder) / gguf_file)
-    from sirchat.models.gguf import loading  # needs the extra `gguf`
-
-    if not is_supported(file):
-        return None
-    is_packed = quantize == "packed"
+def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
+    """Whether the weights of a GGUF file stay packed; None for yes if it has some in blocks."""
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
-        is_packed = can_pack_four_bits() and has_blocks(file)
-    kind = pick_dtype(dtype, device)
-    tokenizer = loading.load_tokenizer(folder, gguf_file, file)
-    return loading.load_module(file, kind, progress, keep_packed=is_packed), tokenizer
+        return None if can_pack_four_bits() else False
+    return quantize == "packed"
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """Detect rotations, make a LoadedModel; raises ModelError if tokens can't be evicted."""
+    if isinstance(module, Decoder):
+        return _wrapped(name, module, tokenizer, module.rotations, None, False)
     config = module.config.get_text_config(decoder=True)
     refuse_unsupported_layers(config, name)
     kinds = state_kinds(config)
+    rotations = probe_rotations(module, name, kinds)
+    is_slow = kinds is not None and probe_state(module, name, kinds, rotations)
+    return _wrapped(name, module, tokenizer, rotations, kinds, is_slow)
+
+
+def _wrapped(
+    name: str,
+    module: Any,
+    tokenizer: Any,
+    rotations: list[LayerRotation],
+    kinds: list[LayerKind] | None,
+    reads_singly: bool,
+) -> LoadedModel:
+    config = module.config.get_text_config(decoder=True)
     return LoadedModel(
         name=name,
         module=module,
         tokenizer=tokenizer,
-        rotations=(rotations := probe_rotations(module, name, kinds)),
+        rotations=rotations,
         kinds=kinds,
-        reads_singly=kinds is not None and probe_state(module, name, kinds, rotations),
+        reads_singly=reads_singly,
         context_length=context_length(config),
         window=sliding_window(config),
         scorer=scorer_of(name, module),

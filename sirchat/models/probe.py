@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_kinds, layer_numbers
+from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
 from sirchat.memory.retrieval import LayerQueries
 from sirchat.memory.rope import Rotation, match_rotation
 from sirchat.models.attention_hook import QueryRecorder
@@ -95,6 +95,8 @@ def state_kinds(config: Any) -> list[LayerKind] | None:
     """The kind of each layer of a hybrid model; None if all layers have keys and values only."""
     if not hasattr(config, "num_hidden_layers"):
         return None
+    from sirchat.memory.hub_cache import layer_kinds
+
     kinds = layer_kinds(config)
     return None if all(kind == (True, 0) for kind in kinds) else kinds
 
@@ -157,6 +159,14 @@ def probe_rotations(
     return rotations
 
 
+def _hub_cache(
+    rotations: list[LayerRotation], capacity: int, kinds: list[LayerKind] | None = None
+) -> BoundedCache:
+    from sirchat.memory.hub_cache import HubCache
+
+    return HubCache(rotations, capacity, kinds=kinds)
+
+
 @torch.inference_mode()
 def _check_a_move(
     module: Any,
@@ -170,7 +180,7 @@ def _check_a_move(
     One token is read twice and the first copy is evicted: the key and value left in
     layer 0 must equal `at_start`, computed at position 0. Models that ignore positions fail this.
     """
-    kv_cache = BoundedCache(rotations, capacity=2)
+    kv_cache = _hub_cache(rotations, 2)
     ids = [[_probe_token(config)] * 2]
     module(
         input_ids=torch.tensor(ids, device=module.device),
@@ -214,7 +224,7 @@ def _sample(
 ) -> list[tuple[Tensor, Tensor]]:
     """Both cached tensors [H, D] of each layer with rows after a token is read at `position`."""
     config = module.config.get_text_config(decoder=True)
-    kv_cache = BoundedCache(rotations, capacity=1, kinds=kinds)
+    kv_cache = _hub_cache(rotations, 1, kinds)
     try:
         _read(module, [_probe_token(config)], kv_cache, position)
         return [
@@ -258,7 +268,7 @@ def probe_state(
     tolerance = _STATE_TOLERANCE[0 if is_exact else 1]
 
     def new() -> BoundedCache:
-        return BoundedCache(rotations, len(ids), kinds=kinds)
+        return _hub_cache(rotations, len(ids), kinds)
 
     try:
         whole = _read(module, ids, new(), 0)

@@ -22,13 +22,26 @@ def quiet_libraries() -> Iterator[None]:
     Their progress bars stay off afterwards, too. It can also be used as a decorator:
     `@quiet_libraries()`. Problems are reported by exceptions alone.
     """
+    switch_off_bars()
+    with no_warnings():
+        yield
+
+
+def switch_off_bars() -> None:
+    """From now on, transformers and the hub's library show no bars and no warnings of their own."""
     from transformers.utils import logging as transformers_logging
 
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # and those of the hub's library
     with suppress(ImportError):  # the GGUF loader calls tqdm itself, which no switch turns off
         from transformers import modeling_gguf_pytorch_utils
 
         modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
+
+
+@contextmanager
+def no_warnings() -> Iterator[None]:
+    """Within this context, no library warns or writes log messages; it can be a decorator, too."""
     with no_logs(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

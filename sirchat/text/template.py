@@ -22,6 +22,7 @@ from jinja2.exceptions import TemplateError
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
+from sirchat.text.control_tokens import ControlTokens
 from sirchat.text.template_limits import render
 
 _PLAIN = (
@@ -72,12 +73,8 @@ class Template:
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
         self._template: str | None = None if tokenizer.chat_template else self._plain()
-        # Every added token counts as a control token, except runs of blanks, which are plain text.
-        tokenizer.chat_control_tokens = [
-            token.content
-            for token in tokenizer.added_tokens_decoder.values()
-            if not token.content.isspace()
-        ]
+        self._control_tokens = ControlTokens(tokenizer)
+        tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt (None without one), and those of the first user turn.
@@ -269,15 +266,13 @@ class Template:
             text = render(
                 source,
                 size,
-                messages=self._marked(messages, source),
+                messages=[self._marked(message) for message in messages],
                 add_generation_prompt=prompt,
                 tools=None,
                 documents=None,
                 **self._tokenizer.special_tokens_map,
             )
-            ids = self._tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)[
-                "input_ids"
-            ]
+            return self._control_tokens.ids(text)
         except TemplateError as error:
             problem = _brief(error)
             raise ModelError(f"the model's chat template refuses this turn: {problem}") from error
@@ -286,18 +281,10 @@ class Template:
         except Exception as error:  # a template is a program, and may fail in any way
             problem = f"{type(error).__name__}: {_brief(error)}"
             raise ModelError(f"the model's chat template fails: {problem}") from error
-        return [int(i) for i in ids]
 
-    def _marked(self, messages: Sequence[Message], source: str) -> list[Message]:
-        """The messages with marks around their text, so that it can't become control tokens.
-
-        transformers sets the marks, and removes them when the text is tokenized.
-        """
-        conversations, *_ = self._tokenizer._mark_chat_inputs(
-            source, [list(messages)], None, None, {}, True, False
-        )
-        marked: list[Message] = conversations[0]
-        return marked
+    def _marked(self, message: Message) -> Message:
+        """The message with marks in its text, so that no part of it becomes a control token."""
+        return {name: self._control_tokens.marked(text) for name, text in message.items()}
 
     def as_text(self, text: str) -> list[int]:
         """The ids of a text alone, without the chat template."""

@@ -24,7 +24,8 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
-from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from sirchat.text.template_language import GenerationBlocks, own_names, to_json
 
 _SECONDS = 0.5  # of processor time; templates of real models take some milliseconds
 _STEPS = 500_000  # lines of a template and of jinja that are run
@@ -114,17 +115,17 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(_OPERATORS)
 
     def __init__(self) -> None:
-        base = _compile_jinja_template("").environment
         self.rendering = _Rendering()
         super().__init__(
-            trim_blocks=base.trim_blocks,
-            lstrip_blocks=base.lstrip_blocks,
-            extensions=[type(one) for one in base.extensions.values()],
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
             optimized=False,  # constants are not computed while it is compiled
             finalize=self._shown,
         )
-        self.globals |= base.globals
-        self.filters = {name: self._limited(name, one) for name, one in base.filters.items()}
+        self.globals |= own_names()
+        filters = {**self.filters, "tojson": to_json}
+        self.filters = {name: self._limited(name, one) for name, one in filters.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))

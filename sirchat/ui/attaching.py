@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from os.path import basename
 from typing import TYPE_CHECKING
 
-from prompt_toolkit.completion import CompleteEvent, Completion, PathCompleter
-from prompt_toolkit.document import Document
-
 from sirchat.errors import UsageError
 from sirchat.text.text_file import (
     fenced,
@@ -25,7 +22,9 @@ from sirchat.text.text_file import (
 )
 from sirchat.ui.text import displayable_line, shorten
 
-if TYPE_CHECKING:  # typing at a prompt needs no model
+if TYPE_CHECKING:  # typing at a prompt needs no model, and `sirchat ask` no prompt
+    from prompt_toolkit.completion import CompleteEvent, Completion
+
     from sirchat.chat.events import TurnDone
     from sirchat.chat.session import Session
 
@@ -202,6 +201,9 @@ def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
 
     Hidden files are offered only if the first dot of their name is typed.
     """
+    from prompt_toolkit.completion import Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
     name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
     found = PathCompleter(expanduser=True).get_completions(Document(name), event)
     for one in found:

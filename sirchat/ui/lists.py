@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -13,13 +14,15 @@ from rich.text import Text
 
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
-from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, Choice, ModelFit
-from sirchat.models.listing import FoundModel
-from sirchat.saved.search import Part
-from sirchat.saved.session_list import SavedSession
 from sirchat.ui.cells import cut
 from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
+
+if TYPE_CHECKING:  # the prompt lists nothing
+    from sirchat.models.fit import Choice, ModelFit
+    from sirchat.models.listing import FoundModel
+    from sirchat.saved.search import Part
+    from sirchat.saved.session_list import SavedSession
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
@@ -86,9 +89,9 @@ class SessionLines:
         """The chat's name, and the line that a search found, or else a message of the user."""
         whose = "(this chat) " if one.id == self._present else "(open) " if one.in_use else ""
         said = one.last if cell_len(one.last) >= _LEAST_TEXT else one.first
-        parts = self._found.get(one.id) or [Part(said, False)]
+        parts = self._found.get(one.id, ())
         name = [("bold", one.name), ("", ": " if said else "")] if one.name else []
-        text = [("match" if part.is_match else "", part.text) for part in parts]
+        text = [("match" if part.is_match else "", part.text) for part in parts] or [("", said)]
         return [("dim", whose), *name, *text]
 
 
@@ -204,11 +207,14 @@ def _model_cells(one: ListedModel) -> list[str]:
 
 def print_fit(fit: ModelFit, console: Console) -> None:
     """Print what a model takes in memory: a table with a row for each choice of settings."""
+    from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR
+
     found, shape = fit.found, fit.found.shape
     context = _count(shape.context_length if shape is not None else None)
     about = f"{shape.kind if shape is not None else '?'}, {fit.weights / 1e6:,.1f} million weights"
     _print(console, displayable_line(f"{found.name}: {about}, context {context} tokens"), "bold")
-    _print(console, f"free memory here: {in_bytes(fit.free)}, of which {_PROGRAM} are for sirchat")
+    own = in_bytes(PROGRAM)
+    _print(console, f"free memory here: {in_bytes(fit.free)}, of which {own} are for sirchat")
     budgets = list(fit.choices[0].caches)
     _print(console, "")
     rows = [
@@ -232,14 +238,13 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     _print_table(console, [titles, *caches])
     _print(console, "")
     for line in _LEGEND:
-        _print(console, line, "dim")
+        _print(console, line.format(hour=TOKENS_PER_HOUR), "dim")
 
 
-_PROGRAM = in_bytes(PROGRAM)
 _LEGEND = (
     "loading: the most that the weights take while they are loaded",
     "reading: what is unpacked for a short time while a text is read",
-    f"archive: keys and values that are evicted in an hour of talk, {TOKENS_PER_HOUR:,} tokens,",
+    "archive: keys and values that are evicted in an hour of talk, {hour:,} tokens,",
     "  at most --archive-limit",
     "fits up to: the largest budget, in tokens, for which the free memory suffices",
 )

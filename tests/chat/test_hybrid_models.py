@@ -24,7 +24,8 @@ from sirchat.chat.session import Session
 from sirchat.engine.records import TurnRef
 from sirchat.engine.search import search
 from sirchat.errors import ModelError, SettingError
-from sirchat.memory.cache_layers import CacheState, StateLayer
+from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_dir

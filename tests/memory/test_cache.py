@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.hub_cache import HubCache
 from sirchat.memory.rope import Rotation
 
 HEADS, HEAD_DIM = 2, 8
@@ -62,9 +63,9 @@ def test_slot_i_holds_row_i_as_first_written_and_rotated_once(plan: list[tuple[s
 
 
 def test_attention_reads_the_new_rows_before_they_are_committed() -> None:
-    cache = BoundedCache(LAYERS, capacity=8)
+    cache = HubCache(LAYERS, capacity=8)
     for length in (3, 4):
-        seen = cache.update(*random_rows(length), 0)
+        seen = cache.layers[0].update(*random_rows(length))
         assert [t.shape[2] for t in seen] == [length, length]
         assert cache.length == cache.get_seq_length() == 0
         assert cache.get_mask_sizes(5, 0) == (5, 0)
@@ -117,13 +118,13 @@ def test_keys_do_not_drift_in_bfloat16() -> None:
     held, times = 2050, 2000
     cache = BoundedCache([LayerRotation(WHOLE)], capacity=held)
     first = random_rows(held - 1)[0].bfloat16()  # [1, H, n, D]
-    cache.update(first, first, 0)
+    cache.layers[0].update(first, first)
     cache.commit(held - 1)
     naive = first
     cos, sin = WHOLE.cos_sin(torch.tensor([1]), torch.tensor([0]))
     for _ in range(times):
         row = random_rows(1)[0].bfloat16()
-        cache.update(row, row, 0)
+        cache.layers[0].update(row, row)
         cache.commit(1)
         cache.keep(torch.arange(1, held))
         naive = WHOLE.apply(naive, cos, sin).bfloat16()
@@ -139,7 +140,7 @@ def write(cache: BoundedCache, count: int) -> list[list[tuple[Tensor, Tensor]]]:
     """Write random rows to every layer; returns for each row its layers' keys and values."""
     layers = [random_rows(count) for _ in LAYERS[: len(cache.layers)]]
     for layer, (keys, values) in enumerate(layers):
-        cache.update(keys, values, layer)
+        cache.layers[layer].update(keys, values)
     return [[(k[:, :, [i]], v[:, :, [i]]) for k, v in layers] for i in range(count)]
 
 
@@ -149,7 +150,7 @@ def random_rows(count: int) -> tuple[Tensor, Tensor]:
 
 
 def check(cache: BoundedCache, rows: list[Row]) -> None:
-    assert cache.length == cache.get_seq_length() == len(rows)
+    assert cache.length == len(rows)
     for layer, rotations in enumerate(LAYERS):
         for slot, row in enumerate(rows):
             for i, rotation in enumerate((rotations.key, rotations.value)):

@@ -33,7 +33,7 @@ def filled(dtype: torch.dtype = torch.float32) -> tuple[KeyValueStore, Vectors, 
     shape = (LAYERS, HEADS, ROWS, DIMS)
     keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     for layer in range(LAYERS):
-        cache.update(keys[layer][None], values[layer][None], layer)
+        cache.layers[layer].update(keys[layer][None], values[layer][None])
     cache.commit(ROWS)
     append_rows(ledger, [1.0] * ROWS)
     return store, keys.double().tolist(), values.double().tolist()

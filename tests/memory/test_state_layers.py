@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from families import HYBRIDS, build
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerRotation, layer_kinds, layer_numbers
+from sirchat.memory.cache_layers import LayerRotation, layer_numbers
+from sirchat.memory.hub_cache import HubCache, layer_kinds
 from sirchat.models.probe import cache_argument
 
 IDS = [(37 * at + at // 3) % 120 + 3 for at in range(30)]
@@ -24,15 +24,15 @@ def model(name: str) -> Any:
     return build(name, HYBRIDS[name])
 
 
-def new_cache(name: str) -> BoundedCache:
+def new_cache(name: str) -> HubCache:
     kinds = layer_kinds(model(name).config)
-    return BoundedCache([LayerRotation(None)] * len(layer_numbers(kinds)), 64, kinds=kinds)
+    return HubCache([LayerRotation(None)] * len(layer_numbers(kinds)), 64, kinds=kinds)
 
 
 @torch.inference_mode()
 def write(name: str, kv_cache: Any, ids: list[int]) -> Tensor:
     """Logits [m, V] of a pass that has not been committed."""
-    if isinstance(kv_cache, BoundedCache):
+    if isinstance(kv_cache, HubCache):
         kv_cache.begin_pass()
     start = kv_cache.get_seq_length()
     given = cache_argument(model(name), kv_cache)
@@ -42,7 +42,7 @@ def write(name: str, kv_cache: Any, ids: list[int]) -> Tensor:
     return logits
 
 
-def read(name: str, kv_cache: BoundedCache, ids: list[int]) -> Tensor:
+def read(name: str, kv_cache: HubCache, ids: list[int]) -> Tensor:
     logits = write(name, kv_cache, ids)
     kv_cache.commit(len(ids))
     return logits

@@ -45,7 +45,7 @@ def test_other_families_too(tmp_path: Path, kind: str) -> None:
     assert is_supported(parse_gguf(file))
     ours, ids = load_model(str(file), device="cpu"), list(range(10, 40))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
-    assert ours.tokenizer.get_vocab() == tokenizer.get_vocab()
+    assert ours.tokenizer.backend_tokenizer.get_vocab() == tokenizer.get_vocab()
     assert ours.tokenizer.encode("It's 12:30!") == tokenizer.encode("It's 12:30!")
     found, wanted = (one.forward(ids, one.new_cache(64)) for one in (ours, theirs))
     assert torch.allclose(found, wanted, atol=1e-4)

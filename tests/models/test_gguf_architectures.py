@@ -18,11 +18,13 @@ from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models.fit import fit_of, stored_weights  # noqa: E402
 from sirchat.models.gguf.contents import is_supported  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
-from sirchat.models.gguf.loading import load_module, load_tokenizer  # noqa: E402
+from sirchat.models.gguf.loading import load_module  # noqa: E402
+from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.model import load_model  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
+from sirchat.text.template_limits import render  # noqa: E402
 
 IDS = list(range(3, 43))
 SIZED = [
@@ -68,9 +70,11 @@ def test_the_logits_are_those_of_the_model_that_was_written(case: str, tmp_path:
     model = load_model(str(path), device="cpu")
     found = model.forward(IDS, model.new_cache(64))
     torch.testing.assert_close(found, logits(module), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits(model.module), logits(module), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits(model.module), logits(module), rtol=1e-5, atol=1e-5)
+    ours = dict(model.module.named_buffers())
     for name, buffer in module.named_buffers():  # such as the frequencies of the rotation
-        torch.testing.assert_close(model.module.get_buffer(name), buffer, rtol=1e-6, atol=0)
+        if "original" not in name:
+            torch.testing.assert_close(ours[name], buffer, rtol=1e-6, atol=0)
 
 
 def unpacked(layer: PackedLinear) -> torch.Tensor:
@@ -284,11 +288,15 @@ def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert max(ids) < VOCABULARY
     assert tokenizer.decode(ids) == TEXT
-    said = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    said = render(
+        tokenizer.chat_template,
+        5,
+        messages=[{"role": "user", "content": "hello"}],
+        add_generation_prompt=True,
     )
     assert said == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [3, 4]
+    for token, number in (("<|im_start|>", 3), ("<|im_end|>", 4)):
+        assert tokenizer.convert_tokens_to_ids(token) == number
     assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [4]
 
 
@@ -312,6 +320,5 @@ def test_text_is_split_as_the_file_says_before_pairs_are_merged(
     pre: str, numbers: list[str], bracket: list[str], spaces: list[str], tmp_path: Path
 ) -> None:
     tokenizer = vocabulary(tmp_path / "model.gguf", "llama", pre)
-    assert tokenizer.tokenize("1234") == numbers
-    assert tokenizer.tokenize("(hello") == bracket
-    assert tokenizer.tokenize("  1") == spaces
+    for text, tokens in (("1234", numbers), ("(hello", bracket), ("  1", spaces)):
+        assert tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).tokens == tokens

@@ -68,7 +68,8 @@ def test_blocks_are_unpacked_as_by_ggmls_own_package(kind: str) -> None:
 @pytest.mark.parametrize("kind", FOUR_BIT)
 def test_four_bit_blocks_are_taken_apart_without_loss(kind: str) -> None:
     tensor = random_tensor(kind, 6, 512)
-    q, scale, minimum = four_bit(tensor)
+    taken = four_bit(tensor)
+    q, scale, minimum = taken.q, taken.scale, taken.minimum
     assert (q.dtype, int(q.max())) == (torch.uint8, 15)
     again = q.view(6, 16, 32) * scale[..., None] + minimum[..., None]
     assert torch.equal(again.view(6, 512), floats(tensor))
@@ -127,7 +128,7 @@ def test_the_real_file_gives_the_model_that_transformers_makes_of_it(
     assert torch.equal(theirs.model.rotary_emb.inv_freq, ours.module.model.rotary_emb.inv_freq)
     tokenizer = AutoTokenizer.from_pretrained(folder, **name)
     text = "<|im_start|>user\nIt's Anna's 12th, naïve 東京!<|im_end|>\n"
-    assert tokenizer.get_vocab() == ours.tokenizer.get_vocab()
+    assert tokenizer.get_vocab() == ours.tokenizer.backend_tokenizer.get_vocab()
     assert tokenizer.encode(text) == ours.tokenizer.encode(text)
     assert tokenizer.chat_template == ours.tokenizer.chat_template
     assert tokenizer.special_tokens_map == ours.tokenizer.special_tokens_map

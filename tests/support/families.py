@@ -216,7 +216,7 @@ class BigramModel:
         rows = torch.tensor(ids, dtype=torch.float32)[None, None, :, None]  # [1, 1, m, 1]
         for layer in range(self.layers):
             self.before_layer(layer, ids)
-            cache.update(rows, rows, layer)
+            cache.layers[layer].update(rows, rows)
         self.passes.append(list(ids))
         return self.table[torch.tensor(ids)]
 

@@ -88,6 +88,8 @@ _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
     "llama3": ("llama", "llama", {"rope_parameters": _LLAMA_3, "head_dim": 32}),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 32}),
     "gemma2": ("gemma2", "gemma2", {**_GEMMA, "final_logit_softcapping": 20.0}),
     "gemma3": ("gemma3", "gemma3_text", {**_GEMMA, "num_hidden_layers": 7}),
     "gemma3-long": (

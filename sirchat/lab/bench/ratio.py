@@ -20,17 +20,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sirchat.config.profile import Profile
 from sirchat.lab.bench.record import machine
+from sirchat.models.decoder import Decoder
 from sirchat.models.model import (
     DeviceName,
     DtypeName,
     LoadedModel,
     Quantize,
-    finished,
     load_model,
     pick_device,
     pick_dtype,
     wrap_model,
 )
+from sirchat.models.packed import pack_module
 
 
 @dataclass(frozen=True)
@@ -198,21 +199,28 @@ def bench_model(
     device: DeviceName = "auto",
     dtype: DtypeName = "auto",
     quantize: Quantize = "auto",
+    for_hub: bool = False,
 ) -> LoadedModel:
-    """A model with random weights if `name` is in SHAPES, else the one that `load_model` loads."""
+    """A model with random weights if `name` is in SHAPES, else the one that `load_model` loads.
+
+    With `for_hub`, it is a model of transformers in any case.
+    """
     if name not in SHAPES:
-        return load_model(name, device=device, dtype=dtype, quantize=quantize)
+        return load_model(name, device=device, dtype=dtype, quantize=quantize, for_hub=for_hub)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
     torch.manual_seed(0)
     module: Any = AutoModelForCausalLM.from_config(config)
-    module = finished(module.to(where, kind), quantize)
+    module = module.to(where, kind).eval()
+    if quantize in ("int8", "int4"):
+        pack_module(module, 8 if quantize == "int8" else 4)
     return wrap_model(f"{name} (random weights)", module, None)
 
 
 def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
-    """A float32 copy for the plain loop; None if `model` is in float32 already, or on a GPU."""
-    if model.device.type != "cpu" or model.precision == "float32":
+    """A float32 copy in transformers, for the plain loop; None if `model` is one, or on a GPU."""
+    is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
+    if model.device.type != "cpu" or is_one:
         return None
-    return bench_model(profile.model, profile.device, "float32", "none")
+    return bench_model(profile.model, profile.device, "float32", "none", for_hub=True)

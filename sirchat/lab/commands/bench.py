@@ -405,7 +405,10 @@ def training(
     from sirchat.lab.bench.training import bench_training
 
     _measure(
-        partial(bench_training, tokens=tokens), BenchOptions(rounds=rounds), _load(profile), json
+        partial(bench_training, tokens=tokens),
+        BenchOptions(rounds=rounds),
+        _load(profile, for_hub=True),
+        json,
     )
 
 
@@ -426,7 +429,8 @@ def _measure(
     print_ratios(benchmark(model, options), model, options, as_json=json)
 
 
-def _load(profile: Profile) -> "LoadedModel":
+def _load(profile: Profile, *, for_hub: bool = False) -> "LoadedModel":
     from sirchat.lab.bench.ratio import bench_model
 
-    return bench_model(profile.model, profile.device, profile.dtype, profile.quantize)
+    model, kind = profile.model, profile.dtype
+    return bench_model(model, profile.device, kind, profile.quantize, for_hub)

@@ -232,12 +232,13 @@ def _run(
     json: bool,
     debug: bool,
 ) -> None:
-    model = load(profile, trust_remote_code)
+    for_hub = getattr(made, "needs_hub", False)
+    model = load(profile, trust_remote_code, for_hub=for_hub)
     from sirchat.lab.studies.run import run
     from sirchat.lab.studies.workers import Cluster, run_in_processes, run_on_ray
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
-    remote, again = None, partial(_load_again, typed, profile, trust_remote_code)
+    remote, again = None, partial(_load_again, typed, profile, trust_remote_code, for_hub)
     if ray == "local":
         remote = partial(run_in_processes, load=again, workers=workers)
     elif ray is not None:
@@ -246,11 +247,11 @@ def _run(
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 
-def _load_again(typed: list[str], profile: Profile, trust: bool) -> "LoadedModel":
+def _load_again(typed: list[str], profile: Profile, trust: bool, for_hub: bool) -> "LoadedModel":
     """Load the model in another process, after importing the policies `typed` by the user."""
     for name in typed:
         import_typed(name)
-    return load(profile, trust)
+    return load(profile, trust, for_hub=for_hub)
 
 
 def _keyword(

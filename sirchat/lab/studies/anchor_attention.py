@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class AnchorAttention(ExtendedByLimit):
 
     Raises SettingError for fewer than two facts, and for more facts than there are kinds of fact.
     """
+
+    needs_hub: ClassVar[bool] = True
 
     profile: Profile
     limit: int = 50

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ class AttentionStudy(ExtendedByLimit):
 
     Raises SettingError for too few tokens, and when the file can't be read.
     """
+
+    needs_hub: ClassVar[bool] = True
 
     profile: Profile
     limit: int = 256

@@ -142,6 +142,9 @@ class Grid(ABC):
     seed: int = 0
     repeats: int = 1
 
+    needs_hub: ClassVar[bool] = False
+    """Whether module and tokenizer must be those of transformers, whatever the file."""
+
     longest_reply: ClassVar[int] = 64
     """The largest number of tokens that a reply may have."""
 

@@ -41,8 +41,8 @@ from sirchat.lab.training.anchor_trainer import (
     collate,
 )
 from sirchat.lab.training.losses import LossHistory, checkpoint_losses
-from sirchat.models.model import gguf_parts
 from sirchat.models.names import locate, unloadable
+from sirchat.models.parts import gguf_parts
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 
@@ -164,7 +164,8 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
     try:
         if where and not options.scratch:
             cpu = torch.device("cpu")
-            if found := gguf_parts(source, cpu, "float32", "none", None, **where):
+            path = Path(source) / where["gguf_file"]
+            if found := gguf_parts(path, cpu, torch.float32, None, packs=False, for_hub=True):
                 return found
         tokenizer = AutoTokenizer.from_pretrained(source, **more)
         if options.scratch and not checkpoint:

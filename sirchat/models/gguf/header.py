@@ -209,7 +209,7 @@ class _Reader:
 
     def _array(self, kind: int) -> list[Any]:
         if kind == _STRING and self._with_lists_of_text:
-            return [self._string() for _ in range(self._count(8))]
+            return self._texts(self._count(8))
         if kind == _STRING:
             self._skip_texts(self._count(8))
             return []
@@ -220,6 +220,18 @@ class _Reader:
         values = struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._mapped, self._at)
         self._at += count * size
         return list(values)
+
+    def _texts(self, count: int) -> list[str]:
+        """Read so many texts; in one loop, which takes a third of the time of calls."""
+        at, data, length_of, texts = self._at, self._mapped, struct.Struct("<Q").unpack_from, []
+        for _ in range(count):
+            start = at + 8
+            at = start + length_of(data, at)[0]
+            if at > self._size:
+                raise self.broken(f"it ends before the end of {count:,} texts")
+            texts.append(data[start:at].decode("utf-8"))
+        self._at = at
+        return texts
 
     def _skip_texts(self, count: int) -> None:
         at, length_of = self._at, struct.Struct("<Q").unpack_from

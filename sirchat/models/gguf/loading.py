@@ -1,7 +1,8 @@
-"""Makes a transformers model from a GGUF file: an empty model first, then one tensor at a time.
+"""Makes a model from a GGUF file: an empty model first, then one tensor at a time.
 
-Reads the architectures of `architectures.py`. transformers reads the others itself, in several
-passes over the file, and meanwhile has all weights in memory twice. Blocks are laid out as in ggml
+Reads the architectures of `architectures.py`: Llama-shaped ones into a `Decoder`, the others into a
+model of transformers. transformers reads more architectures itself, in several passes over the
+file, and meanwhile has all weights in memory twice. Blocks are laid out as in ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 """
 
@@ -14,13 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
-from tokenizers import Regex
-from tokenizers import pre_tokenizers as splits
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from sirchat.errors import ModelError
+from sirchat.models.decoder import Decoder
+from sirchat.models.decoder_config import DecoderConfig
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
 from sirchat.models.gguf.contents import Target, config_values, target_of
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
@@ -37,7 +36,7 @@ from sirchat.models.packed import (
     has_same_input,
 )
 from sirchat.models.packed_experts import PackedExperts
-from sirchat.models.progress import Progress
+from sirchat.models.progress import Progress, switch_off_bars
 from sirchat.models.threads import trim_memory
 
 
@@ -45,14 +44,20 @@ class FourBit(NamedTuple):
     """A matrix [N, K] of weights `q * scale + minimum`.
 
     Attributes:
-        q: uint8 [N, K], 0 to 15.
+        nibbles: uint8 [N, K / 32, 16], two q of 0 to 15 in each byte: the low four bits are those
+            of the first 16 of a group, the high ones those of the others.
         scale: float32 [N, K / 32], one for each group of 32.
         minimum: float32 [N, K / 32], also one for each group.
     """
 
-    q: Tensor
+    nibbles: Tensor
     scale: Tensor
     minimum: Tensor
+
+    @property
+    def q(self) -> Tensor:
+        """The values q, uint8 [N, K]."""
+        return _nibbles(self.nibbles).flatten(1)
 
 
 def four_bit(tensor: GgufTensor) -> FourBit:
@@ -60,7 +65,8 @@ def four_bit(tensor: GgufTensor) -> FourBit:
     rows, columns = tensor.shape
     blocks = torch.from_numpy(np.array(tensor.blocks))  # [b, bytes of a block]
     taken = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
-    return FourBit(taken.q.reshape(rows, columns), *(x.reshape(rows, -1) for x in taken[1:]))
+    groups = (rows, columns // GROUP)
+    return FourBit(taken.nibbles.reshape(*groups, -1), *(x.reshape(groups) for x in taken[1:]))
 
 
 def floats(tensor: GgufTensor) -> Tensor:
@@ -71,9 +77,9 @@ def floats(tensor: GgufTensor) -> Tensor:
         kind = np.float32 if tensor.type == "F32" else np.float16
         return torch.from_numpy(np.array(tensor.data).view(kind)).reshape(tensor.shape)
     if tensor.type in FOUR_BIT and len(tensor.shape) == 2:
-        q, scale, minimum = four_bit(tensor)
-        grouped = q.view(*scale.shape, GROUP)
-        return (grouped * scale[..., None] + minimum[..., None]).view(tensor.shape)
+        taken = four_bit(tensor)
+        scale, minimum = taken.scale[..., None], taken.minimum[..., None]
+        return (_nibbles(taken.nibbles) * scale + minimum).view(tensor.shape)
     if tensor.type == "Q8_0":
         blocks = torch.from_numpy(np.array(tensor.blocks))
         return (blocks[:, 2:].view(torch.int8) * _half(blocks, 0)).reshape(tensor.shape)
@@ -92,17 +98,17 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """The low four bits of n bytes [b, n], then their high four bits: [b, 2 n]."""
+    """The low four bits of n bytes [..., n], then their high four bits: [..., 2 n]."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 
 def _q4_0(blocks: Tensor) -> FourBit:
     scale = _half(blocks, 0)
-    return FourBit(_nibbles(blocks[:, 2:]), scale, -8 * scale)
+    return FourBit(blocks[:, 2:], scale, -8 * scale)
 
 
 def _q4_1(blocks: Tensor) -> FourBit:
-    return FourBit(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+    return FourBit(blocks[:, 4:], _half(blocks, 0), _half(blocks, 2))
 
 
 def _q4_k(blocks: Tensor) -> FourBit:
@@ -111,8 +117,9 @@ def _q4_k(blocks: Tensor) -> FourBit:
     low, high, mixed = packed.unbind(1)  # [b, 4] each
     scale = torch.cat((low & 63, (mixed & 15) | (low >> 6 << 4)), -1)
     minimum = torch.cat((high & 63, (mixed >> 4) | (high >> 6 << 4)), -1)
-    q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 256)
-    return FourBit(q, scale * _half(blocks, 0), minimum * -_half(blocks, 2))
+    first, second = blocks[:, 16:].view(-1, 4, 2, 16).unbind(2)  # of two groups of 32: low, high
+    pairs = (first & 15) | (second << 4), (first >> 4) | (second & 0xF0)
+    return FourBit(torch.stack(pairs, 2), scale * _half(blocks, 0), minimum * -_half(blocks, 2))
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
@@ -125,38 +132,9 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return q * scale[..., None]
 
 
-_ROWS = 512  # rows of a matrix that are unpacked at a time
-_SOME = 10  # tensors after which free memory is returned to the system
+_NUMBERS = 2**18  # of a matrix that are unpacked at a time, and stay in the processor's cache
+_MUCH = 2**26  # bytes that are read between two times that free memory is given back
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
-
-_DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone")
-_THREE_DIGITS = ("glm4", "chatglm-bpe")
-_PARTS_OF_TEXT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # as of the Llama 3 vocabulary
-
-
-def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Load the tokenizer of a GGUF file that `is_supported`."""
-    if file.architecture.startswith("qwen"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, tokenizer_type="qwen2")
-    else:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
-    split = _split_of(str(file.metadata.get("tokenizer.ggml.pre")))
-    if split is not None:
-        tokenizer.backend_tokenizer.pre_tokenizer = split
-    return tokenizer
-
-
-def _split_of(name: str) -> Any:
-    """How text is split before pairs of bytes are merged, where transformers does not know it."""
-    if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
-        return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
-    if name in _THREE_DIGITS:
-        parts = splits.Split(Regex(_PARTS_OF_TEXT), "isolated")
-        return splits.Sequence([parts, splits.ByteLevel(False, use_regex=False)])
-    return None
 
 
 def load_module(
@@ -165,17 +143,22 @@ def load_module(
     progress: Progress | None = None,
     *,
     keep_packed: bool = False,
+    for_hub: bool = False,
 ) -> Any:
-    """Make the transformers model of a GGUF file, with its weights unpacked to `dtype`.
+    """Make the model of a GGUF file on the CPU, with its weights unpacked to `dtype`.
 
     With `keep_packed`, four-bit matrices stay as they are, and matrices in other blocks get eight
-    bits with a scale for each row. Raises ModelError if tensors are missing or of another shape.
+    bits with a scale for each row. With `for_hub`, it is a model of transformers in any case.
+    Raises ModelError if tensors are missing or of another shape.
     """
-    loader = _Loader(file, dtype, keep_packed)
+    loader = _Loader(file, dtype, keep_packed, for_hub)
+    read = 0
     for done, (name, tensor) in enumerate(file.tensors.items(), 1):
         loader.add(name, tensor)
         file.leave_pages()
-        if done % _SOME == 0 or done == len(file.tensors):
+        read += tensor.data.nbytes
+        if read >= _MUCH or done == len(file.tensors):
+            read = 0
             trim_memory()
         if progress is not None:
             progress("Reading weights", done, len(file.tensors))
@@ -185,13 +168,16 @@ def load_module(
 class _Loader:
     """An empty model, to which the tensors of a file are added one by one."""
 
-    def __init__(self, file: GgufFile, dtype: torch.dtype, keep_packed: bool) -> None:
+    def __init__(
+        self, file: GgufFile, dtype: torch.dtype, keep_packed: bool, for_hub: bool
+    ) -> None:
         self._file, self._dtype, self._keep_packed = file, dtype, keep_packed
         self._values = config_values(file) or {}
         _check_sizes(file, self._values)
-        config = AutoConfig.for_model(**self._values)
-        with init_empty_weights(include_buffers=False):
-            self._module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        is_own = DecoderConfig.can_read(self._values) and not for_hub
+        self._module: Any = (
+            Decoder(DecoderConfig(self._values), dtype) if is_own else _empty(self._values, dtype)
+        )
         self._store = WeightStore(_most_packed(file) if keep_packed else 0)
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
@@ -275,20 +261,33 @@ class _Loader:
         If the layer `is_alone`, and not joined with others, eight bits are put into the store as
         they are computed, as a head and a copy of it would take much memory.
         """
-        values = self._values
+        values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
         if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
-            if change is not None:
-                return Int4Linear(*(_restored(one, change, values) for one in four_bit(tensor)))
-            parts = [Int4Linear(*four_bit(part)) for part in tensor.row_blocks(_ROWS)]
-            return Int4Linear.joining(parts)
+            parts = [tensor] if change is not None else tensor.row_blocks(most)
+            layers = [
+                Int4Linear.of_nibbles(*(_restored(one, change, values) for one in four_bit(part)))
+                for part in parts
+            ]
+            return layers[0] if len(layers) == 1 else Int4Linear.joining(layers)
         has_place = is_alone and change is None
         q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
-        for start, part in zip(range(0, len(q), _ROWS), tensor.row_blocks(_ROWS), strict=True):
-            rows = slice(start, start + _ROWS)
+        for start, part in zip(range(0, len(q), most), tensor.row_blocks(most), strict=True):
+            rows = slice(start, start + most)
             q[rows], scale[rows] = eight_bits(floats(part))
         return Int8Linear(*(_restored(one, change, values) for one in (q, scale)))
+
+
+def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A model of transformers without weights."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    switch_off_bars()
+    config = AutoConfig.for_model(**values)
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
@@ -334,7 +333,7 @@ def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) 
         start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
         return torch.cat((weight[:start], _grouped(weight[start:], values)))
     if change == "value columns" and weight.ndim > 1:
-        return _grouped(weight.T, values).T.contiguous()
+        return _grouped(weight.transpose(0, 1), values).transpose(0, 1).contiguous()
     return weight
 
 

@@ -37,8 +37,8 @@ def test_a_made_model_is_loaded_packed_and_computes(
     assert "packed" in model.precision
     assert model.decode_step is not None
     assert model.tokenizer is not None
-    assert model.tokenizer.convert_ids_to_tokens(2999) == "<unused-2999>"
-    assert model.tokenizer.decode(model.tokenizer("hello there").input_ids) == "hello there"
+    assert model.tokenizer.backend_tokenizer.id_to_token(2999) == "<unused-2999>"
+    assert model.tokenizer.decode(model.tokenizer.encode("hello there")) == "hello there"
     logits = model.module(torch.tensor([[5, 6, 7, 2999]])).logits
     assert 0.1 < logits.std() < 10
     weights = model.module.model.layers[1].mlp.down_proj.unpacked().float()

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class LmEval:
     Raises UsageError if lm-eval is not installed, SettingError for an unknown task and for a
     setting that has no effect.
     """
+
+    needs_hub: ClassVar[bool] = True
 
     settings: tuple[Profile, ...]
     tasks: tuple[str, ...]

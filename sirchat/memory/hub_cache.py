@@ -1,0 +1,121 @@
+"""The KV cache as the models of transformers take it: a `transformers.Cache`.
+
+Every model with per-token keys and values can use it unpatched, hybrid models, too. This is the
+only file of this folder that imports transformers, which takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.cache_layers import Cursor, LayerKind, LayerRotation, RowLayer
+
+
+class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is untyped
+    """A `BoundedCache` that is a `transformers.Cache`, for models of any kind of layers.
+
+    Args:
+        rotations, capacity, dtype: as those of `BoundedCache`.
+        kinds: the kind of each layer of the model; None if all have keys and values only.
+        reads_singly: whether the model can continue a state by one token at a time only.
+    """
+
+    def __init__(
+        self,
+        rotations: list[LayerRotation],
+        capacity: int,
+        dtype: torch.dtype | None = None,
+        kinds: list[LayerKind] | None = None,
+        reads_singly: bool = False,
+    ) -> None:
+        self._kinds = kinds
+        BoundedCache.__init__(self, rotations, capacity, dtype)
+        self.reads_singly = reads_singly
+        Cache.__init__(self, layers=self.layers)
+
+    def _new_layers(
+        self, cursor: Cursor, rotations: Sequence[LayerRotation], dtype: torch.dtype | None
+    ) -> list[Any]:
+        rest, layers = iter(rotations), list[Any]()
+        kinds = [(True, 0)] * len(rotations) if self._kinds is None else self._kinds
+        for has_rows, states in kinds:
+            rows = (cursor, next(rest), dtype) if has_rows else ()
+            if states:
+                layers.append(RowAndStateLayer(states, *rows) if has_rows else StateLayer(states))
+            else:
+                layers.append(HubRowLayer(*rows) if has_rows else DummyLayer())
+        return layers
+
+
+class HubRowLayer(RowLayer, CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values, as a layer of transformers' cache."""
+
+    is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.cursor.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cursor.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """One layer's recurrent and convolution states, without keys and values."""
+
+    def copy_state(self) -> dict[tuple[str, int], Tensor]:
+        """A copy of the states that were written."""
+        kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
+        return {
+            (kind, number): tensor.clone()
+            for kind, states in kinds.items()
+            for number, tensor in states.items()
+            if tensor is not None and self.has_previous_state[number]
+        }
+
+    def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
+        """Continue from a copy of `state`."""
+        LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
+        for (kind, number), tensor in state.items():
+            getattr(self, f"{kind}_states")[number] = tensor.clone()
+            getattr(self, f"is_{kind}_states_initialized")[number] = True
+            self.has_previous_state[number] = True
+            if kind == "conv":
+                self.conv_kernel_size[number] = tensor.shape[-1]
+                self.dtype, self.device = tensor.dtype, tensor.device
+
+
+class RowAndStateLayer(StateLayer, HubRowLayer):
+    """One layer with both: keys and values, and states."""
+
+    def __init__(self, states: int, *args: Any) -> None:
+        HubRowLayer.__init__(self, *args)
+        LinearAttentionCacheLayerMixin.__init__(self, states)
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """The kind of each layer of a model, as transformers' own cache has it."""
+    return [
+        (
+            isinstance(layer, CacheLayerMixin),
+            layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+        )
+        for layer in DynamicCache(config=config).layers
+    ]

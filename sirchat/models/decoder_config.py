@@ -1,0 +1,80 @@
+"""The config of a Llama-shaped model that is read here: what transformers' config says of it.
+
+It has the same values, so that a saved chat knows its model again, whoever reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+_SHARED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "attention_dropout": 0.0,
+}
+_QWEN: dict[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+}
+_USUAL: dict[str, dict[str, Any]] = {
+    "llama": _SHARED | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _SHARED | _QWEN,
+    "qwen3": _SHARED | _QWEN | {"attention_bias": False},
+}
+"""By model type, the values that its GGUF files do not say, as in transformers."""
+
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+class DecoderConfig:
+    """The config of a model that `decoder.py` can compute; its values are attributes.
+
+    Args:
+        values: as of transformers' config; `can_read` says which.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        own = dict(values)
+        rotation = {**own.pop("rope_parameters", {}), "rope_theta": own.pop("rope_theta")}
+        rotation.setdefault("rope_type", "default")
+        own["rope_parameters"] = rotation  # in transformers' order, on which the hash depends
+        self._values: dict[str, Any] = _USUAL[own["model_type"]] | own
+        if "max_window_layers" in self._values:
+            self._values["layer_types"] = ["full_attention"] * own["num_hidden_layers"]
+
+    @staticmethod
+    def can_read(values: Mapping[str, Any]) -> bool:
+        """Whether the values of a GGUF file's config are those of a model that is computed here."""
+        has_all = all(values.get(name) for name in _NEEDED)
+        return has_all and values.get("model_type") in _USUAL
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def get_text_config(self, decoder: bool = True) -> Self:
+        """This config: the model reads nothing but text."""
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values, by name."""
+        return dict(self._values)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The values that differ from the usual ones of all models in transformers."""
+        return dict(self._values)

@@ -1,0 +1,99 @@
+"""A tokenizer by the library `tokenizers` alone: what sirchat asks of one of transformers.
+
+It imports no transformers, which takes a second. Its ids are those of transformers' tokenizer over
+the same backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class FastTokenizer:
+    """Turns text into ids and back.
+
+    Args:
+        backend: does the work; it has all added tokens.
+        special: which tokens have which part, such as `{"eos_token": "</s>"}`; `SPECIAL` has the
+            names. A name that is missing or None has no token.
+        chat_template: the model's chat template, if it has one.
+
+    Attributes:
+        backend_tokenizer: `backend`.
+        chat_control_tokens: the tokens that a chat's texts never become; a `Template` sets them.
+        special_tokens_map: `special`, without those that are None.
+    """
+
+    def __init__(
+        self, backend: Tokenizer, special: Mapping[str, str | None], chat_template: str | None
+    ) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self.chat_control_tokens: list[str] | None = None
+        self.special_tokens_map = {name: one for name, one in special.items() if one is not None}
+        for name in SPECIAL:
+            token = special.get(name)
+            setattr(self, name, token)
+            setattr(self, f"{name}_id", None if token is None else backend.token_to_id(token))
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, without those that were added."""
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=False))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The added tokens, by id."""
+        found: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        return found
+
+    @property
+    def added_tokens_encoder(self) -> dict[str, int]:
+        """The ids of the added tokens, by text."""
+        return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
+
+    def get_chat_template(self) -> str | None:
+        """The model's chat template."""
+        return self.chat_template
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """The id of a token; that of the unknown token, or None, for text that is no token."""
+        found: int | None = self.backend_tokenizer.token_to_id(token)
+        return getattr(self, "unk_token_id", None) if found is None else found
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            text: the text.
+            add_special_tokens: whether the model's first token, if it has one, comes before.
+            split_special_tokens: whether special tokens in the text are read as plain text.
+        """
+        backend = self.backend_tokenizer
+        backend.encode_special_tokens = split_special_tokens
+        found: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return found
+
+    def __call__(self, text: str, **how: bool) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, **how)}
+
+    def decode(
+        self,
+        ids: int | Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """The text of ids; spaces are never cleaned up."""
+        given = [ids] if isinstance(ids, int) else list(ids)
+        text: str = self.backend_tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
+        return text

@@ -1,0 +1,251 @@
+"""Llama-shaped GGUF files are read without transformers, and computed as it computes them.
+
+The oracle is transformers' own model and tokenizer of the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("gguf")
+
+from transformers import AutoConfig
+
+from chatting import session, tiny
+from gguf_file import write_gguf
+from gguf_models import random_model, write_model
+from scorers import random_scorer
+from sirchat.memory.hub_cache import HubCache
+from sirchat.models.attention_hook import AttentionCall
+from sirchat.models.decoder import Decoder
+from sirchat.models.decoder_config import DecoderConfig
+from sirchat.models.gguf.contents import config_values
+from sirchat.models.gguf.header import parse_gguf
+from sirchat.models.gguf.vocabulary import hub_tokenizer, load_tokenizer
+from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.probe import probe_rotations
+from sirchat.saved.autosave import fingerprint
+
+CASES = ["llama", "llama3", "qwen2", "qwen3"]
+CHUNKS = 33, 1, 7, 2, 40
+IDS = [3 + (11 * at) % 170 for at in range(sum(CHUNKS))]
+
+Pair = tuple[LoadedModel, LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+def file_of(case: str, folder: Path, kind: str = "F32") -> Path:
+    path = folder / f"{case}-{kind}.gguf"
+    if not path.exists():
+
+        def kind_of(name: str, shape: tuple[int, ...]) -> str:
+            return "F32" if len(shape) < 2 else "Q8_0" if "embd" in name else kind
+
+        write_model(path, random_model(case), case, kind_of)
+    return path
+
+
+@cache
+def pair(path: Path, quantize: Any = "none") -> Pair:
+    """The file as it is read here, and as a model of transformers."""
+    ours = load_model(str(path), device="cpu", quantize=quantize)
+    theirs = load_model(str(path), device="cpu", quantize=quantize, for_hub=True)
+    assert isinstance(ours.module, Decoder)
+    assert not isinstance(theirs.module, Decoder)
+    return ours, theirs
+
+
+def outcome(model: LoadedModel, **how: Any) -> list[Tensor]:
+    """Logits of ids read in chunks, then the keys and values of every layer."""
+    kv_cache, found, start = model.new_cache(len(IDS)), list[Tensor](), 0
+    for count in CHUNKS:
+        found.append(model.forward(IDS[start : start + count], kv_cache, **how))
+        kv_cache.commit(count)
+        start += count
+    rows = [view(at) for at in range(2) for view in (kv_cache.layer_keys, kv_cache.layer_values)]
+    return [*found, *(one.float() for one in rows)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_of_any_length_have_the_logits_and_rows_of_transformers(
+    case: str, folder: Path
+) -> None:
+    ours, theirs = (outcome(model) for model in pair(file_of(case, folder)))
+    for one, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_weights_differ_by_the_rounding_of_bfloat16(case: str, folder: Path) -> None:
+    ours, theirs = (outcome(model) for model in pair(file_of(case, folder, "Q4_0"), "packed"))
+    for one, wanted in zip(ours, theirs, strict=True):
+        assert (one - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_ids_see_the_rows_that_they_are_shown_at_the_positions_given(folder: Path) -> None:
+    visible = torch.rand(9, 29, generator=torch.Generator().manual_seed(0)) < 0.5
+    visible[:, 20:] = torch.ones(9, 9, dtype=torch.bool).tril()
+    found = []
+    for model in pair(file_of("qwen3", folder)):
+        kv_cache = model.new_cache(40)
+        model.forward(IDS[:20], kv_cache)
+        kv_cache.commit(20)
+        found.append(model.forward(IDS[20:29], kv_cache, visible=visible, positions=range(50, 59)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=2e-5)
+
+
+class Weights:
+    """Keeps the attention weights of each layer."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def observe(self, call: AttentionCall) -> None:
+        self.seen.append(call.weights())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_observers_see_the_attention_weights_and_the_logits_stay(case: str, folder: Path) -> None:
+    seen = []
+    for model in pair(file_of(case, folder)):
+        assert model.exposes_attention
+        observer, plain = Weights(), outcome(model)
+        for one, wanted in zip(outcome(model, observer=observer), plain, strict=True):
+            torch.testing.assert_close(one, wanted, rtol=1e-5, atol=2e-5)
+        seen.append(observer.seen)
+    for one, wanted in zip(*seen, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scorer_gets_the_states_of_its_layers(folder: Path) -> None:
+    found = []
+    for model in pair(file_of("llama", folder)):
+        scores = list[float]()
+        scored = replace(model, scorer=random_scorer(model, (1, 2)))
+        scored.read(IDS, scored.new_cache(len(IDS)), scores=scores)
+        found.append(scores)
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path) -> None:
+    values = config_values(parse_gguf(file_of(case, folder)))
+    assert values is not None
+    wanted = AutoConfig.for_model(**values).to_diff_dict()
+    wanted.pop("transformers_version")
+    assert DecoderConfig(values).to_diff_dict() == wanted
+    ours, theirs = pair(file_of(case, folder))
+    assert fingerprint(ours) == fingerprint(theirs), "a chat saved before must find its model"
+    assert ours.context_length == theirs.context_length == 512
+    probed = probe_rotations(theirs.module, case)
+    for one, rotation in zip(ours.rotations, probed, strict=True):
+        assert one.key is not None
+        assert rotation.key is not None
+        assert torch.equal(one.key.inv_freq, rotation.key.inv_freq)
+        assert (one.key.interleaved, one.key.offset, one.value) == (False, 0, None)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "kvzip"])
+def test_a_policy_that_needs_attention_can_be_switched_to_in_a_chat(
+    policy: str, folder: Path
+) -> None:
+    path = write_gguf(folder / f"{policy}.gguf", tiny())
+    held = []
+    for model in pair(path):
+        chat = session(model, budget=64, max_new_tokens=6)
+        list(chat.ask("My name is Anna, and I live in a village by a long river."))
+        list(chat.switch("/policy", policy=policy))
+        list(chat.ask("Tell me of the village, and then of the river and its fish."))
+        held.append(chat._engine.ledger.held_positions.tolist())
+        assert chat.resident <= 64
+    assert held[0] == held[1]
+
+
+def test_a_model_of_transformers_keeps_its_cache(folder: Path) -> None:
+    ours, theirs = pair(file_of("llama", folder))
+    assert isinstance(theirs.new_cache(1), HubCache)
+    assert not isinstance(ours.new_cache(1), HubCache)
+
+
+PRES = ["llama-bpe", "qwen2", "gpt-2", "default", "tekken", "smollm", "glm4"]
+
+
+def texts(count: int) -> list[str]:
+    """Texts of words, digits, blanks, signs, other scripts, and control tokens."""
+    parts = [
+        *("Hello", " world", "it's", "I'M", " 12345", "  7", "\n", "\n\n  ", "\t", "!?", " (b)"),
+        *("naïve", "東京", "Привет", "🙂", "é", "e\u0301", "\u200b", "\r\n", "<s>", "</s>"),
+        *("<|user|>", "<|assistant|>", "<|im_end|>", "def f(x):", "…", "don’t", " ", "ſ"),
+    ]
+    draw = random.Random(0)
+    return ["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(count)]
+
+
+def test_two_thousand_texts_have_the_ids_of_transformers(folder: Path) -> None:
+    path = write_gguf(folder / "words.gguf", tiny())
+    ours, theirs = (model.tokenizer for model in pair(path))
+    for text in texts(2000):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        assert ours(text, **plain)["input_ids"] == theirs(text, **plain)["input_ids"]
+        skipped = ours.decode(ids, skip_special_tokens=True)
+        assert skipped == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("pre", PRES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_vocabulary_of_byte_pairs_is_the_one_that_transformers_makes(
+    architecture: str, pre: str, tmp_path: Path
+) -> None:
+    import gguf
+
+    from gguf_tokens import add_byte_pairs
+
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    add_byte_pairs(writer, 320, pre)
+    writer.add_add_bos_token(architecture == "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    file = parse_gguf(tmp_path / "model.gguf")
+    found, wanted = (
+        load(str(tmp_path), "model.gguf", file) for load in (load_tokenizer, hub_tokenizer)
+    )
+    assert type(found) is not type(wanted)
+    ours, theirs = (json.loads(one.backend_tokenizer.to_str()) for one in (found, wanted))
+    assert ours == theirs
+    assert found.special_tokens_map == wanted.special_tokens_map
+    assert (len(found), found.vocab_size) == (len(wanted), wanted.vocab_size)
+    assert (found.bos_token_id, found.eos_token_id) == (1, 2)
+
+
+def test_a_question_to_a_gguf_model_is_answered_without_transformers(folder: Path) -> None:
+    path = write_gguf(folder / "asked.gguf", tiny(), "Q8_0")
+    program = (
+        "import sys; from sirchat.cli import main\n"
+        "try: main()\n"
+        "finally: print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
+        "if n in sys.modules], file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, "ask", "-m", str(path), "--max-new-tokens", "4", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert done.stderr.splitlines()[-1] == "[]"
