@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -22,10 +21,18 @@ from starlette.types import Receive, Scope, Send
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, format_value
 from sirchat.server.access import Access, too_large
+from sirchat.server.completions import ChatShape, Shape, TextShape
 from sirchat.server.conversations import Conversations, History
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, plain_text
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
-from sirchat.server.requests import MOST_BYTES, ChatRequest, RequestError, parse_request
+from sirchat.server.requests import (
+    MOST_BYTES,
+    ChatRequest,
+    ReplyRequest,
+    RequestError,
+    TextRequest,
+    parse_request,
+)
 
 Result = TypeVar("Result")
 
@@ -61,7 +68,8 @@ class ChatServer:
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/sirchat/sessions/{id}", self._memory),
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._continue, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
             exception_handlers={
@@ -85,8 +93,22 @@ class ChatServer:
             raise RequestError("there is no such conversation; it may be dropped", status=404)
         return JSONResponse(asdict(found))
 
-    async def _complete(self, request: Request) -> Response:
-        asked = parse_request(await _body(request))
+    async def _chat(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), ChatRequest)
+        system = self._profile.system if asked.system is None else asked.system
+        history = History.of(system, [(one.role, one.content) for one in asked.turns])
+        shape = ChatShape(asked, self.model)
+        return await self._answer(request, asked, history, shape, logprobs=asked.logprobs)
+
+    async def _continue(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), TextRequest)
+        shape = TextShape(asked, self.model)
+        return await self._answer(request, asked, plain_text(asked.prompt), shape)
+
+    async def _answer(
+        self, request: Request, asked: ReplyRequest, history: History, shape: Shape, **how: Any
+    ) -> Response:
+        """The response with a reply, in the shape of its endpoint; `how` is of `ReplyOptions`."""
         if asked.model not in (None, *self._names):
             raise RequestError(
                 f"there is no model {format_value(asked.model)}; this server has {self.model}",
@@ -94,22 +116,17 @@ class ChatServer:
                 param="model",
                 code="model_not_found",
             )
-        parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
-        shape = _Completion(asked, self.model)
+        parts = ReplyParts(self.replies, history, self._options(asked, **how))
         try:
             first = await _unless_gone(request, parts.next())
             if asked.stream:
-                return _EventStream(shape.events(first, parts), parts)
-            return JSONResponse(await _unless_gone(request, shape.whole(first, parts)))
+                return _EventStream(shape.events(first, parts.next), parts)
+            return JSONResponse(await _unless_gone(request, shape.whole(first, parts.next)))
         except BaseException:
             parts.cancel()
             raise
 
-    def _history(self, asked: ChatRequest) -> History:
-        system = self._profile.system if asked.system is None else asked.system
-        return History.of(system, [(one.role, one.content) for one in asked.turns])
-
-    def _options(self, asked: ChatRequest) -> ReplyOptions:
+    def _options(self, asked: ReplyRequest, **how: Any) -> ReplyOptions:
         """How to answer; raises RequestError for a value that the settings never allow."""
         settings = asked.settings()
         for name, value in settings.items():
@@ -124,7 +141,7 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
-        return ReplyOptions(settings, memory, tuple(asked.stop), asked.logprobs)
+        return ReplyOptions(settings, memory, tuple(asked.stop), **how)
 
 
 def names_of(model: str) -> tuple[str, ...]:
@@ -199,82 +216,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._parts.cancel()
-
-
-class _Completion:
-    """The JSON of one reply, whole or in chunks."""
-
-    def __init__(self, asked: ChatRequest, model: str) -> None:
-        self._asked = asked
-        self._common = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    async def whole(self, part: ReplyText | ReplyEnd, parts: ReplyParts) -> dict[str, Any]:
-        """The JSON of the whole reply, whose first part is `part`."""
-        said: list[ReplyText] = []
-        while not isinstance(part, ReplyEnd):
-            said.append(part)
-            part = await parts.next()
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(one.text for one in said)},
-            "logprobs": self._logprobs(*said),
-            "finish_reason": part.finish,
-        }
-        return {
-            **self._common,
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": part.usage,
-            "sirchat": part.memory,
-        }
-
-    async def events(self, part: ReplyText | ReplyEnd, parts: ReplyParts) -> AsyncIterator[str]:
-        """The events of a stream, whose first part is `part`."""
-        yield self._chunk({"role": "assistant", "content": ""})
-        try:
-            while not isinstance(part, ReplyEnd):
-                if part.text or part.tokens:
-                    yield self._chunk({"content": part.text}, logprobs=self._logprobs(part))
-                part = await parts.next()
-        except RequestError as error:
-            yield _event(error.body)
-            return
-        yield self._chunk({}, finish=part.finish, sirchat=part.memory)
-        if self._asked.stream_options.include_usage:
-            yield self._event(choices=[], usage=part.usage)
-        yield "data: [DONE]\n\n"
-
-    def _chunk(
-        self,
-        delta: dict[str, str],
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-        **more: Any,
-    ) -> str:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self._asked.stream_options.include_usage else {}
-        return self._event(choices=[choice], **usage, **more)
-
-    def _event(self, **fields: Any) -> str:
-        return _event({**self._common, "object": "chat.completion.chunk", **fields})
-
-    def _logprobs(self, *said: ReplyText) -> dict[str, Any] | None:
-        if not self._asked.logprobs:
-            return None
-        tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for part in said
-            for text, value in part.tokens
-        ]
-        return {"content": tokens, "refusal": None}
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 async def _show_error(request: Request, error: RequestError) -> Response:

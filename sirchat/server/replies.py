@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from secrets import token_bytes
 from typing import Any
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.server.conversations import History, ServedConversation
+from sirchat.text.template import PlainText
+from sirchat.text.text_file import without_surrogates
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class ReplyOptions:
     logprobs: bool = False
 
 
+def plain_text(prompt: str) -> History:
+    """A text that the model continues, without chat template; no other request shares it."""
+    return History(None, (("text", without_surrogates(prompt)),), (token_bytes(), token_bytes()))
+
+
+def _is_plain(history: History) -> bool:
+    return history.messages[-1][0] == "text"
+
+
 def generate_reply(
     conversation: ServedConversation, history: History, options: ReplyOptions, gone: Interrupted
 ) -> Generator[ReplyText | ReplyEnd | None]:
@@ -66,6 +78,8 @@ def generate_reply(
     usual = session.profile
     session.profile = usual.model_copy(update=options.settings)
     conversation.is_exact = False
+    if _is_plain(history):
+        session.template = PlainText(session.model.tokenizer)
     try:
         for role, text in history.messages[len(conversation.roles) : -1]:
             read = session.read_user if role == "user" else session.read_reply
@@ -75,7 +89,7 @@ def generate_reply(
             if gone():
                 conversation.take_back()
                 return
-        yield from _answer(conversation, history.messages[-1][1], options, gone, cached)
+        yield from _answer(conversation, history, options, gone, cached)
     except (ContextFullError, SettingError):  # raised before anything of the message is read
         conversation.is_exact = True
         raise
@@ -85,13 +99,14 @@ def generate_reply(
 
 def _answer(
     conversation: ServedConversation,
-    question: str,
+    history: History,
     options: ReplyOptions,
     gone: Interrupted,
     cached: int,
 ) -> Iterator[ReplyText | ReplyEnd | None]:
     """Read the last message, and generate the reply; `cached` tokens were read before."""
     session, stops = conversation.session, StopStrings(options.stop)
+    question = history.messages[-1][1]
     asked = done = None
     tokens: _TokenProbabilities | None = None
     for event in session.ask(question, lambda: gone() or stops.is_found):
@@ -111,7 +126,7 @@ def _answer(
         yield ReplyText(rest, tokens.all() if tokens is not None else ())
     conversation.add("user", question)
     conversation.add("assistant", done.text)
-    conversation.is_exact = True
+    conversation.is_exact = not _is_plain(history)  # a plain text is of no use later
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.take_back()

@@ -1,10 +1,10 @@
-"""Requests for a chat completion: checks every field, and refuses what would be ignored."""
+"""Requests for a reply: checks every field, and refuses what would be ignored."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
@@ -56,6 +56,11 @@ def _joined(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+def _only(prompt: Any) -> Any:
+    """A list of one text is this text."""
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+
+
 def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
@@ -99,10 +104,9 @@ class MemorySettings(_Fields):
         return self.model_dump(exclude_none=True)
 
 
-class ChatRequest(_Fields):
-    """The fields of a request that have an effect. Limits of sampling are those of the settings."""
+class ReplyRequest(_Fields):
+    """The fields of every request for a reply. Limits of sampling are those of the settings."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES)
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -111,22 +115,55 @@ class ChatRequest(_Fields):
     repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=_MANY)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(_listed),
         Field(max_length=_MOST_STOPS),
     ] = []
-    logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     sirchat: MemorySettings = MemorySettings()
 
     def settings(self) -> dict[str, Any]:
         """The settings of sirchat that hold for this reply alone."""
-        limit = self.max_completion_tokens or self.max_tokens
-        given = {name: getattr(self, name) for name in _SAMPLING} | {"max_new_tokens": limit}
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given["max_new_tokens"] = self.most_tokens
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The largest number of tokens of the reply."""
+        return self.max_tokens
+
+    def check(self) -> None:
+        """Raise RequestError if fields don't go together."""
+
+
+class TextRequest(ReplyRequest):
+    """A request to continue a text."""
+
+    prompt: Annotated[str, BeforeValidator(_only)] = Field(min_length=1)
+
+
+class ChatRequest(ReplyRequest):
+    """A request for a reply in a chat."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    logprobs: bool = False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The largest number of tokens of the reply."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def check(self) -> None:
+        """Raise RequestError if fields don't go together."""
+        _check_order(self.turns)
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise RequestError(
+                "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
+            )
 
     @property
     def system(self) -> str | None:
@@ -150,6 +187,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "top_logprobs": (0,),
+    "best_of": (1,),
+    "echo": (False,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "service_tier": ("auto", "default"),
@@ -157,7 +196,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """For fields that are not offered, the values that ask for nothing."""
 
 
-def parse_request(body: bytes) -> ChatRequest:
+Request = TypeVar("Request", bound=ReplyRequest)
+
+
+def parse_request(body: bytes, kind: type[Request]) -> Request:
     """Parse and check the body of a request; raises RequestError for the first problem."""
     try:
         given = json.loads(body)
@@ -166,15 +208,10 @@ def parse_request(body: bytes) -> ChatRequest:
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
     try:
-        request = ChatRequest.model_validate(_with_effect(given))
+        request = kind.model_validate(_with_effect(given))
     except ValidationError as error:
         raise _refusal(error) from None
-    _check_order(request.turns)
-    most = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(most) > 1:
-        raise RequestError(
-            "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
-        )
+    request.check()
     return request
 
 

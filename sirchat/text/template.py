@@ -391,6 +391,22 @@ class Template:
         return len(block) if block != other and whole[: len(block)] == block else 0
 
 
+class PlainText(Template):
+    """Turns one text into token ids as it is, for a model that continues it without a chat."""
+
+    def opening(self, content: str, system: str | None = None) -> tuple[None, TurnIds]:
+        """The ids of the text, after the token that begins a sequence, if the tokenizer has one."""
+        begin = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
+        ids = self.as_text(content)
+        roles = [*[Role.TEMPLATE] * len(begin), *[Role.USER] * len(ids)]
+        return None, TurnIds([*begin, *ids], roles, (len(begin), len(roles)))
+
+    @property
+    def closing(self) -> list[int]:
+        """Nothing is read after the reply."""
+        return []
+
+
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
