@@ -33,6 +33,7 @@ from sirchat.server.requests import (
     TextRequest,
     parse_request,
 )
+from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 
 Result = TypeVar("Result")
 
@@ -63,12 +64,14 @@ class ChatServer:
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
+        self._kept = KeptResponses()
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/sirchat/sessions/{id}", self._memory),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/responses", self._respond, methods=["POST"]),
                 Route("/v1/completions", self._continue, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
@@ -95,20 +98,20 @@ class ChatServer:
 
     async def _chat(self, request: Request) -> Response:
         asked = parse_request(await _body(request), ChatRequest)
-        system = self._profile.system if asked.system is None else asked.system
-        history = History.of(system, [(one.role, one.content) for one in asked.turns])
-        shape = ChatShape(asked, self.model)
-        return await self._answer(request, asked, history, shape, logprobs=asked.logprobs)
+        return await self._answer(request, asked, ChatShape(asked, self.model))
 
     async def _continue(self, request: Request) -> Response:
         asked = parse_request(await _body(request), TextRequest)
-        shape = TextShape(asked, self.model)
-        return await self._answer(request, asked, plain_text(asked.prompt), shape)
+        return await self._answer(request, asked, TextShape(asked, self.model))
 
-    async def _answer(
-        self, request: Request, asked: ReplyRequest, history: History, shape: Shape, **how: Any
-    ) -> Response:
-        """The response with a reply, in the shape of its endpoint; `how` is of `ReplyOptions`."""
+    async def _respond(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), ResponsesRequest)
+        before = self._kept.messages(asked.previous_response_id)
+        shape = ResponsesShape(asked, before, self.model, self._kept)
+        return await self._answer(request, asked.chat(before), shape)
+
+    async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
+        """The response with a reply, in the shape of its endpoint."""
         if asked.model not in (None, *self._names):
             raise RequestError(
                 f"there is no model {format_value(asked.model)}; this server has {self.model}",
@@ -116,17 +119,24 @@ class ChatServer:
                 param="model",
                 code="model_not_found",
             )
-        parts = ReplyParts(self.replies, history, self._options(asked, **how))
+        parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
         try:
             first = await _unless_gone(request, parts.next())
             if asked.stream:
-                return _EventStream(shape.events(first, parts.next), parts)
+                return _EventStream(shape.events(first, parts.next), shape.media, parts)
             return JSONResponse(await _unless_gone(request, shape.whole(first, parts.next)))
         except BaseException:
             parts.cancel()
             raise
 
-    def _options(self, asked: ReplyRequest, **how: Any) -> ReplyOptions:
+    def _history(self, asked: ReplyRequest) -> History:
+        if isinstance(asked, TextRequest):
+            return plain_text(asked.prompt)
+        assert isinstance(asked, ChatRequest)
+        system = self._profile.system if asked.system is None else asked.system
+        return History.of(system, [(one.role, one.content) for one in asked.turns])
+
+    def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to answer; raises RequestError for a value that the settings never allow."""
         settings = asked.settings()
         for name, value in settings.items():
@@ -141,7 +151,8 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
-        return ReplyOptions(settings, memory, tuple(asked.stop), **how)
+        logprobs = isinstance(asked, ChatRequest) and asked.logprobs
+        return ReplyOptions(settings, memory, tuple(asked.stop), logprobs)
 
 
 def names_of(model: str) -> tuple[str, ...]:
@@ -204,10 +215,10 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; the reply ends if the client closes the connection."""
+    """A stream of events; the reply ends if the client closes the connection."""
 
-    def __init__(self, events: AsyncIterator[str], parts: ReplyParts) -> None:
-        super().__init__(events, media_type="text/event-stream")
+    def __init__(self, events: AsyncIterator[str], media: str, parts: ReplyParts) -> None:
+        super().__init__(events, media_type=media)
         self.headers["Cache-Control"] = "no-store"
         self._parts = parts
 

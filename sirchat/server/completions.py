@@ -17,7 +17,12 @@ Next = Callable[[], Awaitable[Part]]
 
 
 class Shape(Protocol):
-    """The JSON of one reply, whole or in a stream; `part` is its first part."""
+    """The JSON of one reply, whole or in a stream; `part` is its first part.
+
+    `media` is the type of the stream.
+    """
+
+    media: str
 
     async def whole(self, part: Part, following: Next) -> dict[str, Any]:
         """The JSON of the whole reply."""
@@ -29,6 +34,7 @@ class Shape(Protocol):
 class _Completion:
     """What the two shapes have in common: how a choice is made of text, they say themselves."""
 
+    media = "text/event-stream"
     kind, prefix, chunk_kind = "", "", ""
 
     def __init__(self, asked: ReplyRequest, model: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
@@ -15,8 +15,12 @@ from sirchat.memory.policies import is_path
 MOST_BYTES = 16 * 2**20
 """Largest body of a request."""
 
-_MOST_MESSAGES = 10_000
-_MANY = 10**9  # tokens
+MOST_MESSAGES = 10_000
+"""Largest number of messages of a request."""
+
+MANY = 10**9
+"""Largest number of tokens that a request may name."""
+
 _MOST_STOPS = 4
 
 
@@ -45,13 +49,16 @@ class RequestError(Exception):
         self.headers = headers or {}
 
 
-def _joined(content: Any) -> Any:
-    """The text of a message: itself, or its parts, one below the other."""
+def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
+    """The text of a message: itself, or its parts, one below the other.
+
+    `kinds` are the types that a part may have, `extra` further fields, which change nothing.
+    """
     if not isinstance(content, list):
         return content
     for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        is_text = isinstance(part, dict) and part.get("type") in kinds
+        if not is_text or set(part) - {*extra} != {"type", "text"} or type(part["text"]) is not str:
             raise PydanticCustomError("content", "only text is read: no images, audio or files")
     return "\n".join(part["text"] for part in content)
 
@@ -65,25 +72,30 @@ def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Fields of a request; others are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    def check(self) -> None:
+        """Raise RequestError if fields don't go together."""
 
-class ChatMessage(_Fields):
+
+class ChatMessage(Fields):
     """One message of the conversation so far."""
 
     role: Literal["system", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(joined)]
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """What a stream has beside the reply."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class MemorySettings(_Fields):
+class MemorySettings(Fields):
     """The settings of sirchat for the conversation's memory; those not given are the server's."""
 
     policy: str | None = None
@@ -104,7 +116,7 @@ class MemorySettings(_Fields):
         return self.model_dump(exclude_none=True)
 
 
-class ReplyRequest(_Fields):
+class ReplyRequest(Fields):
     """The fields of every request for a reply. Limits of sampling are those of the settings."""
 
     model: str | None = None
@@ -114,7 +126,7 @@ class ReplyRequest(_Fields):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(_listed),
@@ -135,9 +147,6 @@ class ReplyRequest(_Fields):
         """The largest number of tokens of the reply."""
         return self.max_tokens
 
-    def check(self) -> None:
-        """Raise RequestError if fields don't go together."""
-
 
 class TextRequest(ReplyRequest):
     """A request to continue a text."""
@@ -148,8 +157,8 @@ class TextRequest(ReplyRequest):
 class ChatRequest(ReplyRequest):
     """A request for a reply in a chat."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
     logprobs: bool = False
 
     @property
@@ -181,6 +190,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "se
 
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
+_LISTS = {"messages", "input"}
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "store": (False,),
@@ -188,6 +199,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "top_logprobs": (0,),
     "best_of": (1,),
+    "background": (False,),
+    "parallel_tool_calls": (True,),
+    "text": ({"format": {"type": "text"}},),
+    "truncation": ("auto",),
     "echo": (False,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
@@ -196,7 +211,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """For fields that are not offered, the values that ask for nothing."""
 
 
-Request = TypeVar("Request", bound=ReplyRequest)
+Request = TypeVar("Request", bound=Fields)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
@@ -208,24 +223,24 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
     try:
-        request = kind.model_validate(_with_effect(given))
+        request = kind.model_validate(_with_effect(given, kind.model_fields))
     except ValidationError as error:
         raise _refusal(error) from None
     request.check()
     return request
 
 
-def _with_effect(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request without those that ask for nothing.
+def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
+    """The fields of a request without those that ask for nothing; `offered` have an effect.
 
     Raises RequestError for a value that asks for what is not offered.
     """
     kept = {}
     for name, value in given.items():
-        is_empty = value is None or (value in ([], {}) and name != "messages")
+        is_empty = value is None or (value in ([], {}) and name not in _LISTS)
         if is_empty or name in _WITHOUT_EFFECT:
             continue
-        if name not in _NEUTRAL:
+        if name in offered or name not in _NEUTRAL:
             kept[name] = value
         elif value not in _NEUTRAL[name]:
             allowed = " or ".join(map(format_value, _NEUTRAL[name]))
@@ -234,13 +249,14 @@ def _with_effect(given: dict[str, Any]) -> dict[str, Any]:
                 param=name,
                 code="unsupported_value",
             )
-    if isinstance(messages := given.get("messages"), list):
-        kept["messages"] = [
-            {key: value for key, value in one.items() if value not in (None, [], {})}
-            if isinstance(one, dict)
-            else one
-            for one in messages
-        ]
+    for name in _LISTS & set(kept):
+        if isinstance(kept[name], list):
+            kept[name] = [
+                {key: value for key, value in one.items() if value not in (None, [], {})}
+                if isinstance(one, dict)
+                else one
+                for one in kept[name]
+            ]
     return kept
 
 

@@ -1,4 +1,4 @@
-"""The endpoints beside chat completions: a text that is continued."""
+"""The endpoints beside chat completions: texts that are continued, and responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from chatting import tiny
-from serving import Served, assistant, served, user
+from serving import Served, assistant, served, system, told, user
+from sirchat.server.requests import ChatMessage, RequestError
+from sirchat.server.responses import KeptResponses
 
 ANNA, NAME = "My name is Anna.", "What is my name?"
 
@@ -77,3 +79,89 @@ def test_of_a_text_too_what_would_be_ignored_is_refused(
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert field in error["message"] or field in error["param"]
+
+
+def respond(server: Served, text: str, **fields: Any) -> Any:
+    """The JSON of a response, which must have no error."""
+    response = server.client.post("/v1/responses", json={"input": text, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_response_continues_another_and_reads_only_what_is_new(server: Served) -> None:
+    first = respond(server, ANNA, instructions="Be kind.", model="tiny")
+    (said,) = first["output"]
+    text = told([system("Be kind."), user(ANNA)], max_new_tokens=12)
+    assert (first["object"], first["status"], first["error"]) == ("response", "completed", None)
+    assert (said["role"], said["content"][0]["text"]) == ("assistant", text)
+    names = {"instructions": "Be kind.", "previous_response_id": first["id"]}
+    second = respond(server, NAME, **names)
+    longer = [system("Be kind."), user(ANNA), assistant(text), user(NAME)]
+    assert second["output"][0]["content"][0]["text"] == told(longer, max_new_tokens=12)
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] == first["sirchat"]["seen"]
+    # The same response can be continued in several ways, and without instructions.
+    other = respond(server, ANNA, previous_response_id=first["id"])
+    plain = [user(ANNA), assistant(text), user(ANNA)]
+    assert other["output"][0]["content"][0]["text"] == told(plain, max_new_tokens=12)
+
+
+def test_a_response_may_be_given_all_messages_as_it_sent_them(server: Served) -> None:
+    first = respond(server, ANNA)
+    part = {"type": "input_text", "text": ANNA}
+    items = [{"role": "user", "content": [part]}, *first["output"], user(NAME)]
+    second = server.client.post("/v1/responses", json={"input": items}).json()
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] == first["sirchat"]["seen"]
+    cut = respond(server, ANNA, max_output_tokens=2)
+    assert cut["status"] == "incomplete"
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_a_response_comes_in_events_that_build_it_up(server: Served) -> None:
+    lines = server.client.post("/v1/responses", json={"input": ANNA, "stream": True}).text
+    events = []
+    for block in lines.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    kinds = [one["type"].removeprefix("response.") for one in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    text = "".join(one.get("delta", "") for one in events)
+    final = events[-1]["response"]
+    assert final["output"][0]["content"][0]["text"] == text == told([user(ANNA)], max_new_tokens=12)
+    assert respond(server, NAME, previous_response_id=final["id"])["status"] == "completed"
+
+
+def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None:
+    unstored = respond(server, ANNA, store=False)["id"]
+    for ident in ("resp_0", unstored):
+        body = {"input": NAME, "previous_response_id": ident}
+        response = server.client.post("/v1/responses", json=body)
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == ("previous_response_id", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("input", []), ("input", [{"type": "item_reference", "id": "a"}]), ("background", True),
+     ("input", [assistant("a")]), ("reasoning", {"effort": "high"}), ("tools", [{"type": "x"}]),
+     ("max_output_tokens", 0), ("text", {"format": {"type": "json_object"}}), ("seed", 3)],
+)  # fmt: skip
+def test_of_a_response_too_what_would_be_ignored_is_refused(
+    server: Served, field: str, value: Any
+) -> None:
+    response = server.client.post("/v1/responses", json={"input": ANNA, field: value})
+    assert response.status_code == 400
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
+    kept = KeptResponses()
+    for number in range(1002):
+        kept.add(str(number), [], [ChatMessage(role="user", content="a")])
+    assert kept.messages("1001")
+    with pytest.raises(RequestError):
+        kept.messages("1")
