@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,6 +24,7 @@ from sirchat.errors import SettingError, format_value
 from sirchat.server.access import Access, too_large
 from sirchat.server.completions import ChatShape, Shape, TextShape
 from sirchat.server.conversations import Conversations, History
+from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, plain_text
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
@@ -72,6 +74,9 @@ class ChatServer:
                 Route("/v1/sirchat/sessions/{id}", self._memory),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/responses", self._respond, methods=["POST"]),
+                Route("/api/chat", self._ollama, methods=["POST"]),
+                Route("/api/tags", self._tags),
+                Route("/api/version", self._version),
                 Route("/v1/completions", self._continue, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
@@ -109,6 +114,18 @@ class ChatServer:
         before = self._kept.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._kept)
         return await self._answer(request, asked.chat(before), shape)
+
+    async def _ollama(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), OllamaRequest).chat()
+        return await self._answer(request, asked, OllamaShape(self.model))
+
+    async def _tags(self, request: Request) -> Response:
+        since = datetime.fromtimestamp(self._since, UTC).isoformat()
+        model = {"name": self.model, "model": self.model, "modified_at": since, "digest": ""}
+        return JSONResponse({"models": [{**model, "details": {"family": "sirchat"}}]})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
 
     async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
         """The response with a reply, in the shape of its endpoint."""

@@ -188,7 +188,7 @@ class ChatRequest(ReplyRequest):
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "keep_alive")
 
 _LISTS = {"messages", "input"}
 
@@ -200,6 +200,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "best_of": (1,),
     "background": (False,),
+    "think": (False,),
     "parallel_tool_calls": (True,),
     "text": ({"format": {"type": "text"}},),
     "truncation": ("auto",),
@@ -222,8 +223,13 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
         raise RequestError("the request's body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
+    return checked(kind, _with_effect(given, kind.model_fields))
+
+
+def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
+    """A request with these fields; raises RequestError for the first that is not allowed."""
     try:
-        request = kind.model_validate(_with_effect(given, kind.model_fields))
+        request = kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from None
     request.check()

@@ -26,6 +26,7 @@ from sirchat.server.requests import (
     Fields,
     MemorySettings,
     RequestError,
+    checked,
     joined,
 )
 
@@ -83,13 +84,9 @@ class ResponsesRequest(Fields):
                     "instructions and a system message can't both be given", param="instructions"
                 )
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
-        asked = ChatRequest(
-            messages=messages,
-            max_completion_tokens=self.max_output_tokens,
-            **{name: getattr(self, name) for name in _SAME},
-        )
-        asked.check()
-        return asked
+        fields = {name: getattr(self, name) for name in _SAME}
+        fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        return checked(ChatRequest, fields)
 
 
 _SAME = ("model", "temperature", "top_p", "stream", "sirchat")

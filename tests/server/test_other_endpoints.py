@@ -1,4 +1,4 @@
-"""The endpoints beside chat completions: texts that are continued, and responses."""
+"""The endpoints beside chat completions: texts that are continued, responses, Ollama's."""
 
 from __future__ import annotations
 
@@ -165,3 +165,74 @@ def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
     assert kept.messages("1001")
     with pytest.raises(RequestError):
         kept.messages("1")
+
+
+def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
+    messages = [system("Be kind."), user(ANNA)]
+    body: dict[str, Any] = {"model": "tiny:latest", "messages": messages, "keep_alive": "5m"}
+    whole = server.client.post("/api/chat", json=body | {"stream": False}).json()
+    text = told(messages, max_new_tokens=12)
+    assert whole["message"] == {"role": "assistant", "content": text}
+    assert (whole["model"], whole["done"], whole["done_reason"]) == ("tiny", True, "stop")
+    assert whole["eval_count"] > 0 < whole["prompt_eval_count"]
+    assert whole["total_duration"] >= whole["eval_duration"] + whole["prompt_eval_duration"] > 0
+    response = server.client.post("/api/chat", json=body)
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(one) for one in response.text.splitlines()]
+    assert [one["done"] for one in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(one["message"]["content"] for one in lines) == text
+    longer = [*messages, whole["message"], user(NAME)]
+    assert server.ask(longer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
+    def ask(**options: Any) -> Any:
+        body = {"model": "tiny", "messages": [user(ANNA)], "stream": False, "options": options}
+        response = server.client.post("/api/chat", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    assert (ask(num_predict=2)["eval_count"], ask(num_predict=2)["done_reason"]) == (2, "length")
+    assert ask(num_predict=-1)["done_reason"] == "stop"
+    text = ask()["message"]["content"]
+    assert ask(stop=[text[3:5]])["message"]["content"] == text[: text.index(text[3:5])]
+    assert ask(repeat_penalty=1.0, min_p=0.0, top_p=1.0)["message"]["content"] == text
+    hot = {"temperature": 5.0, "top_k": 50}
+    assert len({ask(**hot, seed=n)["message"]["content"] for n in (1, 1, 2)}) == 2
+    small = server.client.post(
+        "/api/chat",
+        json={
+            "model": "tiny", "stream": False, "messages": [user(ANNA)],
+            "options": {"num_ctx": 100}, "sirchat": {"policy": "sink"},
+        },
+    )  # fmt: skip
+    assert small.json()["sirchat"]["budget"] == 100
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"model": "llama3"}, 404),
+        ({"think": True}, 400),
+        ({"format": "json"}, 400),
+        ({"options": {"num_predict": -2}}, 400),
+        ({"options": {"mirostat": 1}}, 400),
+        ({"options": {"stop": ["a", "b", "c", "d", "e"]}}, 400),
+        ({"options": {"num_ctx": 10**6}, "sirchat": {"policy": "sink"}}, 400),
+        ({"options": {"num_ctx": 100}, "sirchat": {"budget": 200}}, 400),
+        ({"messages": [user("a") | {"images": ["x"]}]}, 400),
+    ],
+)
+def test_in_ollamas_shape_too_what_would_be_ignored_is_refused(
+    server: Served, fields: dict[str, Any], status: int
+) -> None:
+    body = {"model": "tiny", "messages": [user(ANNA)], **fields}
+    response = server.client.post("/api/chat", json=body)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_clients_of_ollama_find_the_model_and_a_version(server: Served) -> None:
+    (model,) = server.client.get("/api/tags").json()["models"]
+    assert (model["name"], model["model"]) == ("tiny", "tiny")
+    assert server.client.get("/api/version").json()["version"]
