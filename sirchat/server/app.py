@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
@@ -36,6 +37,7 @@ from sirchat.server.requests import (
     parse_request,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.tools import as_said, calls_in_reply
 
 Result = TypeVar("Result")
 
@@ -151,7 +153,8 @@ class ChatServer:
             return plain_text(asked.prompt)
         assert isinstance(asked, ChatRequest)
         system = self._profile.system if asked.system is None else asked.system
-        return History.of(system, [(one.role, one.content) for one in asked.turns])
+        tools = [one.model_dump(exclude_none=True) for one in asked.tools]
+        return History.of(system, as_said(asked.turns), json.dumps(tools) if tools else "")
 
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to answer; raises RequestError for a value that the settings never allow."""
@@ -169,7 +172,8 @@ class ChatServer:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
         logprobs = isinstance(asked, ChatRequest) and asked.logprobs
-        return ReplyOptions(settings, memory, tuple(asked.stop), logprobs)
+        calls = calls_in_reply(asked) if isinstance(asked, ChatRequest) else None
+        return ReplyOptions(settings, memory, tuple(asked.stop), logprobs, calls)
 
 
 def names_of(model: str) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class _Completion:
             yield self._chunk(fields)
         try:
             while not isinstance(part, ReplyEnd):
-                if part.text or part.tokens:
+                if part.text or part.tokens or part.calls:
                     yield self._chunk(self._piece(part))
                 part = await following()
         except RequestError as error:
@@ -102,9 +102,13 @@ class ChatShape(_Completion):
     def __init__(self, asked: ChatRequest, model: str) -> None:
         super().__init__(asked, model)
         self._has_logprobs = asked.logprobs
+        self._calls = 0  # that were sent
 
     def _whole(self, text: str, said: list[ReplyText]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
+        calls = [call.message() for one in said for call in one.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {"message": message, "logprobs": self._logprobs(*said)}
 
     def _opening(self) -> list[dict[str, Any]]:
@@ -113,7 +117,15 @@ class ChatShape(_Completion):
     def _piece(self, said: ReplyText | None) -> dict[str, Any]:
         if said is None:
             return {"delta": {}, "logprobs": None}
-        return {"delta": {"content": said.text}, "logprobs": self._logprobs(said)}
+        calls = [
+            {"index": self._calls + number, **call.message()}
+            for number, call in enumerate(said.calls)
+        ]
+        self._calls += len(calls)
+        delta = ({"content": said.text} if said.text or not calls else {}) | (
+            {"tool_calls": calls} if calls else {}
+        )
+        return {"delta": delta, "logprobs": self._logprobs(said)}
 
     def _logprobs(self, *said: ReplyText) -> dict[str, Any] | None:
         if not self._has_logprobs:

@@ -23,22 +23,29 @@ from sirchat.text.text_file import without_surrogates
 class History:
     """The messages of a request: a system prompt, then (role, text) of each message.
 
-    `keys[n]` stands for the system prompt and the first n messages.
+    `keys[n]` stands for the system prompt, the tools and the first n messages. `tools` is JSON;
+    for messages that concern tools, roles and texts are as `tools.as_said` writes them.
     """
 
     system: str | None
     messages: tuple[tuple[str, str], ...]
     keys: tuple[bytes, ...]
+    tools: str = ""
 
     @classmethod
-    def of(cls, system: str | None, messages: Iterable[tuple[str, str]]) -> History:
+    def of(
+        cls, system: str | None, messages: Iterable[tuple[str, str]], tools: str = ""
+    ) -> History:
         """The history of these messages, without lone surrogates, which no tokenizer reads."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
+        tools = without_surrogates(tools)
         keys = [sha256(b"" if system is None else b"system" + system.encode()).digest()]
+        if tools:
+            keys = [key_after(keys[0], "tools", tools)]
         for role, text in read:
             keys.append(key_after(keys[-1], role, text))
-        return cls(system, read, tuple(keys))
+        return cls(system, read, tuple(keys), tools)
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
@@ -72,7 +79,7 @@ class ServedConversation:
     def add(self, role: str, text: str) -> None:
         """Note that the session has read or generated a message."""
         self.keys.append(key_after(self.keys[-1], role, text))
-        self.roles.append(role)
+        self.roles.append("user" if role == "tool" else role)  # undo goes back to before it
 
     def fork(self, history: History) -> int:
         """How many messages of `history` need not be read; the session may have to undo others.

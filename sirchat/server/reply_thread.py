@@ -185,6 +185,8 @@ def _ending() -> RequestError:
 
 def _as_answer(error: Exception) -> RequestError:
     """The error that the client is told."""
+    if isinstance(error, RequestError):
+        return error
     if isinstance(error, ContextFullError):
         return RequestError(str(error), param="messages", code="context_length_exceeded")
     if isinstance(error, SettingError):

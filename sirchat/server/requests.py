@@ -6,7 +6,15 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
@@ -22,6 +30,8 @@ MANY = 10**9
 """Largest number of tokens that a request may name."""
 
 _MOST_STOPS = 4
+_MOST_TOOLS = 128
+_DEEPEST = 64  # lists and objects in each other
 
 
 class RequestError(Exception):
@@ -81,11 +91,86 @@ class Fields(BaseModel):
         """Raise RequestError if fields don't go together."""
 
 
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+"""The name of a tool, or the id of a call."""
+
+
+def shallow(value: Any) -> Any:
+    """A value of JSON; refused if its lists and objects are nested too deeply."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for many in inner if not isinstance(many, _PLAIN) for one in many]
+        if not level:
+            return value
+    raise PydanticCustomError("deep", "lists and objects are nested too deeply")
+
+
+_PLAIN = str | int | float | None
+Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
+
+
+class FunctionCall(Fields):
+    """What a reply calls: a tool, and its arguments, as JSON."""
+
+    name: Name
+    arguments: str
+
+
+class CallFields(Fields):
+    """A call in a reply."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionFields(Fields):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: Json = {"type": "object", "properties": {}}
+    strict: Literal[False] | None = None
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
 class ChatMessage(Fields):
     """One message of the conversation so far."""
 
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(joined)]
+    role: Annotated[
+        Literal["system", "user", "assistant", "tool"],
+        BeforeValidator(lambda role: "system" if role == "developer" else role),
+    ]
+    content: Annotated[str | None, BeforeValidator(joined)] = None
+    tool_calls: list[CallFields] = []
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+    @property
+    def text(self) -> str:
+        """The message's text, which is empty if it only calls tools."""
+        return self.content or ""
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        """Refuse fields that messages of this role don't have, and a message without content."""
+        is_tool, calls = self.role == "tool", bool(self.tool_calls)
+        if calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "only the assistant calls tools")
+        if self.content is None and not calls:
+            raise PydanticCustomError("missing", "content is missing")
+        if is_tool != (self.tool_call_id is not None) or (self.name is not None and not is_tool):
+            raise PydanticCustomError(
+                "tool", "messages of role tool, and no others, have tool_call_id, and may have name"
+            )
+        return self
 
 
 class StreamOptions(Fields):
@@ -160,6 +245,8 @@ class ChatRequest(ReplyRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
     logprobs: bool = False
+    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
+    tool_choice: Literal["none", "auto"] = "auto"
 
     @property
     def most_tokens(self) -> int | None:
@@ -169,6 +256,8 @@ class ChatRequest(ReplyRequest):
     def check(self) -> None:
         """Raise RequestError if fields don't go together."""
         _check_order(self.turns)
+        if self.tools and self.logprobs:
+            raise RequestError("logprobs can't be had with tools", param="logprobs")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
@@ -276,16 +365,32 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def _check_order(turns: Sequence[ChatMessage]) -> None:
-    before = "system"
+    before, open_calls = "system", set[str]()
     for number, one in enumerate(turns):
+        where = f"message {number + 1} after the system message"
         if one.role == "system":
             raise RequestError("a system message must be the first message", param="messages")
-        if one.role == "assistant" and before != "user":
+        if one.role == "tool":
+            if one.tool_call_id not in open_calls:
+                raise RequestError(
+                    f"{where} answers the call {format_value(one.tool_call_id)}, but the reply "
+                    "before has no such call, or it is answered already",
+                    param="messages",
+                )
+            open_calls.discard(one.tool_call_id)
+        elif open_calls:
             raise RequestError(
-                f"message {number + 1} after the system message is of the assistant, but follows "
-                "no user message",
+                f"{where} must be what the tool returned for the call {min(open_calls)}",
                 param="messages",
             )
+        if one.role == "assistant" and before not in ("user", "tool"):
+            raise RequestError(
+                f"{where} is of the assistant, but follows no user message", param="messages"
+            )
+        open_calls |= {call.id for call in one.tool_calls}
         before = one.role
-    if before != "user":
-        raise RequestError("the last message must be a user message", param="messages")
+    if before not in ("user", "tool") or open_calls:
+        raise RequestError(
+            "the last message must be a user message, or what the called tools returned",
+            param="messages",
+        )

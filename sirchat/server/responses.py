@@ -101,7 +101,7 @@ class KeptResponses:
 
     def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
         """Keep a response, which continues `before`."""
-        size = sum(len(one.content) for one in new)  # texts of earlier messages are not copied
+        size = sum(len(one.text) for one in new)  # texts of earlier messages are not copied
         self._kept[ident] = [*before, *new], size
         self._size += size
         while len(self._kept) > _MOST_KEPT or self._size > _MOST_CHARACTERS:
