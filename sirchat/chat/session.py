@@ -36,7 +36,7 @@ from sirchat.chat.words import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
-from sirchat.engine.sampling import FixedIds, PromptLookup, Sampler
+from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
@@ -72,6 +72,8 @@ class Session:
         self.stop_ids = self.template.stop_ids(declared)
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
+        self.allowed: Allowed | None = None
+        """Which tokens may follow in a reply; None if all may."""
         self.epoch = 0
         """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
@@ -406,7 +408,7 @@ class Session:
         turn, closing = self._begin("assistant"), self.template.closing
         given = None if reply is None else FixedIds(reply.ids)
         records = self._engine.generate(
-            given or Sampler(build_sampling(self.profile), self._now.attempt),
+            given or Sampler(build_sampling(self.profile), self._now.attempt, self.allowed),
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
@@ -425,9 +427,7 @@ class Session:
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()
 
-    def _read_system(
-        self, ids: TurnIds, interrupted: Interrupted = lambda: False
-    ) -> Iterator[Event]:
+    def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
         turn, start = self._begin("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)

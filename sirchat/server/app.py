@@ -8,8 +8,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -25,6 +26,7 @@ from sirchat.errors import SettingError, format_value
 from sirchat.server.access import Access, too_large
 from sirchat.server.completions import ChatShape, Shape, TextShape
 from sirchat.server.conversations import Conversations, History
+from sirchat.server.formats import Formats
 from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, plain_text
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
@@ -68,7 +70,7 @@ class ChatServer:
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
-        self._kept = KeptResponses()
+        self._kept, self._formats = KeptResponses(), Formats()
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -171,9 +173,16 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
-        logprobs = isinstance(asked, ChatRequest) and asked.logprobs
-        calls = calls_in_reply(asked) if isinstance(asked, ChatRequest) else None
-        return ReplyOptions(settings, memory, tuple(asked.stop), logprobs, calls)
+        options = ReplyOptions(settings, memory, tuple(asked.stop))
+        if not isinstance(asked, ChatRequest):
+            return options
+        schema = asked.response_format.schema_of_reply
+        return replace(
+            options,
+            logprobs=asked.logprobs,
+            calls=calls_in_reply(asked),
+            format=None if schema is None else partial(self._formats.json, schema),
+        )
 
 
 def names_of(model: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,6 +18,7 @@ from sirchat.server.requests import (
     ChatMessage,
     ChatRequest,
     Fields,
+    Json,
     MemorySettings,
     RequestError,
     checked,
@@ -57,6 +58,7 @@ class OllamaRequest(Fields):
     model: str
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     options: OllamaOptions = OllamaOptions()
+    format: Literal["json"] | Json | None = None
     stream: bool = True
     sirchat: MemorySettings = MemorySettings()
 
@@ -65,12 +67,17 @@ class OllamaRequest(Fields):
         budget, own = self.options.num_ctx, self.sirchat
         if budget is not None and own.budget not in (None, budget):
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
-        fields = {
+        fields: dict[str, Any] = {
             "model": self.model.removesuffix(":latest"),
             "messages": self.messages,
             "stream": self.stream,
             "sirchat": own if budget is None else own.model_copy(update={"budget": budget}),
         }
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif self.format is not None:
+            schema = {"name": "format", "schema": self.format}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return checked(ChatRequest, fields | self.options.settings())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from secrets import token_bytes
@@ -11,6 +11,7 @@ from typing import Any
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Interrupted, Session
+from sirchat.engine.sampling import Allowed
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.server.conversations import History, ServedConversation
 from sirchat.server.requests import RequestError
@@ -49,7 +50,8 @@ class ReplyOptions:
     """How to answer.
 
     `settings` are those of sampling, for this reply alone; to those in `memory`, such as the
-    policy, the session is switched first, if it has others. `calls` finds the calls of tools.
+    policy, the session is switched first, if it has others. `calls` finds the calls of tools;
+    `format` makes the format of the reply, which says which tokens may follow.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +59,7 @@ class ReplyOptions:
     stop: Sequence[str] = ()
     logprobs: bool = False
     calls: CallParser | None = None
+    format: Callable[[Session], Allowed] | None = None
 
 
 def plain_text(prompt: str) -> History:
@@ -85,6 +88,7 @@ def generate_reply(
     conversation.is_exact = False
     try:
         _set_template(session, history)
+        session.allowed = None if options.format is None else options.format(session)
         for role, text in history.messages[len(conversation.roles) : -1]:
             read = session.read_user if role in ("user", "tool") else session.read_reply
             for _ in read(_prepared(session, role, text), gone):
@@ -94,15 +98,12 @@ def generate_reply(
                 conversation.take_back()
                 return
         yield from _answer(conversation, history, options, gone, cached)
-    except (
-        ContextFullError,
-        SettingError,
-        RequestError,
-    ):  # raised before anything of the message is read
+    except (ContextFullError, SettingError, RequestError):
+        # They are raised before anything of the message is read.
         conversation.is_exact = True
         raise
     finally:
-        session.profile = usual
+        session.profile, session.allowed = usual, None
 
 
 def _set_template(session: Session, history: History) -> None:

@@ -173,6 +173,35 @@ class ChatMessage(Fields):
         return self
 
 
+class JsonSchema(Fields):
+    """A JSON schema, by which a reply is to be; the model does not see its name."""
+
+    name: Name
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Json = Field(default={"type": "object"}, alias="schema")
+
+
+class ResponseFormat(Fields):
+    """The format of a reply."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _with_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema is for the type json_schema alone")
+        return self
+
+    @property
+    def schema_of_reply(self) -> dict[str, Any] | None:
+        """The JSON schema of the reply; None if the reply is text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class StreamOptions(Fields):
     """What a stream has beside the reply."""
 
@@ -247,6 +276,7 @@ class ChatRequest(ReplyRequest):
     logprobs: bool = False
     tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
     tool_choice: Literal["none", "auto"] = "auto"
+    response_format: ResponseFormat = ResponseFormat()
 
     @property
     def most_tokens(self) -> int | None:
@@ -258,6 +288,8 @@ class ChatRequest(ReplyRequest):
         _check_order(self.turns)
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
+        if self.tools and self.response_format.type != "text":
+            raise RequestError("response_format can't be had with tools", param="response_format")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
@@ -291,10 +323,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "think": (False,),
     "parallel_tool_calls": (True,),
-    "text": ({"format": {"type": "text"}},),
     "truncation": ("auto",),
     "echo": (False,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "service_tier": ("auto", "default"),
 }

@@ -24,7 +24,9 @@ from sirchat.server.requests import (
     ChatMessage,
     ChatRequest,
     Fields,
+    Json,
     MemorySettings,
+    Name,
     RequestError,
     checked,
     joined,
@@ -53,6 +55,27 @@ class InputMessage(Fields):
         return ChatMessage(role=role, content=self.content)
 
 
+class TextFormat(Fields):
+    """The format of a reply; a schema stands here beside its name."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Json | None = Field(default=None, alias="schema")
+
+
+class TextOptions(Fields):
+    """What the text of a reply is to be."""
+
+    format: TextFormat = TextFormat()
+
+    def response_format(self) -> dict[str, Any]:
+        """The same format as a chat has it."""
+        given = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": self.format.type} | ({"json_schema": given} if given else {})
+
+
 def _listed(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
@@ -73,6 +96,7 @@ class ResponsesRequest(Fields):
     top_p: float | None = None
     stream: bool = False
     store: bool = True
+    text: TextOptions = TextOptions()
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self, before: list[ChatMessage]) -> ChatRequest:
@@ -85,7 +109,11 @@ class ResponsesRequest(Fields):
                 )
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         fields = {name: getattr(self, name) for name in _SAME}
-        fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        fields |= {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": self.text.response_format(),
+        }
         return checked(ChatRequest, fields)
 
 
@@ -147,7 +175,7 @@ class ResponsesShape:
             "incomplete_details": None,
             "metadata": {},
             "parallel_tool_calls": True,
-            "text": {"format": {"type": "text"}},
+            "text": asked.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": "auto",
             "tools": [],
             "truncation": "auto",

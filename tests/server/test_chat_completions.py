@@ -147,7 +147,7 @@ def test_fields_that_change_nothing_are_accepted(server: Served) -> None:
     [
         ("n", 2),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("logit_bias", {"5": 100}),
         ("frequency_penalty", 0.5),
         ("top_logprobs", 3),

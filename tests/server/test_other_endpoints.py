@@ -81,9 +81,9 @@ def test_of_a_text_too_what_would_be_ignored_is_refused(
     assert field in error["message"] or field in error["param"]
 
 
-def respond(server: Served, text: str, **fields: Any) -> Any:
+def respond(server: Served, said: str, /, **fields: Any) -> Any:
     """The JSON of a response, which must have no error."""
-    response = server.client.post("/v1/responses", json={"input": text, **fields})
+    response = server.client.post("/v1/responses", json={"input": said, **fields})
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -148,7 +148,7 @@ def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None
     ("field", "value"),
     [("input", []), ("input", [{"type": "item_reference", "id": "a"}]), ("background", True),
      ("input", [assistant("a")]), ("reasoning", {"effort": "high"}), ("tools", [{"type": "x"}]),
-     ("max_output_tokens", 0), ("text", {"format": {"type": "json_object"}}), ("seed", 3)],
+     ("max_output_tokens", 0), ("text", {"format": {"type": "json_schema"}}), ("seed", 3)],
 )  # fmt: skip
 def test_of_a_response_too_what_would_be_ignored_is_refused(
     server: Served, field: str, value: Any
@@ -214,7 +214,8 @@ def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
     [
         ({"model": "llama3"}, 404),
         ({"think": True}, 400),
-        ({"format": "json"}, 400),
+        ({"format": "xml"}, 400),
+        ({"format": {"type": "nosuch"}}, 400),
         ({"options": {"num_predict": -2}}, 400),
         ({"options": {"mirostat": 1}}, 400),
         ({"options": {"stop": ["a", "b", "c", "d", "e"]}}, 400),
@@ -230,6 +231,21 @@ def test_in_ollamas_shape_too_what_would_be_ignored_is_refused(
     response = server.client.post("/api/chat", json=body)
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_format_can_be_named_in_each_shape(server: Served) -> None:
+    schema = {"type": "object", "maxProperties": 0}
+    form = {"type": "json_schema", "name": "empty", "schema": schema, "strict": True}
+    response = respond(server, ANNA, text={"format": form})
+    assert response["output"][0]["content"][0]["text"] == "{}"
+    assert response["text"]["format"] == form
+    body = {"model": "tiny", "stream": False, "messages": [user(ANNA)]}
+    said = [
+        server.client.post("/api/chat", json=body | {"format": one}).json()["message"]["content"]
+        for one in (schema, "json")
+    ]
+    assert said[0] == "{}"
+    assert said[1].startswith("{")
 
 
 def test_clients_of_ollama_find_the_model_and_a_version(server: Served) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving import Served, assistant, served, system, user
-from sirchat.server.tools import CallParser
+from sirchat.server.tools import CallParser, ToolCall
 from tool_templates import WEATHER, script, tool_tiny
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
@@ -136,6 +136,7 @@ def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"logprobs": True}, "logprobs can't be had with tools"),
+        ({"response_format": {"type": "json_object"}}, "can't be had with tools"),
         ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "name"),
         ({"tools": [WEATHER | {"function": {"name": "a", "strict": True}}]}, "strict"),
         ({"messages": [*ASKED, calling(CALLED)]}, "the last message"),
@@ -149,7 +150,8 @@ def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
 def test_what_is_no_use_of_tools_is_refused(
     server: Served, fields: dict[str, Any], message: str
 ) -> None:
-    response = server.post(**({"messages": ASKED, "tools": [WEATHER]} | fields))
+    body = {"tools": [WEATHER], "messages": ASKED} | fields
+    response = server.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert message in f"{error['param']} {error['message']}"
@@ -193,7 +195,8 @@ def test_calls_are_found_however_the_reply_is_divided(
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(reply)), max_size=8)))
     parser = CallParser({"weather"}, 7)
-    shown, found = "", []
+    shown = ""
+    found: list[ToolCall] = []
     for start, end in zip([0, *cuts], [*cuts, len(reply)], strict=True):
         more, new = parser.push(reply[start:end])
         shown, found = shown + more, [*found, *new]
