@@ -88,7 +88,8 @@ def generate_reply(
     conversation.is_exact = False
     try:
         _set_template(session, history)
-        session.allowed = None if options.format is None else options.format(session)
+        if options.format is not None:
+            session.allowed = options.format(session)
         for role, text in history.messages[len(conversation.roles) : -1]:
             read = session.read_user if role in ("user", "tool") else session.read_reply
             for _ in read(_prepared(session, role, text), gone):

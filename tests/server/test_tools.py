@@ -79,6 +79,22 @@ def test_what_a_tool_returned_is_read_and_nothing_before_it_is_read_again(
     assert messages[-2]["content"] == "It is warm."
 
 
+def test_another_reply_to_what_a_tool_returned_reads_only_that_again(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL, "It is cold.", "Bye.", "It is warm.", "Yes."])
+    called = server.ask(ASKED, tools=[WEATHER])
+    messages = [*ASKED, called["choices"][0]["message"], returned("Snow.")]
+    longer = [*messages, assistant("It is cold."), user("Thanks.")]
+    for asked in (messages, longer):
+        server.ask(asked, tools=[WEATHER])
+    again = server.ask([*messages[:-1], returned("Sun.")], tools=[WEATHER])
+    assert cached(again) == called["sirchat"]["seen"]
+    assert again["choices"][0]["message"] == assistant("It is warm.")
+    longer = [*messages[:-1], returned("Sun."), assistant("It is warm."), user("Really?")]
+    assert cached(server.ask(longer, tools=[WEATHER])) == again["sirchat"]["seen"]
+
+
 def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_template_writes_it(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
