@@ -111,15 +111,20 @@ Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
 
 
 class FunctionCall(Fields):
-    """What a reply calls: a tool, and its arguments, as JSON."""
+    """What a reply calls: a tool, and its arguments, as JSON.
+
+    `parsed_arguments`, which OpenAI's client adds to what it sends back, change nothing.
+    """
 
     name: Name
     arguments: str
+    parsed_arguments: Any = None
 
 
 class CallFields(Fields):
-    """A call in a reply."""
+    """A call in a reply; `index`, which streams have, changes nothing."""
 
+    index: int | None = None
     id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -142,7 +147,10 @@ class Tool(Fields):
 
 
 class ChatMessage(Fields):
-    """One message of the conversation so far."""
+    """One message of the conversation so far.
+
+    `parsed`, which OpenAI's client adds to what it sends back, changes nothing.
+    """
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
@@ -152,6 +160,7 @@ class ChatMessage(Fields):
     tool_calls: list[CallFields] = []
     tool_call_id: Name | None = None
     name: Name | None = None
+    parsed: Any = None
 
     @property
     def text(self) -> str:

@@ -84,7 +84,10 @@ def test_another_reply_to_what_a_tool_returned_reads_only_that_again(
 ) -> None:
     script(monkeypatch, [CALL, "It is cold.", "Bye.", "It is warm.", "Yes."])
     called = server.ask(ASKED, tools=[WEATHER])
-    messages = [*ASKED, called["choices"][0]["message"], returned("Snow.")]
+    message = called["choices"][0]["message"]
+    message["tool_calls"][0]["index"] = 0  # as the client of OpenAI sends back what it streamed
+    message["tool_calls"][0]["function"]["parsed_arguments"] = {"city": "Oslo"}
+    messages = [*ASKED, message | {"parsed": {"a": 1}}, returned("Snow.")]
     longer = [*messages, assistant("It is cold."), user("Thanks.")]
     for asked in (messages, longer):
         server.ask(asked, tools=[WEATHER])
