@@ -43,8 +43,11 @@ class Formats:
                 self._vocabulary = from_tokenizer(model.tokenizer, model.vocab_size, ends)
             except Exception as error:  # it knows most kinds of tokenizers, but not all
                 raise _refusal(f"can't be had from this model: {error}") from None
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
-        problem = LLMatcher.validate_grammar(grammar, self._vocabulary)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
+            problem = LLMatcher.validate_grammar(grammar, self._vocabulary)
+        except ValueError as error:  # such as a number that is too large
+            problem = str(error)
         if problem:
             raise _refusal(f"has a schema that can't be used: {problem}")
         return JsonFormat(LLMatcher(self._vocabulary, grammar), model.vocab_size)

@@ -10,7 +10,7 @@ from typing import Any
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors
-from sirchat.text.template import OTHERS, QUESTION, Message, Template, TurnIds
+from sirchat.text.template import ANSWER, OTHERS, QUESTION, Message, Template, TurnIds
 
 _STUB: Message = {
     "type": "function",
@@ -35,6 +35,8 @@ class ToolTemplate(Template):
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None, tools: str = "") -> None:
         super().__init__(tokenizer, anchors)
+        if ANSWER in tools:  # it would be taken for the reply that stands for the history
+            raise ModelError(f"the word {ANSWER} can't be read in a tool; use another")
         self.tools = tools
         self.following: TurnIds | None = None
         question = [{"role": "user", "content": QUESTION}]

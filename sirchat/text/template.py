@@ -39,7 +39,7 @@ _BARE = "{{ messages[0].content }}"
 
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
 QUESTION = "qzv"
-_ANSWER = "zqxv"
+ANSWER = "zqxv"
 OTHERS = ("a", "7 b")
 
 Message = dict[str, Any]
@@ -202,7 +202,7 @@ class Template:
     @property
     def _foreign(self) -> set[int]:
         """The ids of control tokens that the template never uses, except perhaps at the start."""
-        stub = [_message("user", QUESTION), _message("assistant", _ANSWER)]
+        stub = [_message("user", QUESTION), _message("assistant", ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
         known = self._tokenizer.added_tokens_decoder
@@ -257,7 +257,7 @@ class Template:
 
     @property
     def _history(self) -> list[Message]:
-        return [_message("user", QUESTION), _message("assistant", _ANSWER)]
+        return [_message("user", QUESTION), _message("assistant", ANSWER)]
 
     def _plain(self) -> str:
         """The template `_PLAIN` without the special tokens that the tokenizer does not have."""
@@ -313,7 +313,7 @@ class Template:
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """Those of `ids`, a rendered conversation, that follow the stub answer `_ANSWER`."""
+        """Those of `ids`, a rendered conversation, that follow the stub answer `ANSWER`."""
         marker = self._answer_ids
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
@@ -322,17 +322,17 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids of `_ANSWER`, the fixed answer that stands for the history, when rendered."""
+        """The ids of `ANSWER`, the fixed answer that stands for the history, when rendered."""
         question = [_message("user", QUESTION)]
-        ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
-        other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
+        ids = self._render([*question, _message("assistant", ANSWER)], prompt=False)
+        other = self._render([*question, _message("assistant", ANSWER + " a")], prompt=False)
         start = len(_common(self._render(question, prompt=False), ids))
         end = len(_common(ids, other))
         found = ids[start:end]
         text = self._tokenizer.decode(found)
-        while found[1:] and _ANSWER in self._tokenizer.decode(found[1:]):
+        while found[1:] and ANSWER in self._tokenizer.decode(found[1:]):
             found = found[1:]
-        if _ANSWER not in text:
+        if ANSWER not in text:
             raise ModelError("the chat template does not show the reply's text")
         return found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving import Served, assistant, served, system, user
@@ -208,6 +208,7 @@ LLAMA = ONE.replace("arguments", "parameters")
         ("", "", 0),
     ],
 )
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_calls_are_found_however_the_reply_is_divided(
     reply: str, text: str, calls: int, data: st.DataObject

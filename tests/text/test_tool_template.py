@@ -11,7 +11,7 @@ import pytest
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.other_templates import ToolTemplate
-from sirchat.text.template import TurnIds
+from sirchat.text.template import ANSWER, TurnIds
 from template_shapes import tokenizer
 from tool_templates import WEATHER, tool_tokenizer
 
@@ -122,3 +122,8 @@ def test_a_call_that_the_template_refuses_is_read_as_text() -> None:
 def test_a_template_without_tools_is_refused() -> None:
     with pytest.raises(ModelError, match="takes no tools"):
         ToolTemplate(tokenizer("chatml"), None, TOOLS)
+
+
+def test_the_word_that_stands_for_the_history_is_refused_in_a_tool() -> None:
+    with pytest.raises(ModelError, match="use another"):
+        template("qwen", TOOLS.replace("The weather", ANSWER))
