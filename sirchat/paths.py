@@ -47,6 +47,11 @@ def sessions_dir() -> Path:
     return data_dir() / "sessions"
 
 
+def served_dir() -> Path:
+    """The folder of the conversations that `sirchat serve` has saved."""
+    return data_dir() / "served"
+
+
 def models_dir() -> Path:
     """The folder of the user's own models; a setting can name a model in it without its path."""
     return data_dir() / "models"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sirchat import paths
 from sirchat.cli.flags import Debug, Trust, load, profile_of, quick_start, with_settings
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
@@ -42,8 +43,11 @@ def serve(
     ] = None,
     conversations: Annotated[
         int,
-        typer.Option(min=1, max=1000, help="How many conversations are kept, each with its cache."),
+        typer.Option(min=1, max=1000, help="How many conversations are in memory, with caches."),
     ] = 8,
+    saved: Annotated[
+        int, typer.Option(min=1, max=10000, help="How many conversations are on disk at most.")
+    ] = 100,
     queue: Annotated[
         int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
     ] = 16,
@@ -53,7 +57,7 @@ def serve(
     """Answer programs over HTTP, by the interface of OpenAI's chat completions.
 
     Each conversation is held under the budget; of what a client sends again, nothing is read twice.
-    Nothing is saved. Ctrl-C ends the server.
+    Conversations are saved, unless --no-save is given; Ctrl-C ends the server.
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise UsageError("the server is not installed", hint="pip install 'sirchat[server]'")
@@ -68,7 +72,8 @@ def serve(
         )
     profile = profile_of(flags)
     with _listening(host, port) as listener:
-        server = _open(profile, trust_remote_code, conversations, queue, host, api_key)
+        limits = conversations, saved, queue
+        server = _open(profile, trust_remote_code, limits, host, api_key)
         _run(server, listener, host, debug=debug)
 
 
@@ -90,9 +95,12 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _open(
-    profile: Profile, trust: bool, limit: int, queue: int, host: str, key: str | None
+    profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
 ) -> "ChatServer":
-    """Load the model, and make the server; a setting that is not allowed fails here."""
+    """Load the model, and make the server; a setting that is not allowed fails here.
+
+    `limits`: how many conversations are in memory, how many on disk, and how many requests wait.
+    """
     from sirchat.ui.progress import loading_bar
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import say_toy
@@ -108,12 +116,16 @@ def _open(
             from sirchat.models.compiling import compile_in_background
             from sirchat.server.app import ChatServer
             from sirchat.server.conversations import Conversations
+            from sirchat.server.saved_conversations import SavedConversations
         model = load(profile, trust, report)
         own = with_model_defaults(profile, model)
         check_profile(own, model)
         if own.compile == "auto":
             compile_in_background(model)
-    return ChatServer(Conversations(model, own, limit), queue=queue, host=host, key=key)
+    conversations, saved, queue = limits
+    disk = SavedConversations(model, own, saved, paths.served_dir()) if own.save else None
+    kept = Conversations(model, own, conversations, disk)
+    return ChatServer(kept, queue=queue, host=host, key=key)
 
 
 def _run(server: "ChatServer", listener: socket.socket, host: str, *, debug: bool) -> None:

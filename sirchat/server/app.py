@@ -52,6 +52,7 @@ class ChatServer:
         self, conversations: Conversations, *, queue: int, host: str, key: str | None
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
+        self._kept = conversations
         self._profile = conversations.profile
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
@@ -80,7 +81,8 @@ class ChatServer:
         return JSONResponse({"object": "list", "data": data})
 
     async def _memory(self, request: Request) -> Response:
-        found = await asyncio.wrap_future(self.replies.memory(request.path_params["id"]))
+        ident = request.path_params["id"]
+        found = await asyncio.wrap_future(self.replies.call(lambda: self._kept.memory(ident)))
         if found is None:
             raise RequestError("there is no such conversation; it may be dropped", status=404)
         return JSONResponse(asdict(found))

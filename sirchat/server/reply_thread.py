@@ -12,15 +12,22 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
-from sirchat.chat.snapshot import Snapshot
 from sirchat.errors import ContextFullError, SettingError, SirchatError
-from sirchat.server.conversations import Conversations, History, ServedConversation
+from sirchat.server.conversations import (
+    BusyError,
+    Conversations,
+    History,
+    ServedConversation,
+)
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, generate_reply
 from sirchat.server.requests import RequestError
 
 Sent = ReplyText | ReplyEnd | RequestError
 """What a request gets: pieces of text, then the end; or an error."""
+
+Result = TypeVar("Result")
 
 _LOG = logging.getLogger(__name__)
 _SECONDS = 5.0  # for which the end of the program waits for a step
@@ -56,10 +63,11 @@ class ReplyThread:
         self._most = most
         self._waiting: list[WaitingReply] = []
         self._running: list[WaitingReply] = []
-        self._asked: list[tuple[str, Future[Snapshot | None]]] = []
+        self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # until a reply has ended
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
-        self._is_ending = False
+        self._is_ending = self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
 
@@ -83,14 +91,18 @@ class ReplyThread:
         """End a reply that nobody waits for."""
         with self._changed:
             reply.is_cancelled = self._may_begin = True
+            self._changed.notify()
 
-    def memory(self, ident: str) -> Future[Snapshot | None]:
-        """The memory of a conversation, looked at between two steps; None if there is none."""
-        found: Future[Snapshot | None] = Future()
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
+        """The result of `work`, which is called between two steps.
+
+        If it raises BusyError, it is called again when a reply has ended.
+        """
+        found: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
                 raise _ending()
-            self._asked.append((ident, found))
+            self._asked.append((work, found))
             self._changed.notify()
         return found
 
@@ -101,8 +113,10 @@ class ReplyThread:
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until the thread has ended its last step."""
+        """Wait until the thread has ended its last step, and all conversations are saved."""
         self._thread.join(_SECONDS)
+        if self._is_saving:
+            self._thread.join()
 
     def _run(self) -> None:
         while self._wait():
@@ -113,24 +127,33 @@ class ReplyThread:
         for reply in (*self._running, *self._waiting):
             reply.send(_ending())
         self._look()
+        for _, found in self._later:
+            found.set_exception(_ending())
+        self._is_saving = True
+        self._conversations.end()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; returns whether to go on."""
         with self._changed:
-            while not (self._running or self._waiting or self._asked or self._is_ending):
+            while not (self._running or self._may_begin or self._asked or self._is_ending):
                 self._changed.wait()
             return not self._is_ending
 
     def _look(self) -> None:
-        """Answer those who asked for the memory of a conversation."""
+        """Do the work that was asked for with `call`."""
         with self._changed:
             asked, self._asked = self._asked, []
-        for ident, found in asked:
-            if found.set_running_or_notify_cancel():
-                try:
-                    found.set_result(self._conversations.memory(ident))
-                except Exception as error:  # whatever a policy's scores raise
-                    found.set_exception(_as_answer(error))
+            if self._may_begin or self._is_ending:
+                asked, self._later = self._later + asked, []
+        for work, found in asked:
+            if found.cancelled():
+                continue
+            try:
+                found.set_result(work())
+            except BusyError:
+                self._later.append((work, found))
+            except Exception as error:  # whatever a policy's scores raise
+                found.set_exception(_as_answer(error))
 
     def _begin(self) -> None:
         """Begin the replies that wait, in order, for which a conversation is free."""
@@ -172,11 +195,16 @@ class ReplyThread:
     def _finish(self, reply: WaitingReply) -> None:
         if reply.steps is not None:
             reply.steps.close()
-        if reply.conversation is not None:
-            self._conversations.release(reply.conversation)
         with self._changed:
             self._running.remove(reply)
+        if reply.conversation is not None:
+            self._conversations.release(reply.conversation, self._wake)
+
+    def _wake(self) -> None:
+        """Note that a conversation is free, so that a reply that waits could begin."""
+        with self._changed:
             self._may_begin = True
+            self._changed.notify()
 
 
 def _ending() -> RequestError:
