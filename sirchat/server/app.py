@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -26,6 +25,7 @@ from sirchat.server.conversations import Conversations, History
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import MOST_BYTES, ChatRequest, RequestError, parse_request
+from sirchat.server.session_routes import SessionRoutes
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,6 @@ class ChatServer:
         self, conversations: Conversations, *, queue: int, host: str, key: str | None
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
-        self._kept = conversations
         self._profile = conversations.profile
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
@@ -61,7 +60,7 @@ class ChatServer:
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
-                Route("/v1/sirchat/sessions/{id}", self._memory),
+                *SessionRoutes(self.replies, conversations, _body).routes,
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
@@ -79,13 +78,6 @@ class ChatServer:
         model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
         data = [{"id": self.model, **model}]
         return JSONResponse({"object": "list", "data": data})
-
-    async def _memory(self, request: Request) -> Response:
-        ident = request.path_params["id"]
-        found = await asyncio.wrap_future(self.replies.call(lambda: self._kept.memory(ident)))
-        if found is None:
-            raise RequestError("there is no such conversation; it may be dropped", status=404)
-        return JSONResponse(asdict(found))
 
     async def _complete(self, request: Request) -> Response:
         asked = parse_request(await _body(request))
@@ -126,7 +118,8 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
-        return ReplyOptions(settings, memory, tuple(asked.stop), asked.logprobs)
+        own = frozenset(asked.sirchat.given())
+        return ReplyOptions(settings, memory, tuple(asked.stop), asked.logprobs, own)
 
 
 def names_of(model: str) -> tuple[str, ...]:

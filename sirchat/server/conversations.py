@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from sirchat.chat.events import Event
 from sirchat.chat.rereading import copied
 from sirchat.chat.session import Session
-from sirchat.chat.snapshot import Snapshot
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.models.model import LoadedModel
@@ -125,13 +125,16 @@ class ServedConversation:
         self.is_exact = self.back_to(self._last_question)
 
     def back_to(self, count: int) -> bool:
-        """Undo all messages but the first `count`; returns whether that was possible."""
+        """Undo all messages but the first `count`; returns whether that was possible.
+
+        What is pinned stays pinned.
+        """
         turns = self.roles[count:].count("user")
         if turns > len(self.session.undoable):
             return False
         try:
             for _ in range(turns):
-                self.session.undo()
+                self.session.undo(keep_pins=True)
                 last = self._last_question
                 del self.roles[last:], self.keys[last + 1 :]
         except UndoError:
@@ -221,10 +224,34 @@ class Conversations:
             raise BusyError
         return self._load(saved)
 
-    def memory(self, ident: str) -> Snapshot | None:
-        """The memory of the conversation with this id; None if there is none."""
+    def change(
+        self,
+        ident: str,
+        work: Callable[[ServedConversation], list[Event]],
+        then: Callable[[], None],
+    ) -> tuple[ServedConversation, list[Event]] | None:
+        """Let `work` change the conversation with this id, and save it; None if there is none.
+
+        `then` is called when it is saved. Raises BusyError while it is in use.
+        """
         found = self.find(ident)
-        return None if found is None else found.session.snapshot()
+        if found is None:
+            return None
+        if found.is_busy:
+            raise BusyError
+        found.is_busy = True
+        try:
+            return found, work(found)
+        finally:
+            self.release(found, then)
+
+    def overview(self) -> list[dict[str, Any]]:
+        """What a list of all conversations shows, the one used last first."""
+        kept = [(one.id, one.first, len(one.roles), one.is_busy, True) for one in self._all]
+        saved = [] if self._disk is None else self._disk.all
+        away = [(one.id, one.first, len(one.roles), False, False) for one in saved]
+        names = ("id", "first", "messages", "busy", "in_memory")
+        return [dict(zip(names, one, strict=True)) for one in reversed([*away, *kept])]
 
     def release(
         self, conversation: ServedConversation, then: Callable[[], None] = lambda: None
@@ -288,6 +315,8 @@ class Conversations:
             self._drop(found)
             self._all.append(found)
             found.is_busy = True
+            if self._disk is not None:
+                self._disk.prune(len(self._all))
         return found
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
@@ -308,7 +337,6 @@ class Conversations:
         self._drop(leaving)
         if self._disk is not None:
             self._disk.put_away(leaving)
-            self._disk.prune(len(self._all))
         return True
 
     def _drop(self, conversation: ServedConversation) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from sirchat.errors import ContextFullError, SettingError, SirchatError
+from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversations import (
     BusyError,
     Conversations,
@@ -198,9 +198,9 @@ class ReplyThread:
         with self._changed:
             self._running.remove(reply)
         if reply.conversation is not None:
-            self._conversations.release(reply.conversation, self._wake)
+            self._conversations.release(reply.conversation, self.wake)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Note that a conversation is free, so that a reply that waits could begin."""
         with self._changed:
             self._may_begin = True
@@ -215,7 +215,7 @@ def _as_answer(error: Exception) -> RequestError:
     """The error that the client is told."""
     if isinstance(error, ContextFullError):
         return RequestError(str(error), param="messages", code="context_length_exceeded")
-    if isinstance(error, SettingError):
+    if isinstance(error, UsageError):
         return RequestError(str(error))
     known = str(error) if isinstance(error, SirchatError) else type(error).__name__
     shows = _LOG.isEnabledFor(logging.DEBUG)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,7 +21,7 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave, fingerprint, resume_session
-from sirchat.saved.database import SUFFIX, decoding
+from sirchat.saved.database import SUFFIX, decoding, require
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
@@ -46,11 +46,12 @@ class _Fields(BaseModel):
 
     id: str
     keys: list[str]
-    roles: list[Literal["user", "assistant"]]
+    roles: list[str]
+    turns: int  # of the session, the system prompt included
     settings: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedConversation:
     """What is known of a conversation on disk; `keys`, `roles` and `settings` as in memory.
 
@@ -84,9 +85,14 @@ class SavedConversation:
         with decoding(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
             keys = tuple(map(bytes.fromhex, fields.keys))
-            said = [turn for turn in store.turns() if turn.role != "system"]
-        count = min(len(said), len(fields.roles), len(keys) - 1)  # a crash may have come between
-        first = next((shown_first(turn.text) for turn in said if turn.role == "user"), "")
+            turns = store.turns()
+            count = len(fields.roles)
+            if len(turns) != fields.turns:  # a crash came while turns were replaced
+                own = sum(turn.role != "system" for turn in turns)
+                require(own < count == fields.turns - (len(turns) - own))
+                count = own
+            require(len(keys) == len(fields.roles) + 1)
+        first = next((shown_first(turn.text) for turn in turns if turn.role == "user"), "")
         keys, roles = keys[: count + 1], tuple(fields.roles[:count])
         return SavedConversation(fields.id, keys, roles, fields.settings, first, _at(store.path))
 
@@ -252,6 +258,7 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
         "id": conversation.id,
         "keys": [key.hex() for key in conversation.keys],
         "roles": [*conversation.roles],
+        "turns": len(conversation.session.turns),
         "settings": {**conversation.settings},
     }
 

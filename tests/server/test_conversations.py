@@ -73,8 +73,8 @@ def test_several_user_messages_in_a_row_are_read_one_by_one(server: Served) -> N
 
 
 TEXTS = (ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?")
-STEPS = int(os.environ.get("SIRCHAT_SERVER_STEPS", "24"))
-"""How many random steps a test of the server does; 500 take half an hour."""
+STEPS = int(os.environ.get("SERVER_STEPS", "12"))
+"""How many random requests a test sends; 500 take three minutes."""
 
 
 @pytest.mark.parametrize("kept", [3, 8])
@@ -82,11 +82,11 @@ def test_edits_cuts_and_other_replies_are_answered_as_if_they_were_new(
     kept: int, tmp_path: Path
 ) -> None:
     draw = random.Random(kept)
-    talks = [[user(f"{ANNA} I am {n}.")] for n in range(10 if STEPS > 100 else 4)]
+    talks = [[user(f"{ANNA} I am {n}.")] for n in range(10 if STEPS > 50 else 4)]
     with served(
         policy="full", max_new_tokens=12, conversations=kept, folder=tmp_path, saved=6
     ) as server:
-        for _ in range(STEPS // 2):
+        for _ in range(STEPS):
             number = draw.randrange(len(talks))
             messages = talks[number]
             reply = server.reply(messages)
