@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
-from chatting import babbler
+from chatting import answer, babbler, session
 from serving import Message, Served, assistant, served, system, told, user
 from sirchat.server.conversations import History
 from sirchat.server.replies import ReplyEnd, ReplyOptions
@@ -105,6 +106,22 @@ def changed(draw: random.Random, messages: list[Message]) -> list[Message]:
     if change == "cut" or len(messages) > 12:
         return messages[: at - at % 2 + 1]
     return messages[:-2] if change == "again" else messages
+
+
+def test_a_client_that_sends_everything_again_gets_the_replies_of_a_prompt() -> None:
+    settings: dict[str, Any] = {"policy": "salience", "budget": 128, "max_new_tokens": 12}
+    prompt = session(**settings)
+    messages: list[Message] = []
+    with served(**settings) as server:
+        for number in range(STEPS):
+            text = f"{TEXTS[number % len(TEXTS)]} It is day {number}."
+            messages.append(user(text))
+            seen, reply = prompt.seen, server.ask(messages)
+            assert said(reply) == answer(list(prompt.ask(text)))
+            assert cached(reply) == seen  # so only the new message is read
+            assert reply["sirchat"]["seen"] == prompt.seen
+            messages.append(assistant(said(reply)))
+    assert prompt.resident <= 128 < prompt.seen
 
 
 def test_after_an_edit_both_branches_go_on_without_being_read_again(server: Served) -> None:
