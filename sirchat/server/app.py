@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, format_value
 from sirchat.server.access import Access, too_large
+from sirchat.server.asking import Answer, AskRoutes
 from sirchat.server.conversations import Conversations, History
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
@@ -46,18 +47,27 @@ class ChatServer:
         queue: how many requests may wait.
         host: the name or address where the server listens.
         key: the API key that requests must have; None if they need none.
+        answer: answers the questions of `sirchat ask`; None if the server does not.
     """
 
     def __init__(
-        self, conversations: Conversations, *, queue: int, host: str, key: str | None
+        self,
+        conversations: Conversations,
+        *,
+        queue: int,
+        host: str,
+        key: str | None,
+        answer: Answer | None = None,
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
         self._profile = conversations.profile
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
+        asked = AskRoutes(self.replies, conversations, answer, _body).routes if answer else []
         self.app = Starlette(
             routes=[
+                *asked,
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 *SessionRoutes(self.replies, conversations, _body).routes,

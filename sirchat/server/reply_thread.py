@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from sirchat.errors import ContextFullError, SirchatError, UsageError
@@ -48,6 +47,14 @@ class WaitingReply:
     is_cancelled: bool = False
     conversation: ServedConversation | None = None
     steps: Generator[ReplyText | ReplyEnd | None] | None = None
+
+    def is_gone(self) -> bool:
+        """Whether nobody waits for the reply any more."""
+        return self.is_cancelled
+
+    def generate(self, conversation: ServedConversation) -> Generator[ReplyText | ReplyEnd | None]:
+        """The parts of the reply, in a conversation that `history` continues."""
+        return generate_reply(conversation, self.history, self.options, self.is_gone)
 
 
 class ReplyThread:
@@ -165,17 +172,18 @@ class ReplyThread:
                 taken = None if reply.is_cancelled else self._conversations.take(reply.history)
             except Exception as error:
                 taken, reply.is_cancelled = None, True
-                reply.send(_as_answer(error))
+                reply.send(_as_answer(error))  # only the first one counts
             if taken is None and not reply.is_cancelled:
                 continue
             with self._changed:
                 self._waiting.remove(reply)
-                if taken is None:
-                    continue
-                self._running.append(reply)
+                if taken is not None:
+                    self._running.append(reply)
+            if taken is None:
+                reply.send(RequestError("the request was cancelled", status=499))
+                continue
             reply.conversation = taken
-            gone = partial(getattr, reply, "is_cancelled")
-            reply.steps = generate_reply(taken, reply.history, reply.options, gone)
+            reply.steps = reply.generate(taken)
 
     def _advance(self, reply: WaitingReply) -> None:
         """Do one step of a reply."""

@@ -15,6 +15,7 @@ from chatting import answer, session, tiny
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.app import ChatServer
+from sirchat.server.asking import Answer
 from sirchat.server.conversations import Conversations
 from sirchat.server.saved_conversations import SavedConversations
 
@@ -76,13 +77,18 @@ def served(
     key: str | None = None,
     folder: Path | None = None,
     saved: int = 100,
+    answer: Answer | None = None,
+    name: str = "tiny",
     **settings: Any,
 ) -> Iterator[Served]:
-    """Context manager: a server with some settings changed; it saves in `folder`, if given."""
-    profile, model = Profile(**settings), model or tiny()
+    """Context manager: a server with some settings changed; it saves in `folder`, if given.
+
+    `name` is the setting `model`.
+    """
+    profile, model = Profile(model=name, **settings), model or tiny()
     disk = SavedConversations(model, profile, saved, folder) if folder else None
     kept = Conversations(model, profile, conversations, disk)
-    server = ChatServer(kept, queue=queue, host=host, key=key)
+    server = ChatServer(kept, queue=queue, host=host, key=key, answer=answer)
     try:
         yield Served(server)
     finally:
