@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from sirchat.chat.events import Event, to_json
+from sirchat.memory.policies import policy_names
 from sirchat.server.conversations import Conversations, ServedConversation
 from sirchat.server.reply_thread import ReplyThread
 from sirchat.server.requests import MemorySettings, RequestError
@@ -78,7 +79,9 @@ class SessionRoutes:
 
     async def _list(self, request: Request) -> Response:
         data = await self._call(self._conversations.overview)
-        return JSONResponse({"object": "list", "data": data}, headers=_FRESH)
+        model = self._conversations.model.name
+        about = {"object": "list", "model": model, "policies": policy_names()}
+        return JSONResponse({**about, "data": data}, headers=_FRESH)
 
     async def _show(self, request: Request) -> Response:
         ident = request.path_params["id"]
