@@ -125,14 +125,15 @@ class Session:
         conversation: Conversation,
         rows: Rows | None,
         attention: AttentionCheckpoint | None = None,
+        undo_points: Sequence[UndoPoint] = (),
     ) -> None:
         """Continue a saved session; without `rows`, keys and values are computed again.
 
-        Turns from before this call can't be undone.
+        Of the turns from before this call, only those of `undo_points` can be undone.
         """
         self.reset()
         self._engine.load(saved, rows, self.model.device, attention)
-        self._now = conversation
+        self._now, self._undo_points = conversation, list(undo_points)
 
     @property
     def resident(self) -> int:
@@ -336,13 +337,8 @@ class Session:
 
         Raises UsageError if nothing matches.
         """
-        return token_ranks(
-            self._engine,
-            self._texts,
-            self._positions_of(target, np.arange(self.seen)),
-            self.snapshot(strongest=0),
-            sinks=self.profile.sinks,
-        )
+        at, now = self._positions_of(target, np.arange(self.seen)), self.snapshot(strongest=0)
+        return token_ranks(self._engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
         ledger, roles = self._engine.ledger, self._now.roles

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, format_value
 from sirchat.server.access import Access, too_large
+from sirchat.server.asking import Answer, AskRoutes
 from sirchat.server.completions import ChatShape, Shape, TextShape
 from sirchat.server.conversations import Conversations, History
 from sirchat.server.formats import Formats
@@ -39,6 +40,7 @@ from sirchat.server.requests import (
     parse_request,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.session_routes import SessionRoutes
 from sirchat.server.tools import as_said, calls_in_reply
 
 Result = TypeVar("Result")
@@ -60,10 +62,17 @@ class ChatServer:
         queue: how many requests may wait.
         host: the name or address where the server listens.
         key: the API key that requests must have; None if they need none.
+        answer: answers the questions of `sirchat ask`; None if the server does not.
     """
 
     def __init__(
-        self, conversations: Conversations, *, queue: int, host: str, key: str | None
+        self,
+        conversations: Conversations,
+        *,
+        queue: int,
+        host: str,
+        key: str | None,
+        answer: Answer | None = None,
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
         self._profile = conversations.profile
@@ -71,11 +80,13 @@ class ChatServer:
         self.model = self._names[-1]
         self._since = int(time.time())
         self._kept, self._formats = KeptResponses(), Formats()
+        asked = AskRoutes(self.replies, conversations, answer, _body).routes if answer else []
         self.app = Starlette(
             routes=[
+                *asked,
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
-                Route("/v1/sirchat/sessions/{id}", self._memory),
+                *SessionRoutes(self.replies, conversations, _body).routes,
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/responses", self._respond, methods=["POST"]),
                 Route("/api/chat", self._ollama, methods=["POST"]),
@@ -98,12 +109,6 @@ class ChatServer:
         model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
         data = [{"id": self.model, **model}]
         return JSONResponse({"object": "list", "data": data})
-
-    async def _memory(self, request: Request) -> Response:
-        found = await asyncio.wrap_future(self.replies.memory(request.path_params["id"]))
-        if found is None:
-            raise RequestError("there is no such conversation; it may be dropped", status=404)
-        return JSONResponse(asdict(found))
 
     async def _chat(self, request: Request) -> Response:
         asked = parse_request(await _body(request), ChatRequest)
@@ -173,7 +178,8 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
-        options = ReplyOptions(settings, memory, tuple(asked.stop))
+        own = frozenset(asked.sirchat.given())
+        options = ReplyOptions(settings, memory, tuple(asked.stop), own=own)
         if not isinstance(asked, ChatRequest):
             return options
         schema = asked.response_format.schema_of_reply

@@ -50,8 +50,9 @@ class ReplyOptions:
     """How to answer.
 
     `settings` are those of sampling, for this reply alone; to those in `memory`, such as the
-    policy, the session is switched first, if it has others. `calls` finds the calls of tools;
-    `format` makes the format of the reply, which says which tokens may follow.
+    policy, the session is switched first, if it has others. Those that were set for the
+    conversation take precedence, but not over `own`: what the request itself names. `calls` finds
+    the calls of tools; `format` makes the format of the reply, which says which tokens may follow.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +61,13 @@ class ReplyOptions:
     logprobs: bool = False
     calls: CallParser | None = None
     format: Callable[[Session], Allowed] | None = None
+    own: frozenset[str] = frozenset()
+
+    def memory_of(self, conversation: ServedConversation) -> dict[str, Any]:
+        """The settings of memory that hold for this reply in `conversation`."""
+        own = self.own | ({"policy_options"} if "policy" in self.own else set())
+        set_before = {k: v for k, v in conversation.settings.items() if k not in own}
+        return {**self.memory, **set_before}
 
 
 def plain_text(prompt: str) -> History:
@@ -80,7 +88,8 @@ def generate_reply(
     read is taken back. Raises like `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
-    other = {k: v for k, v in options.memory.items() if getattr(session.profile, k) != v}
+    wanted = options.memory_of(conversation)
+    other = {k: v for k, v in wanted.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
     usual = session.profile
