@@ -120,6 +120,21 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
     assert reply["usage"]["prompt_tokens"] == len(whole)
 
 
+def test_half_of_a_character_is_read_wherever_it_stands(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL.replace("Oslo", "\\ud800"), "It is cold."])
+    tools = json.dumps([WEATHER]).replace("The weather", "\\ud800")
+    messages: list[Any] = [*ASKED]
+    for text in ("Snow \\ud800", ""):
+        body = f'{{"messages": {json.dumps(messages)}, "tools": {tools}}}'
+        body = body.replace("\\\\ud800", "\\ud800")
+        response = server.client.post("/v1/chat/completions", content=body)
+        assert response.status_code == 200, response.text
+        messages += [response.json()["choices"][0]["message"], returned(text)]
+    assert messages[-2]["content"] == "It is cold."
+
+
 def test_other_tools_are_another_conversation(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +215,11 @@ LLAMA = ONE.replace("arguments", "parameters")
         (f"<|python_tag|>{LLAMA}; {LLAMA}", "", 2),
         ("<tool_call>\n{broken\n</tool_call> a", "<tool_call>\n{broken\n</tool_call> a", 0),
         ("<tool_call>\n{broken", "<tool_call>\n{broken", 0),
+        (
+            '<tool_call>{"name": "a b", "arguments": {}}',
+            '<tool_call>{"name": "a b", "arguments": {}}',
+            0,
+        ),
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', 0),
         (f"{LLAMA} is how to call it", f"{LLAMA} is how to call it", 0),
         (f"It is {LLAMA}", f"It is {LLAMA}", 0),
