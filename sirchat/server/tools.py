@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.server.requests import ChatMessage, ChatRequest
+from sirchat.server.requests import ChatMessage, ChatRequest, shallow
 from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -96,6 +96,7 @@ class CallParser:
         while left:
             try:
                 call, end = json.JSONDecoder().raw_decode(left)
+                shallow(call)
             except (ValueError, RecursionError):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
@@ -162,7 +163,7 @@ def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
 def _value(arguments: str) -> Any:
     """The arguments, if they are JSON; else their text."""
     try:
-        return json.loads(arguments)
+        return shallow(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving import Served, assistant, served, system, user
-from sirchat.server.tools import CallParser, ToolCall
+from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
 from tool_templates import WEATHER, script, tool_tiny
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
@@ -133,6 +133,24 @@ def test_half_of_a_character_is_read_wherever_it_stands(
         assert response.status_code == 200, response.text
         messages += [response.json()["choices"][0]["message"], returned(text)]
     assert messages[-2]["content"] == "It is cold."
+
+
+def test_a_result_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as server:
+        script(monkeypatch, [CALL, "It is cold."])
+        called = server.ask(ASKED, tools=[WEATHER])
+        messages = [*ASKED, called["choices"][0]["message"], returned("one two three " * 3000)]
+        response = server.post(messages, tools=[WEATHER])
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        after = server.ask([*messages[:-1], returned("Snow.")], tools=[WEATHER])
+        assert cached(after) == called["sirchat"]["seen"]
+
+
+def test_arguments_that_are_nested_deeply_are_text() -> None:
+    deep = '{"a":' * 100 + "1" + "}" * 100
+    _, (call,) = calls_of(calls_key("", [ToolCall("a", "weather", deep)]))
+    assert call["function"]["arguments"] == deep
 
 
 def test_other_tools_are_another_conversation(
