@@ -161,7 +161,8 @@ class ChatServer:
         assert isinstance(asked, ChatRequest)
         system = self._profile.system if asked.system is None else asked.system
         tools = [one.model_dump(exclude_none=True) for one in asked.tools]
-        return History.of(system, as_said(asked.turns), json.dumps(tools) if tools else "")
+        written = json.dumps(tools, ensure_ascii=False) if tools else ""
+        return History.of(system, as_said(asked.turns), written)
 
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to answer; raises RequestError for a value that the settings never allow."""

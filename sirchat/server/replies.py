@@ -132,9 +132,11 @@ def _set_template(session: Session, history: History) -> None:
 def _prepared(session: Session, role: str, text: str) -> str:
     """The text of a message as the session keeps it; where tools are concerned, also its ids."""
     template = session.template
+    if not isinstance(template, ToolTemplate):
+        return text
+    template.following = None  # of a turn that was refused before it was read
     if role not in ("tool", "calls"):
         return text
-    assert isinstance(template, ToolTemplate)
     with _refused("messages"):
         if role == "tool":
             results = results_of(text)

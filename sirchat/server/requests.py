@@ -92,7 +92,10 @@ class Fields(BaseModel):
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-"""The name of a tool, or the id of a call."""
+"""The name of a tool."""
+
+CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
+"""The id of a call."""
 
 
 def shallow(value: Any) -> Any:
@@ -125,7 +128,7 @@ class CallFields(Fields):
     """A call in a reply; `index`, which streams have, changes nothing."""
 
     index: int | None = None
-    id: Name
+    id: CallId
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -158,7 +161,7 @@ class ChatMessage(Fields):
     ]
     content: Annotated[str | None, BeforeValidator(joined)] = None
     tool_calls: list[CallFields] = []
-    tool_call_id: Name | None = None
+    tool_call_id: CallId | None = None
     name: Name | None = None
     parsed: Any = None
 

@@ -8,11 +8,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.server.requests import ChatMessage, ChatRequest
+from sirchat.server.requests import ChatMessage, ChatRequest, shallow
+from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _PYTHON = "<|python_tag|>"
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # as in requests
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,14 @@ class CallParser:
         while left:
             try:
                 call, end = json.JSONDecoder().raw_decode(left)
+                shallow(call)
             except (ValueError, RecursionError):
                 return False
             arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
             name = call.get("name") if isinstance(call, dict) else None
             if not isinstance(name, str) or not isinstance(arguments, dict | str):
                 return False
-            if not is_tagged and name not in self._names:
+            if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
                 return False
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
             found.append(ToolCall(f"call{self._number + len(found):05}", name, text))
@@ -153,13 +156,14 @@ def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
 def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
     """A reply that calls tools, as JSON: the same, whatever a client does to blanks in it."""
     written = [[one.id, one.name, _value(one.arguments)] for one in calls]
-    return json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
+    key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
+    return without_surrogates(key)
 
 
 def _value(arguments: str) -> Any:
     """The arguments, if they are JSON; else their text."""
     try:
-        return json.loads(arguments)
+        return shallow(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments
 

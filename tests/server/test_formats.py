@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_a_schema_that_can_t_be_used_is_refused(server: Served, form: Any) -> No
     assert set(error) == {"message", "type", "param", "code"}
     assert "response_format" in error["param"]
     assert server.reply(ASKED)
+
+
+def test_a_format_that_can_t_be_kept_is_refused(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"type": "json_object"}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        response = server.post(ASKED, response_format=form)
+    assert response.status_code == 400
+    assert "pip install 'sirchat[server]'" in response.json()["error"]["message"]
+    monkeypatch.setattr("sirchat.text.template.Template.opens_reasoning", True)
+    response = server.post(ASKED, response_format=form)
+    assert response.status_code == 400
+    assert "reasoning" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(3.0, 2, 0.1, repetition_penalty=1.5)])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving import Served, assistant, served, system, user
-from sirchat.server.tools import CallParser, ToolCall
+from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
 from tool_templates import WEATHER, script, tool_tiny
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
@@ -120,6 +120,39 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
     assert reply["usage"]["prompt_tokens"] == len(whole)
 
 
+def test_half_of_a_character_is_read_wherever_it_stands(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL.replace("Oslo", "\\ud800"), "It is cold."])
+    tools = json.dumps([WEATHER]).replace("The weather", "\\ud800")
+    messages: list[Any] = [*ASKED]
+    for text in ("Snow \\ud800", ""):
+        body = f'{{"messages": {json.dumps(messages)}, "tools": {tools}}}'
+        body = body.replace("\\\\ud800", "\\ud800")
+        response = server.client.post("/v1/chat/completions", content=body)
+        assert response.status_code == 200, response.text
+        messages += [response.json()["choices"][0]["message"], returned(text)]
+    assert messages[-2]["content"] == "It is cold."
+
+
+def test_a_result_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as server:
+        script(monkeypatch, [CALL, "It is cold."])
+        called = server.ask(ASKED, tools=[WEATHER])
+        messages = [*ASKED, called["choices"][0]["message"], returned("one two three " * 3000)]
+        response = server.post(messages, tools=[WEATHER])
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        after = server.ask([*messages[:-1], returned("Snow.")], tools=[WEATHER])
+        assert cached(after) == called["sirchat"]["seen"]
+
+
+def test_arguments_that_are_nested_deeply_are_text() -> None:
+    deep = '{"a":' * 100 + "1" + "}" * 100
+    _, (call,) = calls_of(calls_key("", [ToolCall("a", "weather", deep)]))
+    assert call["function"]["arguments"] == deep
+
+
 def test_other_tools_are_another_conversation(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +233,11 @@ LLAMA = ONE.replace("arguments", "parameters")
         (f"<|python_tag|>{LLAMA}; {LLAMA}", "", 2),
         ("<tool_call>\n{broken\n</tool_call> a", "<tool_call>\n{broken\n</tool_call> a", 0),
         ("<tool_call>\n{broken", "<tool_call>\n{broken", 0),
+        (
+            '<tool_call>{"name": "a b", "arguments": {}}',
+            '<tool_call>{"name": "a b", "arguments": {}}',
+            0,
+        ),
         ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', 0),
         (f"{LLAMA} is how to call it", f"{LLAMA} is how to call it", 0),
         (f"It is {LLAMA}", f"It is {LLAMA}", 0),
