@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from serving import Message, Served, assistant, served, told, user
+from sirchat.cli.serve import _open
+from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
 from sirchat.errors import SessionError
 from sirchat.saved.store import SessionStore
@@ -102,6 +104,18 @@ def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
     assert sorted(one.suffix for one in files) == [".safetensors"] * 2 + [".sqlite"] * 2
     assert {stat.S_IMODE(one.stat().st_mode) for one in files} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_with_no_save_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    server = _open(Profile(save=save, max_new_tokens=4), False, (8, 8, 8), "127.0.0.1", None)
+    Served(server).ask([user("Hello.")])
+    server.replies.end()
+    server.replies.join()
+    assert (tmp_path / "data" / "served").exists() == save
 
 
 def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) -> None:
