@@ -127,6 +127,17 @@ def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) 
             one.write_bytes(b"damaged" * 100)
 
 
+def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
+    with served(policy="full", folder=tmp_path, conversations=1, max_new_tokens=8) as server:
+        messages = begin(server, "Anna")
+        others = [begin(server, "Tom") for _ in range(2)]
+        server.server.replies.call(lambda: None).result()
+        for one in list(tmp_path.glob("*.sqlite"))[:-1]:
+            one.unlink()
+        for talk in (messages, *others, messages):
+            assert server.reply(talk) == told(talk, max_new_tokens=8)
+
+
 def test_a_full_disk_breaks_no_reply_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,12 +155,11 @@ def test_a_full_disk_breaks_no_reply_and_is_said_once(
         assert [one.message for one in caplog.records] == [
             "conversations can't be saved now: the disk is full"
         ]
-        longer = [*messages, assistant(reply), user(ASKED)]
-        server.reply(longer)  # saved again
+        assert len(list(tmp_path.glob("*.sqlite"))) == 1  # that of Anna, from before
+        messages += [assistant(reply), user("Thanks.")]
+        reply = server.reply(messages)  # saved again
     with served(folder=tmp_path, max_new_tokens=4) as server:
-        found = server.ask(longer)
-        assert cached(found) >= 0
-        assert {one.suffix for one in tmp_path.iterdir()} == {".sqlite", ".safetensors"}
+        assert cached(server.ask([*messages, assistant(reply), user(ASKED)])) > 0
 
 
 def post(url: str, messages: list[Message], **fields: Any) -> Any:
