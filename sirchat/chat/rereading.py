@@ -1,4 +1,4 @@
-"""Reads the text of a conversation again: in a new session, or only up to an earlier turn.
+"""Reads a conversation again, in a new session or up to an earlier turn, or copies a session.
 
 What the user pinned is then pinned again, by its place in the text, as the tokens may be others.
 Each turn keeps its number.

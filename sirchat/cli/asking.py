@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sirchat.chat.events import Event
     from sirchat.chat.session import Interrupted
     from sirchat.models.model import LoadedModel
-    from sirchat.server.asking import Question
+    from sirchat.server.asking import AskedQuestion
     from sirchat.ui.screen import Screen
 
 _ENDPOINT = "/v1/sirchat/ask"
@@ -192,7 +192,7 @@ class _Recorder:
 
 
 def answer_question(
-    model: "LoadedModel", question: "Question", interrupted: "Interrupted"
+    model: "LoadedModel", question: "AskedQuestion", interrupted: "Interrupted"
 ) -> Iterator[list[list[Any]]]:
     """Answer a question in a session of its own, in the server; yields what the client prints."""
     from sirchat.chat.model_defaults import with_model_defaults

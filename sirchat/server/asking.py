@@ -36,7 +36,7 @@ _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "
 """Settings of the loaded model, in which a question can't differ from the server."""
 
 
-class Question(BaseModel):
+class AskedQuestion(BaseModel):
     """What to ask: `settings` are those that the user has set; `is_piped`: text was piped in."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -52,7 +52,7 @@ class Question(BaseModel):
         return Profile(**self.settings)
 
 
-Answer = Callable[[LoadedModel, Question, Interrupted], Iterator[list[Printed]]]
+Answer = Callable[[LoadedModel, AskedQuestion, Interrupted], Iterator[list[Printed]]]
 """Answers a question in a session of its own, a step at a time."""
 
 
@@ -137,9 +137,9 @@ class AskRoutes:
             self._replies.cancel(waiting)
         return Response(status_code=204)
 
-    def _parsed(self, body: bytes) -> Question:
+    def _parsed(self, body: bytes) -> AskedQuestion:
         try:
-            question = Question.model_validate_json(body)
+            question = AskedQuestion.model_validate_json(body)
             wanted = question.profile
         except ValidationError:
             raise RequestError("the question is not one of this version of sirchat") from None

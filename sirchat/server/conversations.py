@@ -209,15 +209,14 @@ class Conversations:
         if self._disk is not None and (saved := self._disk.best(history, shared)) is not None:
             if not self._make_room():
                 return None
-            if (loaded := self._load(saved)) is not None:
-                found, shared = loaded, loaded.fork(history)
-        if found is not None and shared:
-            if found.is_busy:
-                return None
-            found = self._at(found, history, shared)
-        else:
-            found = None
-        return self._use(found or self._new(history))
+            if (found := self._load(saved)) is None:
+                return self.take(history)  # without this one
+            shared = found.fork(history)
+        if found is None or not shared:
+            return self._use(self._new(history))
+        if found.is_busy:
+            return None
+        return self._use(self._at(found, history, shared) or self._new(history))
 
     def find(self, ident: str) -> ServedConversation | None:
         """The conversation with this id, in memory or on disk; None if there is none.

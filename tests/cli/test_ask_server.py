@@ -80,10 +80,10 @@ def both(*arguments: str, text: str = "") -> tuple[Done, Done]:
     ("arguments", "text"),
     [
         ([JOKE], ""),
-        ([JOKE, "--max-new-tokens", "3"], ""),
+        ([JOKE, "--max-new-tokens", "3", "--policy", "sink"], ""),
         ([JOKE, "--temperature", "2", "--seed", "7", "--system", "Be kind."], ""),
         (["Who has it?"], "Anna has a red bicycle. " * 100),
-        (["Who has it?", "--budget", "64"], "Anna has a red bicycle. " * 100),
+        (["Who has it?", "--budget", "64"], "Anna has a red bicycle. " * 20),
         ([JOKE, "--policy", "sink", "--budget", "3"], ""),
         (["Go.", "--policy", "full"], "one two three " * 3000),
     ],

@@ -11,7 +11,7 @@ import pytest
 from chatting import babbler
 from serving import Message, Served, assistant, served, told, user
 
-LONG = " ".join(f"The number {n} is a number." for n in range(20))
+LONG = " ".join(f"The number {n} is a number." for n in range(12))
 SECRET = "My name is Zebulon, and I live in Oslo."
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from serving import Message, Served, assistant, served, told, user
+from sirchat.cli.serve import _open
+from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
 from sirchat.errors import SessionError
 from sirchat.saved.store import SessionStore
@@ -104,6 +106,18 @@ def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("save", [True, False])
+def test_with_no_save_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    server = _open(Profile(save=save, max_new_tokens=4), False, (8, 8, 8), "127.0.0.1", None)
+    Served(server).ask([user("Hello.")])
+    server.replies.end()
+    server.replies.join()
+    assert (tmp_path / "data" / "served").exists() == save
+
+
 def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) -> None:
     for _ in range(2):
         with served(folder=tmp_path, max_new_tokens=4) as server:
@@ -111,6 +125,17 @@ def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) 
             assert cached(server.ask(messages)) > 0
         for one in tmp_path.glob("*.sqlite"):
             one.write_bytes(b"damaged" * 100)
+
+
+def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
+    with served(policy="full", folder=tmp_path, conversations=1, max_new_tokens=8) as server:
+        messages = begin(server, "Anna")
+        others = [begin(server, "Tom") for _ in range(2)]
+        server.server.replies.call(lambda: None).result()
+        for one in list(tmp_path.glob("*.sqlite"))[:-1]:
+            one.unlink()
+        for talk in (messages, *others, messages):
+            assert server.reply(talk) == told(talk, max_new_tokens=8)
 
 
 def test_a_full_disk_breaks_no_reply_and_is_said_once(
@@ -130,12 +155,11 @@ def test_a_full_disk_breaks_no_reply_and_is_said_once(
         assert [one.message for one in caplog.records] == [
             "conversations can't be saved now: the disk is full"
         ]
-        longer = [*messages, assistant(reply), user(ASKED)]
-        server.reply(longer)  # saved again
+        assert len(list(tmp_path.glob("*.sqlite"))) == 1  # that of Anna, from before
+        messages += [assistant(reply), user("Thanks.")]
+        reply = server.reply(messages)  # saved again
     with served(folder=tmp_path, max_new_tokens=4) as server:
-        found = server.ask(longer)
-        assert cached(found) >= 0
-        assert {one.suffix for one in tmp_path.iterdir()} == {".sqlite", ".safetensors"}
+        assert cached(server.ask([*messages, assistant(reply), user(ASKED)])) > 0
 
 
 def post(url: str, messages: list[Message], **fields: Any) -> Any:
