@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote
@@ -45,6 +46,18 @@ def history_file() -> Path:
 def sessions_dir() -> Path:
     """The folder of saved conversations."""
     return data_dir() / "sessions"
+
+
+def served_dir() -> Path:
+    """The folder of the conversations that `sirchat serve` has saved."""
+    return data_dir() / "served"
+
+
+def server_socket(model: str) -> Path:
+    """The Unix socket at which a server with this model answers programs of the same user."""
+    path = Path(os.path.expanduser(model))
+    name = str(path.absolute()) if path.exists() else model
+    return state_dir() / "servers" / f"{sha256(name.encode()).hexdigest()[:12]}.sock"
 
 
 def models_dir() -> Path:

@@ -1,4 +1,4 @@
-"""Reads the text of a conversation again: in a new session, or only up to an earlier turn.
+"""Reads a conversation again, in a new session or up to an earlier turn, or copies a session.
 
 What the user pinned is then pinned again, by its place in the text, as the tokens may be others.
 Each turn keeps its number.
@@ -7,7 +7,8 @@ Each turn keeps its number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -281,3 +282,19 @@ def _profile_at(session: Session, start: int) -> Profile:
     if len(prompts) == start or all(turn.role != "system" for turn in session.turns[start:]):
         return session.profile  # nothing was said yet, or no other prompt came later
     return session.profile.model_copy(update={"system": prompts[-1] or None if prompts else None})
+
+
+def copied(session: Session, limit: int | None = None) -> Session | None:
+    """A second session in the same state, in which nothing is read again; both go on separately.
+
+    Of archived tokens, the copy has those that fit into `limit` bytes, as a saved chat has. None if
+    even the held tokens don't fit.
+    """
+    rows = session.rows(limit)
+    if rows is None:
+        return None
+    copy = Session(session.model, session.profile)
+    points = [replace(one, state=deepcopy(one.state)) for one in session.undoable]
+    attention = session.attention(rows.positions)
+    copy.load(session.save(), deepcopy(session.conversation), rows, attention, points)
+    return copy

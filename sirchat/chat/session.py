@@ -36,7 +36,7 @@ from sirchat.chat.words import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
-from sirchat.engine.sampling import FixedIds, PromptLookup, Sampler
+from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
@@ -72,6 +72,8 @@ class Session:
         self.stop_ids = self.template.stop_ids(declared)
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
+        self.allowed: Allowed | None = None
+        """Which tokens may follow in a reply; None if all may."""
         self.epoch = 0
         """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
@@ -123,14 +125,15 @@ class Session:
         conversation: Conversation,
         rows: Rows | None,
         attention: AttentionCheckpoint | None = None,
+        undo_points: Sequence[UndoPoint] = (),
     ) -> None:
         """Continue a saved session; without `rows`, keys and values are computed again.
 
-        Turns from before this call can't be undone.
+        Of the turns from before this call, only those of `undo_points` can be undone.
         """
         self.reset()
         self._engine.load(saved, rows, self.model.device, attention)
-        self._now = conversation
+        self._now, self._undo_points = conversation, list(undo_points)
 
     @property
     def resident(self) -> int:
@@ -334,13 +337,8 @@ class Session:
 
         Raises UsageError if nothing matches.
         """
-        return token_ranks(
-            self._engine,
-            self._texts,
-            self._positions_of(target, np.arange(self.seen)),
-            self.snapshot(strongest=0),
-            sinks=self.profile.sinks,
-        )
+        at, now = self._positions_of(target, np.arange(self.seen)), self.snapshot(strongest=0)
+        return token_ranks(self._engine, self._texts, at, now, sinks=self.profile.sinks)
 
     def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
         ledger, roles = self._engine.ledger, self._now.roles
@@ -406,7 +404,7 @@ class Session:
         turn, closing = self._begin("assistant"), self.template.closing
         given = None if reply is None else FixedIds(reply.ids)
         records = self._engine.generate(
-            given or Sampler(build_sampling(self.profile), self._now.attempt),
+            given or Sampler(build_sampling(self.profile), self._now.attempt, self.allowed),
             turn.ref,
             stop_ids=self.stop_ids,
             max_new_tokens=self.profile.max_new_tokens,
@@ -425,9 +423,7 @@ class Session:
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()
 
-    def _read_system(
-        self, ids: TurnIds, interrupted: Interrupted = lambda: False
-    ) -> Iterator[Event]:
+    def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
         turn, start = self._begin("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)

@@ -321,6 +321,13 @@ def ask(
         ),
     ] = None,
     json: Json = False,
+    server: Annotated[
+        str,
+        typer.Option(
+            help="auto: a running sirchat serve answers, if it has this model; off; or its URL.",
+            metavar="auto|off|URL",
+        ),
+    ] = "auto",
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -336,6 +343,7 @@ def ask(
         resume=resume or before["resume"],
         json=json or before["json"],
         trust=trust_remote_code or before["trust"],
+        server=server,
     )
 
 

@@ -159,14 +159,24 @@ if TYPE_CHECKING:
 
 
 def ask_once(
-    question: str, flags: dict[str, Any], *, resume: str | None, json: bool, trust: bool
+    question: str,
+    flags: dict[str, Any],
+    *,
+    resume: str | None,
+    json: bool,
+    trust: bool,
+    server: str = "off",
 ) -> None:
     """Ask, print the reply alone on standard output, and end.
 
     Text from a pipe or a file is put before the question, or is the question. `resume` is the id or
-    name of a saved chat in which to ask; question and reply are saved there.
+    name of a saved chat in which to ask; question and reply are saved there. `server` says whether
+    a running server answers: auto, off, or its URL.
     """
     text, is_piped = _message(question)
+    if server not in ("auto", "off") and (resume is not None or trust):
+        what = "--resume" if resume is not None else "--trust-remote-code"
+        raise UsageError(f"--server has no effect with {what}", hint="give one of the two")
     later: dict[str, Any] = {}
     store: SessionStore | None = None
     if resume is None:
@@ -174,8 +184,6 @@ def ask_once(
     else:
         profile, store, later = saved_settings(resume, flags, at_once=False)
     with quick_start(), interruptible_imports():
-        from sirchat.ui.progress import loading_bar
-        from sirchat.ui.replay import print_reply
         from sirchat.ui.screen import Screen
 
     screen = Screen(theme=profile.theme)
@@ -183,11 +191,20 @@ def ask_once(
         from sirchat.ui.startup import say_toy
 
         say_toy(screen)
+    if resume is None and not trust and server != "off":
+        from sirchat.cli.asking import ask_server
+
+        if ask_server(server, profile, text, screen, is_piped=is_piped, as_json=json):
+            return
+    with quick_start(), interruptible_imports():
+        from sirchat.ui.progress import loading_bar
+        from sirchat.ui.replay import print_reply
+
     with loading_bar(screen, profile.model) as report:
         session = open_saved(profile, trust, report, store, later)
     if store is None:
         if is_piped and "budget" not in profile.model_fields_set:
-            _hold_all(session, text)
+            hold_all(session, text)
         print_reply(session, text, screen, as_json=json)
         return
     from sirchat.ui.saved_chat import SavedChat
@@ -199,7 +216,7 @@ def ask_once(
         saved_chat.close()
 
 
-def _hold_all(session: "Session", text: str) -> None:
+def hold_all(session: "Session", text: str) -> None:
     """Raise the budget so that message and reply are held whole, if model and memory allow it.
 
     The cache may take half of the memory that is free.

@@ -55,6 +55,7 @@ def show_paths() -> None:
     kept = {
         "profiles": paths.user_profiles_dir(),
         "saved chats": paths.sessions_dir(),
+        "served chats": paths.served_dir(),
         "models": paths.models_dir(),
         "archives": paths.archives_dir(),
         "input history": paths.history_file(),

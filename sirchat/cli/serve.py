@@ -1,14 +1,22 @@
 """The command `sirchat serve`: the socket, the model, the server, and how they end."""
 
 import logging
+import math
 import os
+import re
 import signal
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sirchat import paths
+from sirchat.cli.asking import answer_question
 from sirchat.cli.flags import Debug, Trust, load, profile_of, quick_start, with_settings
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
@@ -42,18 +50,28 @@ def serve(
     ] = None,
     conversations: Annotated[
         int,
-        typer.Option(min=1, max=1000, help="How many conversations are kept, each with its cache."),
+        typer.Option(min=1, max=1000, help="How many conversations are in memory, with caches."),
     ] = 8,
+    saved: Annotated[
+        int, typer.Option(min=1, max=10000, help="How many conversations are on disk at most.")
+    ] = 100,
     queue: Annotated[
         int, typer.Option(min=0, max=10000, help="How many requests may wait for a conversation.")
     ] = 16,
+    idle: Annotated[
+        str,
+        typer.Option(
+            help="End after this time without a request, such as 90s, 10m or 2h; 0: never.",
+            metavar="TIME",
+        ),
+    ] = "0",
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Answer programs over HTTP, by the interface of OpenAI's chat completions.
 
     Each conversation is held under the budget; of what a client sends again, nothing is read twice.
-    Nothing is saved. Ctrl-C ends the server.
+    Conversations are saved, unless --no-save is given; Ctrl-C ends the server.
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise UsageError("the server is not installed", hint="pip install 'sirchat[server]'")
@@ -66,10 +84,13 @@ def serve(
             f"--host {format_value(host)} lets other machines ask, so an API key is needed",
             hint="set SIRCHAT_API_KEY, or give --api-key",
         )
+    seconds = _seconds(idle)
     profile = profile_of(flags)
-    with _listening(host, port) as listener:
-        server = _open(profile, trust_remote_code, conversations, queue, host, api_key)
-        _run(server, listener, host, debug=debug)
+    with _listening(host, port) as listener, _private_socket(profile.model) as private:
+        limits = conversations, saved, queue
+        server = _open(profile, trust_remote_code, limits, host, api_key)
+        sockets = [listener, *([private] if private is not None else [])]
+        _run(server, sockets, host, idle=seconds, debug=debug)
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -89,10 +110,75 @@ def _listening(host: str, port: int) -> socket.socket:
     return listener
 
 
+@contextmanager
+def _private_socket(model: str) -> Iterator[socket.socket | None]:
+    """Context manager: a Unix socket by which this user's programs, such as `ask`, find the server.
+
+    None where there are no such sockets, if its path is too long, or if another server has it.
+    """
+    path = paths.server_socket(model)
+    listener = None
+    if hasattr(socket, "AF_UNIX") and not _answers(path):
+        with suppress(OSError):
+            listener = _bound(path)
+    if listener is None:
+        yield None
+        return
+    own = path.stat().st_ino
+    try:
+        with listener:
+            yield listener
+    finally:
+        with suppress(OSError):
+            if path.stat().st_ino == own:
+                path.unlink()
+
+
+def _bound(path: Path) -> socket.socket:
+    """A Unix socket at `path` that only its owner can open; raises OSError."""
+    paths.private_dir(path.parent)
+    path.unlink(missing_ok=True)  # of a server that was killed
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    """Whether a server listens at a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(1)
+        try:
+            one.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _seconds(text: str) -> float:
+    """The time in `text`, such as 90s, 10m or 2h, in seconds; infinity for 0."""
+    found = re.fullmatch(r"(\d{1,6})([smh]?)", text)
+    if found is None or (found[2] == "" and found[1] != "0"):
+        raise UsageError(
+            f"--idle can't be {format_value(text)}; allowed: seconds, minutes or hours",
+            hint="such as 90s, 10m or 2h; 0 for never",
+        )
+    return int(found[1]) * {"s": 1, "m": 60, "h": 3600}.get(found[2], 1) or math.inf
+
+
 def _open(
-    profile: Profile, trust: bool, limit: int, queue: int, host: str, key: str | None
+    profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
 ) -> "ChatServer":
-    """Load the model, and make the server; a setting that is not allowed fails here."""
+    """Load the model, and make the server; a setting that is not allowed fails here.
+
+    `limits`: how many conversations are in memory, how many on disk, and how many requests wait.
+    """
     from sirchat.ui.progress import loading_bar
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import say_toy
@@ -108,36 +194,76 @@ def _open(
             from sirchat.models.compiling import compile_in_background
             from sirchat.server.app import ChatServer
             from sirchat.server.conversations import Conversations
+            from sirchat.server.saved_conversations import SavedConversations
         model = load(profile, trust, report)
         own = with_model_defaults(profile, model)
         check_profile(own, model)
         if own.compile == "auto":
             compile_in_background(model)
-    return ChatServer(Conversations(model, own, limit), queue=queue, host=host, key=key)
+    conversations, saved, queue = limits
+    disk = SavedConversations(model, own, saved, paths.served_dir()) if own.save else None
+    kept = Conversations(model, own, conversations, disk)
+    return ChatServer(kept, queue=queue, host=host, key=key, answer=answer_question)
 
 
-def _run(server: "ChatServer", listener: socket.socket, host: str, *, debug: bool) -> None:
-    """Serve until a signal comes. SIGTERM then ends the program with exit code 0."""
+class _Activity:
+    """Wraps an application: knows when the last request that asks for something has ended.
+
+    A page that only looks at the conversations, by GET, does not keep the server running.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._active, self._since = app, 0, time.monotonic()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        asks = scope["type"] == "http" and scope["method"] != "GET"
+        self._active += asks
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._active -= asks
+            if asks:
+                self._since = time.monotonic()
+
+    @property
+    def idle(self) -> float:
+        """For how many seconds nothing was asked."""
+        return 0.0 if self._active else time.monotonic() - self._since
+
+
+def _run(
+    server: "ChatServer", sockets: list[socket.socket], host: str, *, idle: float, debug: bool
+) -> None:
+    """Serve until a signal comes, or until nothing was asked for `idle` seconds.
+
+    SIGTERM then ends the program with exit code 0.
+    """
     import uvicorn
+
+    activity = _Activity(server.app)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             server.replies.end()
             super().handle_exit(sig, frame)
 
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or activity.idle >= idle
+
     config = uvicorn.Config(
-        server.app,
+        activity,
         log_level="debug" if debug else "warning",
         timeout_graceful_shutdown=_SECONDS,
         server_header=False,
     )
     logging.getLogger("sirchat").setLevel(logging.DEBUG if debug else logging.WARNING)
-    listener.listen()
+    for one in sockets:
+        one.listen()
     shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listener.getsockname()[1]}/v1"
+    url = f"http://{shown}:{sockets[0].getsockname()[1]}/v1"
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))
     try:
-        Server(config).run(sockets=[listener])
+        Server(config).run(sockets=sockets)
     except SystemExit as leaving:
         if leaving.code != 128 + signal.SIGTERM:
             raise

@@ -32,13 +32,22 @@ class Sampling:
     seed: int = 0
 
 
+Allowed = Callable[[Sequence[int]], Tensor]
+"""Called with the ids of a reply so far, returns which ids may follow: a mask [V], on the CPU."""
+
+
 class Sampler:
     """Picks the next token from logits.
 
-    `attempt` counts the repeated replies to the same message: each gets other random numbers.
+    `attempt` counts the repeated replies to the same message: each gets other random numbers. If
+    `allowed` is given, a reply has no other tokens.
     """
 
-    def __init__(self, sampling: Sampling, attempt: int = 0) -> None:
+    def __init__(
+        self, sampling: Sampling, attempt: int = 0, allowed: Allowed | None = None
+    ) -> None:
+        self._allowed = allowed
+        self._picked: list[int] = []
         self._sampling = sampling
         self._attempt = attempt
 
@@ -53,6 +62,16 @@ class Sampler:
 
         Raises ModelError if the logits are NaN, as after a division by zero.
         """
+        if self._allowed is None:
+            return self._choose(logits, said_ids, position)
+        mask = self._allowed(self._picked).to(logits.device)
+        if not mask.any():
+            raise ModelError("no token may follow in the format of this reply")
+        allowed = logits.masked_fill(~mask, -math.inf)
+        self._picked.append(self._choose(allowed, said_ids, position))
+        return self._picked[-1]
+
+    def _choose(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         sampling, scores = self._sampling, logits
         if sampling.repetition_penalty != 1.0:
             said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)

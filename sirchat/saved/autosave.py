@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -86,12 +88,18 @@ class Autosave:
     Args:
         session: the session to save.
         store: the open file that the session was resumed from; None for a new session.
+        folder: where a new file is made; None for the folder of the user's saved chats.
 
     Attributes:
         name: the name that the user gave the session, or empty; the next update writes it.
+        more: further values to write into the head, as JSON values by name.
     """
 
-    def __init__(self, session: Session, store: SessionStore | None = None) -> None:
+    def __init__(
+        self, session: Session, store: SessionStore | None = None, folder: Path | None = None
+    ) -> None:
+        self._folder = folder or paths.sessions_dir()
+        self.more: dict[str, Any] = {}
         self._session = session
         self._store = store
         self._epoch = session.epoch
@@ -121,7 +129,7 @@ class Autosave:
 
     def branch(self, name: str) -> Autosave:
         """Copy the whole chat to a new file, under the name `name`; the old file is unchanged."""
-        copy = Autosave(self._session)
+        copy = Autosave(self._session, folder=self._folder)
         copy.name, copy._family = name, self.family
         copy.begin()
         return copy
@@ -133,7 +141,7 @@ class Autosave:
         except BaseException:
             self.abandon()
             if self.id:
-                remove_session(paths.sessions_dir() / f"{self.id}{SUFFIX}")
+                remove_session(self._folder / f"{self.id}{SUFFIX}")
             raise
 
     def follow(self) -> None:
@@ -179,12 +187,12 @@ class Autosave:
             store.rename(self.name)
         if self._erasures != self._session.erasures or self._is_replaced:
             meta = _meta(self._session.model, self._family) if self._is_replaced else None
-            _rewrite(store, self._session, meta)
+            _rewrite(store, self._session, meta, self.more)
             self._erasures, self._is_replaced = self._session.erasures, False
             self._turns, self._rows, self._head = turns, saved.rows, None
             return
         self._truncate(store, turns, saved)
-        head = saved_head(saved, self._session)
+        head = self._head_of(saved)
         new = [SavedTurn(n, *turns[n]) for n in range(len(self._turns), len(turns))]
         if new or len(self._rows) < len(saved.rows):
             store.append(new, saved.rows[len(self._rows) :], head)
@@ -211,7 +219,7 @@ class Autosave:
         received, saved = self._session.attention(rows.positions), self._session.save()
         tensors = row_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.save_kv(tensors, stamp)
-        head = saved_head(saved, self._session, stamp)
+        head = self._head_of(saved, stamp)
         self._store.save_head(head)
         self._head = head
         return True
@@ -230,8 +238,12 @@ class Autosave:
         if self._store is not None:
             self._store.close()
 
+    def _head_of(self, saved: EngineState, stamp: str = "") -> Head:
+        head = saved_head(saved, self._session, stamp)
+        return replace(head, fields=head.fields | self.more)
+
     def _new(self) -> SessionStore:
-        folder = paths.private_dir(paths.sessions_dir())
+        folder = paths.private_dir(self._folder)
         return SessionStore.create(folder, _meta(self._session.model, self._family))
 
     def _truncate(
@@ -244,7 +256,7 @@ class Autosave:
         if (turns, seen) == (len(self._turns), len(self._rows)):
             return
         held = saved.held[saved.held < seen]
-        fields = saved_head(saved, self._session).fields
+        fields = self._head_of(saved).fields
         for name in ("pinned", "recalled"):
             fields[name] = [position for position in fields[name] if position < seen]
         fields["pins"] = [part for part in fields["pins"] if part[0] < turns]
@@ -332,14 +344,20 @@ def check_model(store: SessionStore, model: LoadedModel) -> None:
         )
 
 
-def _rewrite(store: SessionStore, session: Session, meta: dict[str, Any] | None = None) -> None:
-    """Replace the contents of the session's file by the present ones.
+def _rewrite(
+    store: SessionStore,
+    session: Session,
+    meta: dict[str, Any] | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Replace the contents of the session's file by the present ones; `more` goes into the head.
 
     None of the old contents stay in any file.
     """
     saved = session.save()
     turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
-    store.replace(turns, saved.rows, saved_head(saved, session), meta)
+    head = saved_head(saved, session)
+    store.replace(turns, saved.rows, replace(head, fields={**head.fields, **more}), meta)
 
 
 def _is_same_state(head: Head, other: Head | None) -> bool:

@@ -57,10 +57,13 @@ _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
     """Open a connection to an existing file; transactions must be begun explicitly.
 
-    `timeout` is how many seconds to wait for a lock.
+    `timeout` is how many seconds to wait for a lock. Several threads may use the connection, one
+    after the other.
     """
     uri = f"{path.absolute().as_uri()}?{options}"
-    return sqlite3.connect(uri, uri=True, timeout=timeout, isolation_level=None)
+    return sqlite3.connect(
+        uri, uri=True, timeout=timeout, isolation_level=None, check_same_thread=False
+    )
 
 
 def lock(connection: sqlite3.Connection) -> None:

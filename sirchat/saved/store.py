@@ -106,16 +106,20 @@ class SessionStore:
         about = {"meta": dict(meta), "created": time.time()}
         values = [(name, json.dumps(value)) for name, value in about.items()]
         path = new_file(folder, SUFFIX)
-        with explained(path), locked(path) as connection:
-            connection.execute(f"PRAGMA application_id={APPLICATION}")
-            connection.execute(f"PRAGMA user_version={FORMAT}")
-            for table in TABLES:
-                connection.execute(table)
-            connection.executemany("INSERT INTO about VALUES (?, ?)", values)
-            put_sums(connection)
-            make_durable(connection)
-            sync(folder)
-            return cls(path, connection)
+        try:
+            with explained(path), locked(path) as connection:
+                connection.execute(f"PRAGMA application_id={APPLICATION}")
+                connection.execute(f"PRAGMA user_version={FORMAT}")
+                for table in TABLES:
+                    connection.execute(table)
+                connection.executemany("INSERT INTO about VALUES (?, ?)", values)
+                put_sums(connection)
+                make_durable(connection)
+                sync(folder)
+                return cls(path, connection)
+        except SessionError:
+            path.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def open(cls, path: Path) -> Self:

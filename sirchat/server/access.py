@@ -48,21 +48,21 @@ class Access:
         """Answer a request, or let the application answer it."""
         if scope["type"] == "http":
             try:
-                self._check(Headers(scope=scope), scope["path"])
+                self._check(Headers(scope=scope), needs_key=_needs_key(scope))
             except RequestError as error:
                 answer = JSONResponse(error.body, error.status, error.headers)
                 await answer(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _check(self, headers: Headers, path: str) -> None:
+    def _check(self, headers: Headers, *, needs_key: bool) -> None:
         asked, origin = _host_of(f"//{headers.get('host', '')}"), headers.get("origin")
         names = (*_NAMES, self.host.lower())
         if is_loopback(self.host) and asked not in names:
             raise RequestError("the host of the request is not this machine", status=403)
         if origin is not None and _host_of(origin) not in (*names, *_asked_from_afar(asked, self)):
             raise RequestError("requests from other web sites are refused", status=403)
-        if self.key is not None and path != "/health" and not self._has_key(headers):
+        if self.key is not None and needs_key and not self._has_key(headers):
             raise RequestError(
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
                 status=401,
@@ -77,6 +77,15 @@ class Access:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given, right = key.strip().encode("latin-1"), (self.key or "").strip().encode()
         return scheme.lower() == "bearer" and hmac.compare_digest(given, right)
+
+
+def _needs_key(scope: Scope) -> bool:
+    """Whether a request needs the API key: not for the page, which has nothing of a conversation.
+
+    Nor through the Unix socket, which has no port, and which only the server's own user can open.
+    """
+    _, port = scope.get("server") or ("", 0)
+    return scope["path"] not in ("/", "/health") and port is not None
 
 
 def _asked_from_afar(asked: str | None, access: Access) -> Sequence[str | None]:

@@ -8,7 +8,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -22,10 +24,24 @@ from starlette.types import Receive, Scope, Send
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, format_value
 from sirchat.server.access import Access, too_large
+from sirchat.server.asking import Answer, AskRoutes
+from sirchat.server.completions import ChatShape, Shape, TextShape
 from sirchat.server.conversations import Conversations, History
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.formats import Formats
+from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, plain_text
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
-from sirchat.server.requests import MOST_BYTES, ChatRequest, RequestError, parse_request
+from sirchat.server.requests import (
+    MOST_BYTES,
+    ChatRequest,
+    ReplyRequest,
+    RequestError,
+    TextRequest,
+    parse_request,
+)
+from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.session_routes import SessionRoutes
+from sirchat.server.tools import as_said, calls_in_reply
 
 Result = TypeVar("Result")
 
@@ -46,22 +62,37 @@ class ChatServer:
         queue: how many requests may wait.
         host: the name or address where the server listens.
         key: the API key that requests must have; None if they need none.
+        answer: answers the questions of `sirchat ask`; None if the server does not.
     """
 
     def __init__(
-        self, conversations: Conversations, *, queue: int, host: str, key: str | None
+        self,
+        conversations: Conversations,
+        *,
+        queue: int,
+        host: str,
+        key: str | None,
+        answer: Answer | None = None,
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
         self._profile = conversations.profile
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
+        self._kept, self._formats = KeptResponses(), Formats()
+        asked = AskRoutes(self.replies, conversations, answer, _body).routes if answer else []
         self.app = Starlette(
             routes=[
+                *asked,
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
-                Route("/v1/sirchat/sessions/{id}", self._memory),
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                *SessionRoutes(self.replies, conversations, _body).routes,
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/responses", self._respond, methods=["POST"]),
+                Route("/api/chat", self._ollama, methods=["POST"]),
+                Route("/api/tags", self._tags),
+                Route("/api/version", self._version),
+                Route("/v1/completions", self._continue, methods=["POST"]),
             ],
             middleware=[Middleware(Access, host=host, key=key)],
             exception_handlers={
@@ -79,14 +110,34 @@ class ChatServer:
         data = [{"id": self.model, **model}]
         return JSONResponse({"object": "list", "data": data})
 
-    async def _memory(self, request: Request) -> Response:
-        found = await asyncio.wrap_future(self.replies.memory(request.path_params["id"]))
-        if found is None:
-            raise RequestError("there is no such conversation; it may be dropped", status=404)
-        return JSONResponse(asdict(found))
+    async def _chat(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), ChatRequest)
+        return await self._answer(request, asked, ChatShape(asked, self.model))
 
-    async def _complete(self, request: Request) -> Response:
-        asked = parse_request(await _body(request))
+    async def _continue(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), TextRequest)
+        return await self._answer(request, asked, TextShape(asked, self.model))
+
+    async def _respond(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), ResponsesRequest)
+        before = self._kept.messages(asked.previous_response_id)
+        shape = ResponsesShape(asked, before, self.model, self._kept)
+        return await self._answer(request, asked.chat(before), shape)
+
+    async def _ollama(self, request: Request) -> Response:
+        asked = parse_request(await _body(request), OllamaRequest).chat()
+        return await self._answer(request, asked, OllamaShape(self.model))
+
+    async def _tags(self, request: Request) -> Response:
+        since = datetime.fromtimestamp(self._since, UTC).isoformat()
+        model = {"name": self.model, "model": self.model, "modified_at": since, "digest": ""}
+        return JSONResponse({"models": [{**model, "details": {"family": "sirchat"}}]})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
+        """The response with a reply, in the shape of its endpoint."""
         if asked.model not in (None, *self._names):
             raise RequestError(
                 f"there is no model {format_value(asked.model)}; this server has {self.model}",
@@ -95,21 +146,25 @@ class ChatServer:
                 code="model_not_found",
             )
         parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
-        shape = _Completion(asked, self.model)
         try:
             first = await _unless_gone(request, parts.next())
             if asked.stream:
-                return _EventStream(shape.events(first, parts), parts)
-            return JSONResponse(await _unless_gone(request, shape.whole(first, parts)))
+                return _EventStream(shape.events(first, parts.next), shape.media, parts)
+            return JSONResponse(await _unless_gone(request, shape.whole(first, parts.next)))
         except BaseException:
             parts.cancel()
             raise
 
-    def _history(self, asked: ChatRequest) -> History:
+    def _history(self, asked: ReplyRequest) -> History:
+        if isinstance(asked, TextRequest):
+            return plain_text(asked.prompt)
+        assert isinstance(asked, ChatRequest)
         system = self._profile.system if asked.system is None else asked.system
-        return History.of(system, [(one.role, one.content) for one in asked.turns])
+        tools = [one.model_dump(exclude_none=True) for one in asked.tools]
+        written = json.dumps(tools, ensure_ascii=False) if tools else ""
+        return History.of(system, as_said(asked.turns), written)
 
-    def _options(self, asked: ChatRequest) -> ReplyOptions:
+    def _options(self, asked: ReplyRequest) -> ReplyOptions:
         """How to answer; raises RequestError for a value that the settings never allow."""
         settings = asked.settings()
         for name, value in settings.items():
@@ -124,7 +179,17 @@ class ChatServer:
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
         memory = {name: getattr(wanted, name) for name in _MEMORY}
-        return ReplyOptions(settings, memory, tuple(asked.stop), asked.logprobs)
+        own = frozenset(asked.sirchat.given())
+        options = ReplyOptions(settings, memory, tuple(asked.stop), own=own)
+        if not isinstance(asked, ChatRequest):
+            return options
+        schema = asked.response_format.schema_of_reply
+        return replace(
+            options,
+            logprobs=asked.logprobs,
+            calls=calls_in_reply(asked),
+            format=None if schema is None else partial(self._formats.json, schema),
+        )
 
 
 def names_of(model: str) -> tuple[str, ...]:
@@ -187,10 +252,10 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; the reply ends if the client closes the connection."""
+    """A stream of events; the reply ends if the client closes the connection."""
 
-    def __init__(self, events: AsyncIterator[str], parts: ReplyParts) -> None:
-        super().__init__(events, media_type="text/event-stream")
+    def __init__(self, events: AsyncIterator[str], media: str, parts: ReplyParts) -> None:
+        super().__init__(events, media_type=media)
         self.headers["Cache-Control"] = "no-store"
         self._parts = parts
 
@@ -199,82 +264,6 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._parts.cancel()
-
-
-class _Completion:
-    """The JSON of one reply, whole or in chunks."""
-
-    def __init__(self, asked: ChatRequest, model: str) -> None:
-        self._asked = asked
-        self._common = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    async def whole(self, part: ReplyText | ReplyEnd, parts: ReplyParts) -> dict[str, Any]:
-        """The JSON of the whole reply, whose first part is `part`."""
-        said: list[ReplyText] = []
-        while not isinstance(part, ReplyEnd):
-            said.append(part)
-            part = await parts.next()
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(one.text for one in said)},
-            "logprobs": self._logprobs(*said),
-            "finish_reason": part.finish,
-        }
-        return {
-            **self._common,
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": part.usage,
-            "sirchat": part.memory,
-        }
-
-    async def events(self, part: ReplyText | ReplyEnd, parts: ReplyParts) -> AsyncIterator[str]:
-        """The events of a stream, whose first part is `part`."""
-        yield self._chunk({"role": "assistant", "content": ""})
-        try:
-            while not isinstance(part, ReplyEnd):
-                if part.text or part.tokens:
-                    yield self._chunk({"content": part.text}, logprobs=self._logprobs(part))
-                part = await parts.next()
-        except RequestError as error:
-            yield _event(error.body)
-            return
-        yield self._chunk({}, finish=part.finish, sirchat=part.memory)
-        if self._asked.stream_options.include_usage:
-            yield self._event(choices=[], usage=part.usage)
-        yield "data: [DONE]\n\n"
-
-    def _chunk(
-        self,
-        delta: dict[str, str],
-        logprobs: dict[str, Any] | None = None,
-        finish: str | None = None,
-        **more: Any,
-    ) -> str:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self._asked.stream_options.include_usage else {}
-        return self._event(choices=[choice], **usage, **more)
-
-    def _event(self, **fields: Any) -> str:
-        return _event({**self._common, "object": "chat.completion.chunk", **fields})
-
-    def _logprobs(self, *said: ReplyText) -> dict[str, Any] | None:
-        if not self._asked.logprobs:
-            return None
-        tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for part in said
-            for text, value in part.tokens
-        ]
-        return {"content": tokens, "refusal": None}
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 async def _show_error(request: Request, error: RequestError) -> Response:

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from secrets import token_bytes
 from typing import Any
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Interrupted, Session
-from sirchat.errors import ContextFullError, SettingError
+from sirchat.engine.sampling import Allowed
+from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.server.conversations import History, ServedConversation
+from sirchat.server.requests import RequestError
+from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of, results_of
+from sirchat.text.other_templates import PlainText, ToolTemplate, calls_as_text
+from sirchat.text.text_file import without_surrogates
 
 
 @dataclass(frozen=True)
 class ReplyText:
     """A piece of the reply: `text`, and its tokens that are complete, if they were asked for.
 
-    For each token, there are its text and its log-probability.
+    For each token, there are its text and its log-probability. `calls` are those of tools.
     """
 
     text: str
     tokens: tuple[tuple[str, float], ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class ReplyEnd:
     """How a reply ended.
 
-    `finish` is `stop` or `length`. `usage` counts tokens, as OpenAI does; `memory` says how many
-    tokens of the conversation are in the cache, and its id.
+    `finish` is `stop`, `length` or `tool_calls`. `usage` counts tokens, as OpenAI does; `memory`
+    says how many tokens of the conversation are in the cache, and its id.
     """
 
     finish: str
@@ -42,13 +50,33 @@ class ReplyOptions:
     """How to answer.
 
     `settings` are those of sampling, for this reply alone; to those in `memory`, such as the
-    policy, the session is switched first, if it has others.
+    policy, the session is switched first, if it has others. Those that were set for the
+    conversation take precedence, but not over `own`: what the request itself names. `calls` finds
+    the calls of tools; `format` makes the format of the reply, which says which tokens may follow.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     logprobs: bool = False
+    calls: CallParser | None = None
+    format: Callable[[Session], Allowed] | None = None
+    own: frozenset[str] = frozenset()
+
+    def memory_of(self, conversation: ServedConversation) -> dict[str, Any]:
+        """The settings of memory that hold for this reply in `conversation`."""
+        own = self.own | ({"policy_options"} if "policy" in self.own else set())
+        set_before = {k: v for k, v in conversation.settings.items() if k not in own}
+        return {**self.memory, **set_before}
+
+
+def plain_text(prompt: str) -> History:
+    """A text that the model continues, without chat template; no other request shares it."""
+    return History(None, (("text", without_surrogates(prompt)),), (token_bytes(), token_bytes()))
+
+
+def _is_plain(history: History) -> bool:
+    return history.messages[-1][0] == "text"
 
 
 def generate_reply(
@@ -60,62 +88,106 @@ def generate_reply(
     read is taken back. Raises like `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
-    other = {k: v for k, v in options.memory.items() if getattr(session.profile, k) != v}
+    wanted = options.memory_of(conversation)
+    other = {k: v for k, v in wanted.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
     usual = session.profile
     session.profile = usual.model_copy(update=options.settings)
     conversation.is_exact = False
     try:
+        _set_template(session, history)
+        if options.format is not None:
+            session.allowed = options.format(session)
         for role, text in history.messages[len(conversation.roles) : -1]:
-            read = session.read_user if role == "user" else session.read_reply
-            for _ in read(text, gone):
+            read = session.read_user if role in ("user", "tool") else session.read_reply
+            for _ in read(_prepared(session, role, text), gone):
                 yield None
             conversation.add(role, text)
             if gone():
                 conversation.take_back()
                 return
-        yield from _answer(conversation, history.messages[-1][1], options, gone, cached)
-    except (ContextFullError, SettingError):  # raised before anything of the message is read
+        yield from _answer(conversation, history, options, gone, cached)
+    except (ContextFullError, SettingError, RequestError):
+        # They are raised before anything of the message is read.
         conversation.is_exact = True
         raise
     finally:
-        session.profile = usual
+        session.profile, session.allowed = usual, None
+
+
+def _set_template(session: Session, history: History) -> None:
+    """Let the session render what this history has: a plain text, or tools."""
+    model, template = session.model, session.template
+    if _is_plain(history):
+        session.template = PlainText(model.tokenizer)
+        return
+    if not history.tools and {"tool", "calls"}.isdisjoint(role for role, _ in history.messages):
+        return
+    if not isinstance(template, ToolTemplate) or template.tools != history.tools:
+        with _refused("tools"):
+            session.template = ToolTemplate(model.tokenizer, model.anchors, history.tools)
+
+
+def _prepared(session: Session, role: str, text: str) -> str:
+    """The text of a message as the session keeps it; where tools are concerned, also its ids."""
+    template = session.template
+    if not isinstance(template, ToolTemplate):
+        return text
+    template.following = None  # of a turn that was refused before it was read
+    if role not in ("tool", "calls"):
+        return text
+    with _refused("messages"):
+        if role == "tool":
+            results = results_of(text)
+            template.following = template.results(results)
+            return "\n".join(one["content"] for one in results)
+        said, calls = calls_of(text)
+        template.following = template.calls(said, calls)
+        return calls_as_text(said, [one["function"] for one in calls])
+
+
+@contextmanager
+def _refused(param: str) -> Iterator[None]:
+    """Context manager: what the chat template can't render is an error of the request."""
+    try:
+        yield
+    except ModelError as error:
+        raise RequestError(str(error), param=param) from None
 
 
 def _answer(
     conversation: ServedConversation,
-    question: str,
+    history: History,
     options: ReplyOptions,
     gone: Interrupted,
     cached: int,
 ) -> Iterator[ReplyText | ReplyEnd | None]:
     """Read the last message, and generate the reply; `cached` tokens were read before."""
-    session, stops = conversation.session, StopStrings(options.stop)
+    session, pieces = conversation.session, _Pieces(conversation.session, options)
+    role, question = history.messages[-1]
     asked = done = None
-    tokens: _TokenProbabilities | None = None
-    for event in session.ask(question, lambda: gone() or stops.is_found):
-        text = stops.push(event.text) if isinstance(event, Delta) else ""
+    text = _prepared(session, role, question)
+    for event in session.ask(text, lambda: gone() or pieces.are_ended):
         if isinstance(event, TurnDone):
             asked, done = (event, done) if event.role == "user" else (asked, event)
-            if event.role == "user" and options.logprobs:
-                tokens = _TokenProbabilities(session)
-        elif isinstance(event, Delta) and tokens is not None:
-            yield ReplyText(text, tokens.complete(text))
-            continue
-        yield ReplyText(text) if text else None
+            if event.role == "user":
+                pieces.begin()
+        yield pieces.push(event.text) if isinstance(event, Delta) else None
     assert asked is not None
     assert done is not None
-    if not stops.is_found:
-        rest = stops.rest()
-        yield ReplyText(rest, tokens.all() if tokens is not None else ())
-    conversation.add("user", question)
-    conversation.add("assistant", done.text)
-    conversation.is_exact = True
+    yield pieces.end()
+    conversation.add("tool" if role == "tool" else "user", question)
+    calls = () if options.calls is None or pieces.are_ended else options.calls.calls
+    if calls:
+        conversation.add("calls", calls_key(pieces.said, calls))
+    else:
+        conversation.add("assistant", done.text)
+    conversation.is_exact = not _is_plain(history)  # a plain text is of no use later
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.take_back()
-    yield end
+    yield replace(end, finish="tool_calls") if calls and end.finish == "stop" else end
 
 
 def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: int) -> ReplyEnd:
@@ -136,6 +208,51 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
         "budget": session.budget,
     }
     return ReplyEnd("length" if done.finish in ("length", "context") else "stop", usage, memory)
+
+
+class _Pieces:
+    """The pieces of a reply that the client gets: without stop strings, calls apart from text.
+
+    Attributes:
+        said: the text so far.
+    """
+
+    def __init__(self, session: Session, options: ReplyOptions) -> None:
+        self._session, self._options = session, options
+        self._stops = StopStrings(options.stop)
+        self._tokens: _TokenProbabilities | None = None
+        self.said = ""
+
+    @property
+    def are_ended(self) -> bool:
+        """Whether a stop string has ended the reply."""
+        return self._stops.is_found
+
+    def begin(self) -> None:
+        """Note that the next token is of the reply."""
+        if self._options.logprobs:
+            self._tokens = _TokenProbabilities(self._session)
+
+    def push(self, text: str) -> ReplyText | None:
+        """Add text of the reply; returns the next piece, if there is one."""
+        text, calls = self._stops.push(text), self._options.calls
+        if self._tokens is not None:
+            return ReplyText(text, self._tokens.complete(text))
+        found: list[ToolCall] = []
+        if calls is not None:
+            text, found = calls.push(text)
+        self.said += text
+        return ReplyText(text, calls=tuple(found)) if text or found else None
+
+    def end(self) -> ReplyText:
+        """The last piece, at the end of the reply."""
+        text, calls = "" if self.are_ended else self._stops.rest(), self._options.calls
+        if calls is None:
+            tokens = () if self._tokens is None or self.are_ended else self._tokens.all()
+            return ReplyText(text, tokens)
+        (text, found), (rest, more) = calls.push(text), calls.rest()
+        self.said += text + rest
+        return ReplyText(text + rest, calls=(*found, *more))
 
 
 class StopStrings:

@@ -11,16 +11,22 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, TypeVar
 
-from sirchat.chat.snapshot import Snapshot
-from sirchat.errors import ContextFullError, SettingError, SirchatError
-from sirchat.server.conversations import Conversations, History, ServedConversation
+from sirchat.errors import ContextFullError, SirchatError, UsageError
+from sirchat.server.conversations import (
+    BusyError,
+    Conversations,
+    History,
+    ServedConversation,
+)
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, generate_reply
 from sirchat.server.requests import RequestError
 
 Sent = ReplyText | ReplyEnd | RequestError
 """What a request gets: pieces of text, then the end; or an error."""
+
+Result = TypeVar("Result")
 
 _LOG = logging.getLogger(__name__)
 _SECONDS = 5.0  # for which the end of the program waits for a step
@@ -42,6 +48,14 @@ class WaitingReply:
     conversation: ServedConversation | None = None
     steps: Generator[ReplyText | ReplyEnd | None] | None = None
 
+    def is_gone(self) -> bool:
+        """Whether nobody waits for the reply any more."""
+        return self.is_cancelled
+
+    def generate(self, conversation: ServedConversation) -> Generator[ReplyText | ReplyEnd | None]:
+        """The parts of the reply, in a conversation that `history` continues."""
+        return generate_reply(conversation, self.history, self.options, self.is_gone)
+
 
 class ReplyThread:
     """Generates replies: several at a time, in different conversations; others wait.
@@ -56,10 +70,11 @@ class ReplyThread:
         self._most = most
         self._waiting: list[WaitingReply] = []
         self._running: list[WaitingReply] = []
-        self._asked: list[tuple[str, Future[Snapshot | None]]] = []
+        self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # until a reply has ended
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
-        self._is_ending = False
+        self._is_ending = self._is_saving = False
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
 
@@ -83,14 +98,18 @@ class ReplyThread:
         """End a reply that nobody waits for."""
         with self._changed:
             reply.is_cancelled = self._may_begin = True
+            self._changed.notify()
 
-    def memory(self, ident: str) -> Future[Snapshot | None]:
-        """The memory of a conversation, looked at between two steps; None if there is none."""
-        found: Future[Snapshot | None] = Future()
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
+        """The result of `work`, which is called between two steps.
+
+        If it raises BusyError, it is called again when a reply has ended.
+        """
+        found: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
                 raise _ending()
-            self._asked.append((ident, found))
+            self._asked.append((work, found))
             self._changed.notify()
         return found
 
@@ -101,8 +120,10 @@ class ReplyThread:
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until the thread has ended its last step."""
+        """Wait until the thread has ended its last step, and all conversations are saved."""
         self._thread.join(_SECONDS)
+        if self._is_saving:
+            self._thread.join()
 
     def _run(self) -> None:
         while self._wait():
@@ -113,24 +134,33 @@ class ReplyThread:
         for reply in (*self._running, *self._waiting):
             reply.send(_ending())
         self._look()
+        for _, found in self._later:
+            found.set_exception(_ending())
+        self._is_saving = True
+        self._conversations.end()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; returns whether to go on."""
         with self._changed:
-            while not (self._running or self._waiting or self._asked or self._is_ending):
+            while not (self._running or self._may_begin or self._asked or self._is_ending):
                 self._changed.wait()
             return not self._is_ending
 
     def _look(self) -> None:
-        """Answer those who asked for the memory of a conversation."""
+        """Do the work that was asked for with `call`."""
         with self._changed:
             asked, self._asked = self._asked, []
-        for ident, found in asked:
-            if found.set_running_or_notify_cancel():
-                try:
-                    found.set_result(self._conversations.memory(ident))
-                except Exception as error:  # whatever a policy's scores raise
-                    found.set_exception(_as_answer(error))
+            if self._may_begin or self._is_ending:
+                asked, self._later = self._later + asked, []
+        for work, found in asked:
+            if found.cancelled():
+                continue
+            try:
+                found.set_result(work())
+            except BusyError:
+                self._later.append((work, found))
+            except Exception as error:  # whatever a policy's scores raise
+                found.set_exception(_as_answer(error))
 
     def _begin(self) -> None:
         """Begin the replies that wait, in order, for which a conversation is free."""
@@ -142,17 +172,18 @@ class ReplyThread:
                 taken = None if reply.is_cancelled else self._conversations.take(reply.history)
             except Exception as error:
                 taken, reply.is_cancelled = None, True
-                reply.send(_as_answer(error))
+                reply.send(_as_answer(error))  # only the first one counts
             if taken is None and not reply.is_cancelled:
                 continue
             with self._changed:
                 self._waiting.remove(reply)
-                if taken is None:
-                    continue
-                self._running.append(reply)
+                if taken is not None:
+                    self._running.append(reply)
+            if taken is None:
+                reply.send(RequestError("the request was cancelled", status=499))
+                continue
             reply.conversation = taken
-            gone = partial(getattr, reply, "is_cancelled")
-            reply.steps = generate_reply(taken, reply.history, reply.options, gone)
+            reply.steps = reply.generate(taken)
 
     def _advance(self, reply: WaitingReply) -> None:
         """Do one step of a reply."""
@@ -172,11 +203,16 @@ class ReplyThread:
     def _finish(self, reply: WaitingReply) -> None:
         if reply.steps is not None:
             reply.steps.close()
-        if reply.conversation is not None:
-            self._conversations.release(reply.conversation)
         with self._changed:
             self._running.remove(reply)
+        if reply.conversation is not None:
+            self._conversations.release(reply.conversation, self.wake)
+
+    def wake(self) -> None:
+        """Note that a conversation is free, so that a reply that waits could begin."""
+        with self._changed:
             self._may_begin = True
+            self._changed.notify()
 
 
 def _ending() -> RequestError:
@@ -185,9 +221,11 @@ def _ending() -> RequestError:
 
 def _as_answer(error: Exception) -> RequestError:
     """The error that the client is told."""
+    if isinstance(error, RequestError):
+        return error
     if isinstance(error, ContextFullError):
         return RequestError(str(error), param="messages", code="context_length_exceeded")
-    if isinstance(error, SettingError):
+    if isinstance(error, UsageError):
         return RequestError(str(error))
     known = str(error) if isinstance(error, SirchatError) else type(error).__name__
     shows = _LOG.isEnabledFor(logging.DEBUG)

@@ -1,12 +1,20 @@
-"""Requests for a chat completion: checks every field, and refuses what would be ignored."""
+"""Requests for a reply: checks every field, and refuses what would be ignored."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
@@ -15,9 +23,15 @@ from sirchat.memory.policies import is_path
 MOST_BYTES = 16 * 2**20
 """Largest body of a request."""
 
-_MOST_MESSAGES = 10_000
-_MANY = 10**9  # tokens
+MOST_MESSAGES = 10_000
+"""Largest number of messages of a request."""
+
+MANY = 10**9
+"""Largest number of tokens that a request may name."""
+
 _MOST_STOPS = 4
+_MOST_TOOLS = 128
+_DEEPEST = 64  # lists and objects in each other
 
 
 class RequestError(Exception):
@@ -45,40 +59,169 @@ class RequestError(Exception):
         self.headers = headers or {}
 
 
-def _joined(content: Any) -> Any:
-    """The text of a message: itself, or its parts, one below the other."""
+def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
+    """The text of a message: itself, or its parts, one below the other.
+
+    `kinds` are the types that a part may have, `extra` further fields, which change nothing.
+    """
     if not isinstance(content, list):
         return content
     for part in content:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        is_text = isinstance(part, dict) and part.get("type") in kinds
+        if not is_text or set(part) - {*extra} != {"type", "text"} or type(part["text"]) is not str:
             raise PydanticCustomError("content", "only text is read: no images, audio or files")
     return "\n".join(part["text"] for part in content)
+
+
+def _only(prompt: Any) -> Any:
+    """A list of one text is this text."""
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
 def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Fields of a request; others are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-
-class ChatMessage(_Fields):
-    """One message of the conversation so far."""
-
-    role: Literal["system", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    def check(self) -> None:
+        """Raise RequestError if fields don't go together."""
 
 
-class StreamOptions(_Fields):
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+"""The name of a tool."""
+
+CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
+"""The id of a call."""
+
+
+def shallow(value: Any) -> Any:
+    """A value of JSON; refused if its lists and objects are nested too deeply."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for many in inner if not isinstance(many, _PLAIN) for one in many]
+        if not level:
+            return value
+    raise PydanticCustomError("deep", "lists and objects are nested too deeply")
+
+
+_PLAIN = str | int | float | None
+Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
+
+
+class FunctionCall(Fields):
+    """What a reply calls: a tool, and its arguments, as JSON.
+
+    `parsed_arguments`, which OpenAI's client adds to what it sends back, change nothing.
+    """
+
+    name: Name
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class CallFields(Fields):
+    """A call in a reply; `index`, which streams have, changes nothing."""
+
+    index: int | None = None
+    id: CallId
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionFields(Fields):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: Json = {"type": "object", "properties": {}}
+    strict: Literal[False] | None = None
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class ChatMessage(Fields):
+    """One message of the conversation so far.
+
+    `parsed`, which OpenAI's client adds to what it sends back, changes nothing.
+    """
+
+    role: Annotated[
+        Literal["system", "user", "assistant", "tool"],
+        BeforeValidator(lambda role: "system" if role == "developer" else role),
+    ]
+    content: Annotated[str | None, BeforeValidator(joined)] = None
+    tool_calls: list[CallFields] = []
+    tool_call_id: CallId | None = None
+    name: Name | None = None
+    parsed: Any = None
+
+    @property
+    def text(self) -> str:
+        """The message's text, which is empty if it only calls tools."""
+        return self.content or ""
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        """Refuse fields that messages of this role don't have, and a message without content."""
+        is_tool, calls = self.role == "tool", bool(self.tool_calls)
+        if calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "only the assistant calls tools")
+        if self.content is None and not calls:
+            raise PydanticCustomError("missing", "content is missing")
+        if is_tool != (self.tool_call_id is not None) or (self.name is not None and not is_tool):
+            raise PydanticCustomError(
+                "tool", "messages of role tool, and no others, have tool_call_id, and may have name"
+            )
+        return self
+
+
+class JsonSchema(Fields):
+    """A JSON schema, by which a reply is to be; the model does not see its name."""
+
+    name: Name
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Json = Field(default={"type": "object"}, alias="schema")
+
+
+class ResponseFormat(Fields):
+    """The format of a reply."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _with_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "json_schema is for the type json_schema alone")
+        return self
+
+    @property
+    def schema_of_reply(self) -> dict[str, Any] | None:
+        """The JSON schema of the reply; None if the reply is text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class StreamOptions(Fields):
     """What a stream has beside the reply."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class MemorySettings(_Fields):
+class MemorySettings(Fields):
     """The settings of sirchat for the conversation's memory; those not given are the server's."""
 
     policy: str | None = None
@@ -99,10 +242,9 @@ class MemorySettings(_Fields):
         return self.model_dump(exclude_none=True)
 
 
-class ChatRequest(_Fields):
-    """The fields of a request that have an effect. Limits of sampling are those of the settings."""
+class ReplyRequest(Fields):
+    """The fields of every request for a reply. Limits of sampling are those of the settings."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_MESSAGES)
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -110,23 +252,60 @@ class ChatRequest(_Fields):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    max_tokens: int | None = Field(default=None, ge=1, le=_MANY)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=_MANY)
+    max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(_listed),
         Field(max_length=_MOST_STOPS),
     ] = []
-    logprobs: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     sirchat: MemorySettings = MemorySettings()
 
     def settings(self) -> dict[str, Any]:
         """The settings of sirchat that hold for this reply alone."""
-        limit = self.max_completion_tokens or self.max_tokens
-        given = {name: getattr(self, name) for name in _SAMPLING} | {"max_new_tokens": limit}
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given["max_new_tokens"] = self.most_tokens
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The largest number of tokens of the reply."""
+        return self.max_tokens
+
+
+class TextRequest(ReplyRequest):
+    """A request to continue a text."""
+
+    prompt: Annotated[str, BeforeValidator(_only)] = Field(min_length=1)
+
+
+class ChatRequest(ReplyRequest):
+    """A request for a reply in a chat."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
+    logprobs: bool = False
+    tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
+    tool_choice: Literal["none", "auto"] = "auto"
+    response_format: ResponseFormat = ResponseFormat()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The largest number of tokens of the reply."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def check(self) -> None:
+        """Raise RequestError if fields don't go together."""
+        _check_order(self.turns)
+        if self.tools and self.logprobs:
+            raise RequestError("logprobs can't be had with tools", param="logprobs")
+        if self.tools and self.response_format.type != "text":
+            raise RequestError("response_format can't be had with tools", param="response_format")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise RequestError(
+                "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
+            )
 
     @property
     def system(self) -> str | None:
@@ -142,7 +321,9 @@ class ChatRequest(_Fields):
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "keep_alive")
+
+_LISTS = {"messages", "input"}
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -150,14 +331,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
+    "best_of": (1,),
+    "background": (False,),
+    "think": (False,),
+    "parallel_tool_calls": (True,),
+    "truncation": ("auto",),
+    "echo": (False,),
     "tool_choice": ("none", "auto"),
     "service_tier": ("auto", "default"),
 }
 """For fields that are not offered, the values that ask for nothing."""
 
 
-def parse_request(body: bytes) -> ChatRequest:
+Request = TypeVar("Request", bound=Fields)
+
+
+def parse_request(body: bytes, kind: type[Request]) -> Request:
     """Parse and check the body of a request; raises RequestError for the first problem."""
     try:
         given = json.loads(body)
@@ -165,30 +354,30 @@ def parse_request(body: bytes) -> ChatRequest:
         raise RequestError("the request's body is not JSON") from None
     if not isinstance(given, dict):
         raise RequestError("the request's body is not a JSON object")
+    return checked(kind, _with_effect(given, kind.model_fields))
+
+
+def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
+    """A request with these fields; raises RequestError for the first that is not allowed."""
     try:
-        request = ChatRequest.model_validate(_with_effect(given))
+        request = kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from None
-    _check_order(request.turns)
-    most = {request.max_tokens, request.max_completion_tokens} - {None}
-    if len(most) > 1:
-        raise RequestError(
-            "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
-        )
+    request.check()
     return request
 
 
-def _with_effect(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request without those that ask for nothing.
+def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
+    """The fields of a request without those that ask for nothing; `offered` have an effect.
 
     Raises RequestError for a value that asks for what is not offered.
     """
     kept = {}
     for name, value in given.items():
-        is_empty = value is None or (value in ([], {}) and name != "messages")
+        is_empty = value is None or (value in ([], {}) and name not in _LISTS)
         if is_empty or name in _WITHOUT_EFFECT:
             continue
-        if name not in _NEUTRAL:
+        if name in offered or name not in _NEUTRAL:
             kept[name] = value
         elif value not in _NEUTRAL[name]:
             allowed = " or ".join(map(format_value, _NEUTRAL[name]))
@@ -197,13 +386,14 @@ def _with_effect(given: dict[str, Any]) -> dict[str, Any]:
                 param=name,
                 code="unsupported_value",
             )
-    if isinstance(messages := given.get("messages"), list):
-        kept["messages"] = [
-            {key: value for key, value in one.items() if value not in (None, [], {})}
-            if isinstance(one, dict)
-            else one
-            for one in messages
-        ]
+    for name in _LISTS & set(kept):
+        if isinstance(kept[name], list):
+            kept[name] = [
+                {key: value for key, value in one.items() if value not in (None, [], {})}
+                if isinstance(one, dict)
+                else one
+                for one in kept[name]
+            ]
     return kept
 
 
@@ -217,16 +407,32 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def _check_order(turns: Sequence[ChatMessage]) -> None:
-    before = "system"
+    before, open_calls = "system", set[str]()
     for number, one in enumerate(turns):
+        where = f"message {number + 1} after the system message"
         if one.role == "system":
             raise RequestError("a system message must be the first message", param="messages")
-        if one.role == "assistant" and before != "user":
+        if one.role == "tool":
+            if one.tool_call_id not in open_calls:
+                raise RequestError(
+                    f"{where} answers the call {format_value(one.tool_call_id)}, but the reply "
+                    "before has no such call, or it is answered already",
+                    param="messages",
+                )
+            open_calls.discard(one.tool_call_id)
+        elif open_calls:
             raise RequestError(
-                f"message {number + 1} after the system message is of the assistant, but follows "
-                "no user message",
+                f"{where} must be what the tool returned for the call {min(open_calls)}",
                 param="messages",
             )
+        if one.role == "assistant" and before not in ("user", "tool"):
+            raise RequestError(
+                f"{where} is of the assistant, but follows no user message", param="messages"
+            )
+        open_calls |= {call.id for call in one.tool_calls}
         before = one.role
-    if before != "user":
-        raise RequestError("the last message must be a user message", param="messages")
+    if before not in ("user", "tool") or open_calls:
+        raise RequestError(
+            "the last message must be a user message, or what the called tools returned",
+            param="messages",
+        )

@@ -39,11 +39,11 @@ _PLAIN = (
 _BARE = "{{ messages[0].content }}"
 
 # Only letters: tokenizers do not merge them with the control token, space or newline after them.
-_QUESTION = "qzv"
-_ANSWER = "zqxv"
-_OTHERS = ("a", "7 b")
+QUESTION = "qzv"
+ANSWER = "zqxv"
+OTHERS = ("a", "7 b")
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class Template:
     ModelError if the template can't render a turn.
     """
 
+    _tools: Sequence[Message] | None = None
+
     def __init__(self, tokenizer: Any, anchors: Anchors | None = None) -> None:
         self._tokenizer = tokenizer
         self._anchors = anchors if anchors is not None and anchors.variant == "ac" else None
@@ -84,13 +86,13 @@ class Template:
         prompt is put before the user's text.
         """
         whole = self._first(system, content)
-        turn = self._spans(whole, Role.USER, [self._first(system, other) for other in _OTHERS])
+        turn = self._spans(whole, Role.USER, [self._first(system, other) for other in OTHERS])
         if not system:
             return None, self._anchored(turn, content)
         start, end = turn.content
         cut = self._system_length(system, whole) or start
-        others = [self._first(other, _QUESTION) for other in _OTHERS]
-        head = self._spans(self._first(system, _QUESTION), Role.SYSTEM, others)
+        others = [self._first(other, QUESTION) for other in OTHERS]
+        head = self._spans(self._first(system, QUESTION), Role.SYSTEM, others)
         rest = TurnIds(whole[cut:], turn.roles[cut:], (start - cut, end - cut))
         block = TurnIds(whole[:cut], head.roles[:cut], (0, cut))
         return self._closed(block), self._anchored(rest, content)
@@ -107,7 +109,7 @@ class Template:
         If the template can't render a system message there, they are those of its text alone.
         """
         try:
-            whole, *others = (self._later_system(text) for text in (content, *_OTHERS))
+            whole, *others = (self._later_system(text) for text in (content, *OTHERS))
         except ModelError:
             whole, others = [], [[]]
         turn = self._spans(whole, Role.SYSTEM, others)
@@ -121,25 +123,30 @@ class Template:
 
         The template's ids before and after the reply are not included.
         """
-        question = [_message("user", _QUESTION)]
-        header = self._render(question, prompt=True)
-        following = [_message("user", _QUESTION)]
-        whole = self._render([*question, _message("assistant", content), *following], prompt=True)
-        tail = self._after_answer(self._render([*self._history, *following], prompt=True))
-        end = len(whole) - len(tail)
-        ids = whole[len(header) : end]
-        fits = whole[: len(header)] == header and whole[end:] == tail and end >= len(header)
-        if not fits or not self._added.isdisjoint(ids):
-            # The template has another header for past replies, or turns text into control tokens.
+        ids = self._reply(_message("assistant", content))
+        if ids is None or not self._added.isdisjoint(ids):  # text has become control tokens
             ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
+
+    def _reply(self, message: Message) -> list[int] | None:
+        """The ids of a reply without the template's ids before and after it.
+
+        None if they can't be told apart, as when the template has another header for past replies.
+        """
+        question = [_message("user", QUESTION)]
+        header = self._render(question, prompt=True)
+        whole = self._render([*question, message, *question], prompt=True)
+        tail = self._after_answer(self._render([*self._history, *question], prompt=True))
+        end = len(whole) - len(tail)
+        fits = whole[: len(header)] == header and whole[end:] == tail and end >= len(header)
+        return whole[len(header) : end] if fits else None
 
     @cached_property
     def opens_reasoning(self) -> bool:
         """Whether the template itself writes the `<think>` that a reply's reasoning begins with."""
         if "<think>" not in str(self._tokenizer.chat_template or ""):
             return False
-        header = self._render([_message("user", _QUESTION)], prompt=True)
+        header = self._render([_message("user", QUESTION)], prompt=True)
         return str(self._tokenizer.decode(header[-8:])).rstrip().endswith("<think>")
 
     @property
@@ -151,7 +158,7 @@ class Template:
     def _closing(self) -> list[int]:
         """The ids that the chat template puts after a reply."""
         alone = self._after_answer(self._render(self._history, prompt=False))
-        followed = [*self._history, _message("user", _QUESTION)]
+        followed = [*self._history, _message("user", QUESTION)]
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
@@ -183,7 +190,7 @@ class Template:
         the reply are included.
         """
         control = self._control
-        user, system = self.user(_QUESTION), self.system(_QUESTION)
+        user, system = self.user(QUESTION), self.system(QUESTION)
         headers = [turn.ids[: turn.content[0]] for turn in (user, system)]
         found = {next((i for i in header if i in control), None) for header in headers}
         found |= control.intersection(user.ids[user.content[1] :])  # the reply's own header
@@ -192,7 +199,7 @@ class Template:
     @property
     def _foreign(self) -> set[int]:
         """The ids of control tokens that the template never uses, except perhaps at the start."""
-        stub = [_message("user", _QUESTION), _message("assistant", _ANSWER)]
+        stub = [_message("user", QUESTION), _message("assistant", ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
         known = self._tokenizer.added_tokens_decoder
@@ -247,7 +254,7 @@ class Template:
 
     @property
     def _history(self) -> list[Message]:
-        return [_message("user", _QUESTION), _message("assistant", _ANSWER)]
+        return [_message("user", QUESTION), _message("assistant", ANSWER)]
 
     def _plain(self) -> str:
         """The template `_PLAIN` without the special tokens that the tokenizer does not have."""
@@ -260,15 +267,17 @@ class Template:
     def _render(
         self, messages: Sequence[Message], *, prompt: bool, template: str | None = None
     ) -> list[int]:
-        size = sum(len(message["content"]) for message in messages)
+        texts = [value for one in messages for name, value in one.items() if name != "role"]
+        size = sum(len(str(one)) for one in (*texts, *(self._tools or ())))
         try:
             source = template or self._template or self._tokenizer.get_chat_template()
             text = render(
                 source,
                 size,
-                messages=[self._marked(message) for message in messages],
+                messages=self._marked(messages),
                 add_generation_prompt=prompt,
-                tools=None,
+                tools=self._marked(self._tools),
+                tools_in_user_message=False,  # of Llama: they are pinned with the system prompt
                 documents=None,
                 **self._tokenizer.special_tokens_map,
             )
@@ -282,16 +291,20 @@ class Template:
             problem = f"{type(error).__name__}: {_brief(error)}"
             raise ModelError(f"the model's chat template fails: {problem}") from error
 
-    def _marked(self, message: Message) -> Message:
-        """The message with marks in its text, so that no part of it becomes a control token."""
-        return {name: self._control_tokens.marked(text) for name, text in message.items()}
+    def _marked(self, value: Any) -> Any:
+        """A copy of messages or tools, marked so that no text in it becomes a control token."""
+        if isinstance(value, str):
+            return self._control_tokens.marked(value)
+        if isinstance(value, dict):
+            return {name: self._marked(one) for name, one in value.items()}
+        return [self._marked(one) for one in value] if isinstance(value, list | tuple) else value
 
     def as_text(self, text: str) -> list[int]:
         """The ids of a text alone, without the chat template."""
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """Those of `ids`, a rendered conversation, that follow the stub answer `_ANSWER`."""
+        """Those of `ids`, a rendered conversation, that follow the stub answer `ANSWER`."""
         marker = self._answer_ids
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
@@ -300,17 +313,17 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids of `_ANSWER`, the fixed answer that stands for the history, when rendered."""
-        question = [_message("user", _QUESTION)]
-        ids = self._render([*question, _message("assistant", _ANSWER)], prompt=False)
-        other = self._render([*question, _message("assistant", _ANSWER + " a")], prompt=False)
+        """The ids of `ANSWER`, the fixed answer that stands for the history, when rendered."""
+        question = [_message("user", QUESTION)]
+        ids = self._render([*question, _message("assistant", ANSWER)], prompt=False)
+        other = self._render([*question, _message("assistant", ANSWER + " a")], prompt=False)
         start = len(_common(self._render(question, prompt=False), ids))
         end = len(_common(ids, other))
         found = ids[start:end]
         text = self._tokenizer.decode(found)
-        while found[1:] and _ANSWER in self._tokenizer.decode(found[1:]):
+        while found[1:] and ANSWER in self._tokenizer.decode(found[1:]):
             found = found[1:]
-        if _ANSWER not in text:
+        if ANSWER not in text:
             raise ModelError("the chat template does not show the reply's text")
         return found
 
@@ -343,7 +356,7 @@ class Template:
     def _allows_system(self) -> bool:
         """Whether the template allows a system message."""
         try:
-            stub = [_message("system", _QUESTION), _message("user", _QUESTION)]
+            stub = [_message("system", QUESTION), _message("user", QUESTION)]
             self._render(stub, prompt=True)
         except ModelError:
             return False
@@ -351,9 +364,9 @@ class Template:
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        """The ids of a user turn after the first, once with each of the texts `_OTHERS`."""
+        """The ids of a user turn after the first, once with each of the texts `OTHERS`."""
         stub = self._history
-        rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in _OTHERS]
+        rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in OTHERS]
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
@@ -372,7 +385,7 @@ class Template:
         """
         try:
             block = self._render([_message("system", system)], prompt=False)
-            other = self._render([_message("system", _QUESTION)], prompt=False)
+            other = self._render([_message("system", QUESTION)], prompt=False)
         except ModelError:
             return 0
         return len(block) if block != other and whole[: len(block)] == block else 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
-from sirchat.chat.session import Session
+from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.turn import FinalAnswer
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
@@ -162,8 +162,25 @@ def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -
     note says that the reasoning was left out.
     Raises KeyboardInterrupt after Ctrl-C, which ends the reply.
     """
+    with Interrupt() as interrupted:
+        for _ in reply_steps(session, text, screen, interrupted, as_json=as_json):
+            pass
+    _stop_if(interrupted)
+
+
+def reply_steps(
+    session: Session, text: str, screen: Screen, interrupted: Interrupted, *, as_json: bool
+) -> Iterator[None]:
+    """Like `print_reply`, a step at a time; when `interrupted` returns true, the reply ends."""
     show = screen.json if as_json else _Reply(session, screen).show
-    play(session, [TranscriptTurn("user", text, 1)], show, ReplayOptions())
+    for event in session.start():
+        show(event)
+    try:
+        for event in session.ask(text, interrupted):
+            show(event)
+            yield
+    finally:
+        show(session.end())
 
 
 class _Reply:

@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import subprocess
+import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from warm_python import warm_python
         (["--api-key", " "], 2, "the API key is empty (give a key, or none)"),
         (["--host", "no such", "--api-key", "k"], 1, 'can\'t listen at "no such", port 8080: '),
         (["--port", "70000"], 2, "'--port': Input should be less than or equal to 65535"),
+        (["--idle", "10"], 2, '--idle can\'t be "10"; allowed: seconds, minutes or hours (such as'),
         (["--policy", "nosuch"], 2, 'policy can\'t be "nosuch"'),
         (["--model", "/no/such/folder"], 1, "/no/such/folder"),
     ],
@@ -96,3 +99,33 @@ def test_a_signal_ends_it_and_the_replies_under_way(
         )
         assert process.wait() == code
         assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_server_that_nobody_asks_ends_by_itself_and_leaves_no_socket(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    home = tmp_path_factory.mktemp("h")
+    flags = ["-m", "tiny", "--port", "0", "--idle", "2s"]
+    with subprocess.Popen(
+        [*warm_python(), "-m", "sirchat", "serve", *flags],
+        env=os.environ | {"SIRCHAT_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[4]
+        assert list((home / "state" / "servers").iterdir())
+        body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4})
+        for _ in range(3):  # each request begins the time anew; looking on does not
+            time.sleep(0.8)
+            urllib.request.urlopen(f"{url}/chat/completions", body.encode()).close()
+        asked = time.monotonic()
+        while process.poll() is None and time.monotonic() < asked + 20:
+            with suppress(OSError):
+                urllib.request.urlopen(f"{url}/models").close()
+            time.sleep(0.1)
+        assert process.wait() == 0
+        assert time.monotonic() - asked >= 2
+    assert not list((home / "state" / "servers").iterdir())
+    assert list((home / "data" / "served").glob("*.sqlite"))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import babbler, session, tiny
+from listening import listening
 from serving import URL, Message, Served, assistant, served, system, told, user
 from sirchat.chat.events import TurnDone
 from sirchat.server.app import names_of
@@ -147,7 +146,7 @@ def test_fields_that_change_nothing_are_accepted(server: Served) -> None:
     [
         ("n", 2),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("logit_bias", {"5": 100}),
         ("frequency_penalty", 0.5),
         ("top_logprobs", 3),
@@ -287,16 +286,11 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
 @pytest.fixture
 def address() -> Iterator[str]:
     """Where a server with room for one request listens; its model never ends a reply."""
-    with served(babbler(), conversations=1, queue=0, budget=64) as one:
-        config = uvicorn.Config(one.server.app, port=0, log_level="critical")
-        running = uvicorn.Server(config)
-        thread = threading.Thread(target=running.run)
-        thread.start()
-        while not running.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-        running.should_exit = True
-        thread.join()
+    with (
+        served(babbler(), conversations=1, queue=0, budget=64) as one,
+        listening(one) as address,
+    ):
+        yield address
 
 
 @pytest.mark.parametrize("stream", [True, False])

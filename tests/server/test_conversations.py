@@ -5,15 +5,18 @@ The slow way to the same reply is a new session that reads all messages (`told`)
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
-from chatting import babbler
+from chatting import answer, babbler, session
 from serving import Message, Served, assistant, served, system, told, user
 from sirchat.server.conversations import History
 from sirchat.server.replies import ReplyEnd, ReplyOptions
@@ -70,25 +73,113 @@ def test_several_user_messages_in_a_row_are_read_one_by_one(server: Served) -> N
     assert server.reply(messages) == told(messages, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("seed", range(2))
+TEXTS = (ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?")
+STEPS = int(os.environ.get("SERVER_STEPS", "8"))
+"""How many random requests a test sends; 500 take three minutes."""
+
+
+@pytest.mark.parametrize("kept", [3, 8])
 def test_edits_cuts_and_other_replies_are_answered_as_if_they_were_new(
-    server: Served, seed: int
+    kept: int, tmp_path: Path
 ) -> None:
-    draw = random.Random(seed)
-    texts = [ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?"]
-    messages: list[Message] = [user(ANNA)]
-    for _ in range(6):
-        reply = server.reply(messages)
-        assert reply == told(messages, max_new_tokens=12)
-        messages = [*messages, assistant(reply), user(draw.choice(texts))]
-        change = draw.choice(["none", "cut", "edit", "again"])
-        at = draw.randrange(len(messages))
-        if change == "cut":  # back to an earlier user message
-            messages = messages[: at - at % 2 + 1]
-        elif change == "edit":
-            messages[at] = messages[at] | {"content": draw.choice(texts)}
-        elif change == "again" and len(messages) > 2:
-            messages = messages[:-2]
+    draw = random.Random(kept)
+    talks = [[user(f"{ANNA} I am {n}.")] for n in range(10 if STEPS > 50 else 4)]
+    with served(
+        policy="full", max_new_tokens=12, conversations=kept, folder=tmp_path, saved=6
+    ) as server:
+        for _ in range(STEPS):
+            number = draw.randrange(len(talks))
+            messages = talks[number]
+            reply = server.reply(messages)
+            assert reply == told(messages, max_new_tokens=12)
+            talks[number] = changed(draw, [*messages, assistant(reply), user(draw.choice(TEXTS))])
+
+
+def changed(draw: random.Random, messages: list[Message]) -> list[Message]:
+    """The messages, as they are, shorter, with one edited, or to be answered again."""
+    change, at = (
+        draw.choice(["none", "none", "cut", "edit", "again"]),
+        draw.randrange(len(messages)),
+    )
+    if change == "edit":
+        return [*messages[:at], messages[at] | {"content": draw.choice(TEXTS)}, *messages[at + 1 :]]
+    if change == "cut" or len(messages) > 12:
+        return messages[: at - at % 2 + 1]
+    return messages[:-2] if change == "again" else messages
+
+
+def test_a_client_that_sends_everything_again_gets_the_replies_of_a_prompt() -> None:
+    settings: dict[str, Any] = {"policy": "salience", "budget": 128, "max_new_tokens": 12}
+    prompt = session(**settings)
+    messages: list[Message] = []
+    with served(**settings) as server:
+        for number in range(STEPS):
+            text = f"{TEXTS[number % len(TEXTS)]} It is day {number}."
+            messages.append(user(text))
+            seen, reply = prompt.seen, server.ask(messages)
+            assert said(reply) == answer(list(prompt.ask(text)))
+            assert cached(reply) == seen  # so only the new message is read
+            assert reply["sirchat"]["seen"] == prompt.seen
+            messages.append(assistant(said(reply)))
+    assert prompt.resident <= 128 < prompt.seen
+
+
+def test_after_an_edit_both_branches_go_on_without_being_read_again(server: Served) -> None:
+    first = [user(ANNA)]
+    first.append(assistant(server.reply(first)))
+    branches = [[*first, user(text)] for text in (NAME, THANKS, "Where do I live?")]
+    before = []
+    for messages in branches:
+        reply = server.ask(messages)
+        before.append(reply["sirchat"]["seen"])
+        messages.append(assistant(said(reply)))
+    for messages in branches:
+        messages.append(user("Tell me more."))
+        reply = server.ask(messages)
+        assert cached(reply) == before.pop(0)
+        assert said(reply) == told(messages, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_without_room_for_both_the_other_branch_goes_to_the_disk_if_there_is_one(
+    tmp_path: Path, on_disk: bool
+) -> None:
+    folder = tmp_path if on_disk else None
+    with served(policy="full", max_new_tokens=8, conversations=1, folder=folder) as server:
+        first = [user(ANNA)]
+        first.append(assistant(server.reply(first)))
+        old = [*first, user(NAME)]
+        old += [assistant(server.reply(old)), user("Tell me more.")]
+        edited = [*first, user(THANKS)]
+        reply = server.ask(edited)
+        assert cached(reply) > 0
+        assert said(reply) == told(edited, max_new_tokens=8)
+        back = server.ask(old)
+        assert said(back) == told(old, max_new_tokens=8)
+        assert (cached(back) > cached(reply)) == on_disk
+
+
+def test_a_branch_is_dropped_when_its_place_is_needed() -> None:
+    with served(policy="full", max_new_tokens=8, conversations=2) as server:
+        first = [user(ANNA)]
+        first.append(assistant(server.reply(first)))
+        old = [*first, user(NAME)]
+        old += [assistant(server.reply(old)), user("Tell me more.")]
+        server.reply([*first, user(THANKS)])
+        assert cached(server.ask(old)) > 0
+        server.reply([user("Hello.")])
+        server.reply([user("Good evening.")])
+        assert cached(server.ask(old)) == 0
+
+
+def test_a_client_that_always_changes_the_replies_makes_no_branches(tmp_path: Path) -> None:
+    with served(max_new_tokens=8, folder=tmp_path) as server:
+        messages = [user(ANNA)]
+        for text in (NAME, THANKS, NAME, THANKS):
+            messages += [assistant(server.reply(messages) + " Really."), user(text)]
+        server.reply(messages)
+    # One file of the first round alone, and one that goes on.
+    assert len(list(tmp_path.glob("*.sqlite"))) == 2
 
 
 def test_another_reply_reads_only_the_last_message_again(server: Served) -> None:

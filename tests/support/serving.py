@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
@@ -14,7 +15,9 @@ from chatting import answer, session, tiny
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.app import ChatServer
+from sirchat.server.asking import Answer
 from sirchat.server.conversations import Conversations
+from sirchat.server.saved_conversations import SavedConversations
 
 Message = dict[str, str]
 URL = "http://127.0.0.1:8080"
@@ -72,12 +75,20 @@ def served(
     queue: int = 16,
     host: str = "127.0.0.1",
     key: str | None = None,
+    folder: Path | None = None,
+    saved: int = 100,
+    answer: Answer | None = None,
+    name: str = "tiny",
     **settings: Any,
 ) -> Iterator[Served]:
-    """Context manager: a server with some settings changed."""
-    profile = Profile(**settings)
-    kept = Conversations(model or tiny(), profile, conversations)
-    server = ChatServer(kept, queue=queue, host=host, key=key)
+    """Context manager: a server with some settings changed; it saves in `folder`, if given.
+
+    `name` is the setting `model`.
+    """
+    profile, model = Profile(model=name, **settings), model or tiny()
+    disk = SavedConversations(model, profile, saved, folder) if folder else None
+    kept = Conversations(model, profile, conversations, disk)
+    server = ChatServer(kept, queue=queue, host=host, key=key, answer=answer)
     try:
         yield Served(server)
     finally:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chatting import tiny
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
-from sirchat.text.template import _ANSWER, _PLAIN, _QUESTION, Template, TurnIds
+from sirchat.text.template import _PLAIN, ANSWER, QUESTION, Template, TurnIds
 from template_shapes import TEMPLATES, tokenizer
 
 _SHAPES = [*TEMPLATES, "tiny"]
@@ -157,7 +157,7 @@ def test_a_reply_after_a_header_that_only_generation_has_is_read_as_plain_text()
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_a_text_like_the_stubs_is_read_whole(shape: str) -> None:
     template = Template(_tokenizer(shape))
-    for text in (_ANSWER, f"a {_ANSWER} b {_QUESTION}", _QUESTION):
+    for text in (ANSWER, f"a {ANSWER} b {QUESTION}", QUESTION):
         turn = template.user(text)
         assert _tokenizer(shape).decode(turn.ids[slice(*turn.content)]).strip() == text
         assert turn.content[0] == template.user("Hello.").content[0]

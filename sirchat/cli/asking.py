@@ -1,0 +1,215 @@
+"""`sirchat ask` and a server that has the model loaded: the client's side, and the answer.
+
+The client imports none of the heavy libraries, so that the reply begins at once.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from sirchat.config.profile import Profile
+from sirchat.errors import SirchatError, UsageError, format_value
+from sirchat.memory.policies import is_path
+from sirchat.paths import server_socket
+from sirchat.ui.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from sirchat.chat.events import Event
+    from sirchat.chat.session import Interrupted
+    from sirchat.models.model import LoadedModel
+    from sirchat.server.asking import AskedQuestion
+    from sirchat.ui.screen import Screen
+
+_ENDPOINT = "/v1/sirchat/ask"
+_SECONDS = 2.0  # for which a server may take to accept a connection
+
+
+class _SocketConnection(HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(_SECONDS)
+        self.sock.connect(str(self._path))
+        self.sock.settimeout(None)
+
+
+def ask_server(
+    server: str, profile: Profile, text: str, screen: "Screen", *, is_piped: bool, as_json: bool
+) -> bool:
+    """Let a server answer, and print what it sends.
+
+    `server` is `auto`, for the one of this user with the same model, or a URL. Returns False if
+    there is none, or if it has other settings of the model. Raises SirchatError if the server at a
+    URL refuses, and KeyboardInterrupt after Ctrl-C, which ends the reply.
+    """
+    connect = _connection(server, profile)
+    if connect is None or (server == "auto" and is_path(profile.policy)):
+        return False
+    question = {
+        "text": text,
+        "is_piped": is_piped,
+        "as_json": as_json,
+        "settings": profile.model_dump(exclude_unset=True),
+    }
+    connection = connect()
+    try:
+        connection.request("POST", _ENDPOINT, json.dumps(question), _headers())
+        response = connection.getresponse()
+        if response.status != 200:
+            if server == "auto":
+                return False
+            raise SirchatError(f"the server at {format_value(server)} refuses: {_why(response)}")
+        stopping = _Stopping(connect)
+        with stopping:
+            stopping.path = f"{_ENDPOINT}/{json.loads(response.readline())['id']}"
+            _print(response, screen)
+    except (OSError, HTTPException) as error:
+        if server == "auto":
+            return False
+        raise SirchatError(
+            f"the server at {format_value(server)} can't be asked: {error}"
+        ) from None
+    finally:
+        connection.close()
+    if stopping():
+        raise KeyboardInterrupt
+    return True
+
+
+def _connection(server: str, profile: Profile) -> Callable[[], HTTPConnection] | None:
+    """Makes connections to the server; None if there is none."""
+    if server == "auto":
+        path = server_socket(profile.model)
+        return (lambda: _SocketConnection(path)) if path.exists() else None
+    parts = urlsplit(server)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(
+            f"--server can't be {format_value(server)}; allowed: auto, off, or a URL",
+            hint="such as http://127.0.0.1:8080",
+        )
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    return lambda: kind(parts.netloc)
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get("SIRCHAT_API_KEY")
+    return {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
+
+
+def _why(response: HTTPResponse) -> str:
+    """What the server says about a refusal."""
+    try:
+        return str(json.loads(response.read(65536))["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"status {response.status}"
+
+
+class _Stopping(Interrupt):
+    """Context manager: the first Ctrl-C ends the reply on the server, which then sends its end."""
+
+    def __init__(self, connect: Callable[[], HTTPConnection]) -> None:
+        super().__init__()
+        self._connect = connect
+        self.path = ""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self()
+        super()._on_signal(number, frame)
+        if not self.path:
+            raise KeyboardInterrupt
+        if is_first:
+            with suppress(OSError, HTTPException):
+                connection = self._connect()
+                connection.request("DELETE", self.path, headers=_headers())
+                connection.getresponse()
+                connection.close()
+
+
+def _print(response: HTTPResponse, screen: "Screen") -> None:
+    """Print what a server sends, until its end; raises SirchatError for an error that it tells."""
+    for line in response:
+        for how, *what in json.loads(line):
+            match how:
+                case "stream":
+                    screen.stream(what[0])
+                case "line":
+                    screen.line(what[0])
+                case "note":
+                    screen.note(what[0])
+                case "json":
+                    screen.line(json.dumps(what[0]))
+                case "error":
+                    error = SirchatError(what[0])
+                    error.exit_code = what[1]
+                    raise error
+                case "end":
+                    return
+    raise SirchatError("the server ended before the reply was complete")
+
+
+class _Recorder:
+    """In the place of a screen: records what is printed."""
+
+    def __init__(self) -> None:
+        self._printed: list[list[Any]] = []
+
+    def stream(self, text: str) -> None:
+        self._printed.append(["stream", text])
+
+    def line(self, text: str = "") -> None:
+        self._printed.append(["line", text])
+
+    def note(self, text: str) -> None:
+        self._printed.append(["note", text])
+
+    def json(self, event: "Event") -> None:
+        from sirchat.chat.events import to_json
+
+        if event.kind:
+            self._printed.append(["json", to_json(event)])
+
+    def fail(self, error: SirchatError) -> None:
+        self._printed.append(["error", str(error), error.exit_code])
+
+    def take(self) -> list[list[Any]]:
+        """What was printed since the last call."""
+        printed, self._printed = self._printed, []
+        return printed
+
+
+def answer_question(
+    model: "LoadedModel", question: "AskedQuestion", interrupted: "Interrupted"
+) -> Iterator[list[list[Any]]]:
+    """Answer a question in a session of its own, in the server; yields what the client prints."""
+    from sirchat.chat.model_defaults import with_model_defaults
+    from sirchat.chat.session import Session
+    from sirchat.cli.chat import hold_all
+    from sirchat.ui.replay import reply_steps
+
+    profile, recorder = question.profile, _Recorder()
+    try:
+        session = Session(model, with_model_defaults(profile, model))
+        if question.is_piped and "budget" not in profile.model_fields_set:
+            hold_all(session, question.text)
+        screen: Any = recorder
+        text, as_json = question.text, question.as_json
+        for _ in reply_steps(session, text, screen, interrupted, as_json=as_json):
+            if printed := recorder.take():
+                yield printed
+    except SirchatError as error:
+        recorder.fail(error)
+    yield recorder.take()

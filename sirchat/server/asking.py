@@ -1,0 +1,155 @@
+"""`/v1/sirchat/ask`: what `sirchat ask` prints, from the model that the server has loaded.
+
+The response is a line of JSON after the other: first the question's id, then lists of what to
+print, each a list that begins with `stream`, `line`, `note`, `json`, `error` or `end`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from sirchat.chat.session import Interrupted
+from sirchat.config.profile import FIXED, Profile
+from sirchat.memory.policies import is_path
+from sirchat.models.model import LoadedModel
+from sirchat.paths import server_socket
+from sirchat.server.conversations import Conversations, History, ServedConversation
+from sirchat.server.replies import ReplyOptions
+from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
+from sirchat.server.requests import RequestError
+
+Printed = list[Any]
+"""What to print: how, and the text."""
+
+_LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
+"""Settings of the loaded model, in which a question can't differ from the server."""
+
+
+class AskedQuestion(BaseModel):
+    """What to ask: `settings` are those that the user has set; `is_piped`: text was piped in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    text: str
+    is_piped: bool
+    as_json: bool
+    settings: dict[str, Any]
+
+    @property
+    def profile(self) -> Profile:
+        """All settings."""
+        return Profile(**self.settings)
+
+
+Answer = Callable[[LoadedModel, AskedQuestion, Interrupted], Iterator[list[Printed]]]
+"""Answers a question in a session of its own, a step at a time."""
+
+
+@dataclass(eq=False)
+class _WaitingQuestion(WaitingReply):
+    """A question that waits for its turn, or is being answered."""
+
+    answer: Callable[[Interrupted], Iterator[list[Printed]]] = lambda gone: iter(())
+    show: Callable[[list[Printed]], None] = lambda printed: None
+
+    def generate(self, conversation: ServedConversation) -> Generator[None]:
+        """Answer it; `conversation`, whose place it takes, is of no use later."""
+        conversation.is_exact = False
+        for printed in self.answer(self.is_gone):
+            self.show(printed)
+            yield
+        self.show([["end"]])
+
+
+class AskRoutes:
+    """The endpoints for `sirchat ask`.
+
+    Args:
+        replies: the thread that uses the model.
+        conversations: those of the model.
+        answer: answers a question.
+        body: reads the body of a request.
+    """
+
+    def __init__(
+        self,
+        replies: ReplyThread,
+        conversations: Conversations,
+        answer: Answer,
+        body: Callable[[Request], Awaitable[bytes]],
+    ) -> None:
+        self._replies, self._answer, self._body = replies, answer, body
+        self._model, self._profile = conversations.model, conversations.profile
+        self._asked: dict[str, WaitingReply] = {}
+        self.routes = [
+            Route("/v1/sirchat/ask", self._ask, methods=["POST"]),
+            Route("/v1/sirchat/ask/{id}", self._stop, methods=["DELETE"]),
+        ]
+
+    async def _ask(self, request: Request) -> Response:
+        question = self._parsed(await self._body(request))
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Printed]]()
+
+        def show(printed: list[Printed]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and so has the client
+                loop.call_soon_threadsafe(queue.put_nowait, printed)
+
+        def send(part: Sent) -> None:
+            if isinstance(part, RequestError):
+                show([["error", part.body["error"]["message"], 1], ["end"]])
+
+        one_alone = History(None, (), (secrets.token_bytes(),))  # of no other conversation
+        waiting = _WaitingQuestion(one_alone, ReplyOptions(), send)
+        waiting.answer = lambda gone: self._answer(self._model, question, gone)
+        waiting.show = show
+        self._replies.submit(waiting)
+        return StreamingResponse(self._lines(waiting, queue), media_type="application/x-ndjson")
+
+    async def _lines(
+        self, waiting: WaitingReply, queue: asyncio.Queue[list[Printed]]
+    ) -> AsyncIterator[str]:
+        ident = secrets.token_hex(12)
+        self._asked[ident] = waiting
+        try:
+            yield json.dumps({"id": ident}) + "\n"
+            printed: list[Printed] = []
+            while ["end"] not in printed:
+                printed = await queue.get()
+                yield json.dumps(printed) + "\n"
+        finally:  # also if the client closes the connection
+            del self._asked[ident]
+            self._replies.cancel(waiting)
+
+    async def _stop(self, request: Request) -> Response:
+        """End the reply to a question; what was said is kept, as after Ctrl-C."""
+        if (waiting := self._asked.get(request.path_params["id"])) is not None:
+            self._replies.cancel(waiting)
+        return Response(status_code=204)
+
+    def _parsed(self, body: bytes) -> AskedQuestion:
+        try:
+            question = AskedQuestion.model_validate_json(body)
+            wanted = question.profile
+        except ValidationError:
+            raise RequestError("the question is not one of this version of sirchat") from None
+        own = self._profile
+        differing = [name for name in _LOADED if getattr(wanted, name) != getattr(own, name)]
+        if server_socket(wanted.model) != server_socket(own.model):
+            differing.insert(0, "model")
+        if differing:
+            message = f"the server has another {differing[0]}: {getattr(own, differing[0])}"
+            raise RequestError(message, status=409)
+        if is_path(wanted.policy):
+            raise RequestError("a question can't name a policy of your own")
+        return question

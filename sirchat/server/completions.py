@@ -1,0 +1,156 @@
+"""The JSON of a reply in the shapes of OpenAI's completions: of a chat, and of a text."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from sirchat.server.replies import ReplyEnd, ReplyText
+from sirchat.server.requests import ChatRequest, ReplyRequest, RequestError
+
+Part = ReplyText | ReplyEnd
+Next = Callable[[], Awaitable[Part]]
+"""Returns the next part of a reply; raises RequestError if the reply failed."""
+
+
+class Shape(Protocol):
+    """The JSON of one reply, whole or in a stream; `part` is its first part.
+
+    `media` is the type of the stream.
+    """
+
+    media: str
+
+    async def whole(self, part: Part, following: Next) -> dict[str, Any]:
+        """The JSON of the whole reply."""
+
+    def events(self, part: Part, following: Next) -> AsyncIterator[str]:
+        """The events of a stream."""
+
+
+class _Completion:
+    """What the two shapes have in common: how a choice is made of text, they say themselves."""
+
+    media = "text/event-stream"
+    kind, prefix, chunk_kind = "", "", ""
+
+    def __init__(self, asked: ReplyRequest, model: str) -> None:
+        self._usage = asked.stream_options.include_usage
+        ident = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._common = {"id": ident, "created": int(time.time()), "model": model}
+
+    def _whole(self, text: str, said: list[ReplyText]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _piece(self, said: ReplyText | None) -> dict[str, Any]:
+        """The fields of a piece of the reply; None is its end."""
+        raise NotImplementedError
+
+    def _opening(self) -> list[dict[str, Any]]:
+        """The fields of a piece that comes before the reply."""
+        return []
+
+    async def whole(self, part: Part, following: Next) -> dict[str, Any]:
+        """The JSON of the whole reply, whose first part is `part`."""
+        said: list[ReplyText] = []
+        while not isinstance(part, ReplyEnd):
+            said.append(part)
+            part = await following()
+        fields = self._whole("".join(one.text for one in said), said)
+        return {
+            **self._common,
+            "object": self.kind,
+            "choices": [{"index": 0, **fields, "finish_reason": part.finish}],
+            "usage": part.usage,
+            "sirchat": part.memory,
+        }
+
+    async def events(self, part: Part, following: Next) -> AsyncIterator[str]:
+        """The events of a stream, whose first part is `part`."""
+        for fields in self._opening():
+            yield self._chunk(fields)
+        try:
+            while not isinstance(part, ReplyEnd):
+                if part.text or part.tokens or part.calls:
+                    yield self._chunk(self._piece(part))
+                part = await following()
+        except RequestError as error:
+            yield event(error.body)
+            return
+        yield self._chunk(self._piece(None), part.finish, sirchat=part.memory)
+        if self._usage:
+            yield self._event(choices=[], usage=part.usage)
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, fields: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+        usage = {"usage": None} if self._usage else {}
+        choice = {"index": 0, **fields, "finish_reason": finish}
+        return self._event(choices=[choice], **usage, **more)
+
+    def _event(self, **fields: Any) -> str:
+        return event({**self._common, "object": self.chunk_kind, **fields})
+
+
+class ChatShape(_Completion):
+    """A reply in a chat."""
+
+    kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, asked: ChatRequest, model: str) -> None:
+        super().__init__(asked, model)
+        self._has_logprobs = asked.logprobs
+        self._calls = 0  # that were sent
+
+    def _whole(self, text: str, said: list[ReplyText]) -> dict[str, Any]:
+        calls = [call.message() for one in said for call in one.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {"message": message, "logprobs": self._logprobs(*said)}
+
+    def _opening(self) -> list[dict[str, Any]]:
+        return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]
+
+    def _piece(self, said: ReplyText | None) -> dict[str, Any]:
+        if said is None:
+            return {"delta": {}, "logprobs": None}
+        calls = [
+            {"index": self._calls + number, **call.message()}
+            for number, call in enumerate(said.calls)
+        ]
+        self._calls += len(calls)
+        delta = ({"content": said.text} if said.text or not calls else {}) | (
+            {"tool_calls": calls} if calls else {}
+        )
+        return {"delta": delta, "logprobs": self._logprobs(said)}
+
+    def _logprobs(self, *said: ReplyText) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        tokens = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for part in said
+            for text, value in part.tokens
+        ]
+        return {"content": tokens, "refusal": None}
+
+
+class TextShape(_Completion):
+    """A text that the model continues."""
+
+    kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
+
+    def _whole(self, text: str, said: list[ReplyText]) -> dict[str, Any]:
+        return {"text": text, "logprobs": None}
+
+    def _piece(self, said: ReplyText | None) -> dict[str, Any]:
+        return {"text": "" if said is None else said.text, "logprobs": None}
+
+
+def event(content: dict[str, Any], name: str = "") -> str:
+    """A server-sent event; `name` is its type, if it has one."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"

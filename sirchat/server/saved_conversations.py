@@ -1,0 +1,284 @@
+"""The conversations on disk: each is a saved chat, in a folder of the server's own.
+
+One thread writes all of them, so that no reply waits for the drive. A conversation is written after
+each finished turn; its keys and values are written when it leaves memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from sirchat.chat.session import Session
+from sirchat.config.profile import FIXED, Profile
+from sirchat.errors import SirchatError
+from sirchat.models.model import LoadedModel
+from sirchat.saved.autosave import Autosave, fingerprint, resume_session
+from sirchat.saved.database import SUFFIX, decoding, require
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.session_list import remove_session
+from sirchat.saved.store import SessionStore
+from sirchat.server.conversations import (
+    History,
+    ServedConversation,
+    shared_messages,
+    shown_first,
+)
+
+MOST_BYTES = 8 * 2**30
+"""Largest size of all files together; the conversations used longest ago are deleted first."""
+
+_LOG = logging.getLogger(__name__)
+_FIELD = "served"  # in the head of a conversation's file
+
+
+class _Fields(BaseModel):
+    """What the head of a file has beside the session's state."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str
+    keys: list[str]
+    roles: list[str]
+    turns: int  # of the session, the system prompt included
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class SavedConversation:
+    """What is known of a conversation on disk; `keys`, `roles` and `settings` as in memory.
+
+    `first` is the beginning of its first user message. `file` is where it is, as soon as that is
+    written; None if that failed.
+    """
+
+    id: str
+    keys: tuple[bytes, ...]
+    roles: tuple[str, ...]
+    settings: dict[str, Any]
+    first: str
+    file: Future[Path | None]
+
+    @staticmethod
+    def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
+        """The entry of a conversation in memory."""
+        return SavedConversation(
+            conversation.id,
+            tuple(conversation.keys),
+            tuple(conversation.roles),
+            {**conversation.settings},
+            conversation.first,
+            file,
+        )
+
+    @staticmethod
+    def read(store: SessionStore) -> SavedConversation:
+        """The entry of the conversation in a file; raises SessionError if it has none."""
+        head = store.head()
+        with decoding(store.path):
+            fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
+            keys = tuple(map(bytes.fromhex, fields.keys))
+            turns = store.turns()
+            count = len(fields.roles)
+            if len(turns) != fields.turns:  # a crash came while turns were replaced
+                own = sum(turn.role != "system" for turn in turns)
+                require(own < count == fields.turns - (len(turns) - own))
+                count = own
+            require(len(keys) == len(fields.roles) + 1)
+        first = next((shown_first(turn.text) for turn in turns if turn.role == "user"), "")
+        keys, roles = keys[: count + 1], tuple(fields.roles[:count])
+        return SavedConversation(fields.id, keys, roles, fields.settings, first, _at(store.path))
+
+
+class SavedConversations:
+    """The conversations on disk that are not in memory, at most `limit` with those in memory.
+
+    Args:
+        model: the loaded model.
+        profile: the server's settings.
+        limit: the largest number of conversations on disk.
+        folder: where their files are.
+    """
+
+    def __init__(self, model: LoadedModel, profile: Profile, limit: int, folder: Path) -> None:
+        self._model, self._profile = model, profile
+        self._limit, self._folder = limit, folder
+        self._writer = ThreadPoolExecutor(1, "saving")
+        self._is_failing = False  # then nothing more is logged
+        self._files: dict[ServedConversation, SavedConversation] = {}  # of those in memory
+        self._found: Future[list[SavedConversation]] | None = self._writer.submit(self._read)
+        self._listed: list[SavedConversation] = []
+
+    @property
+    def all(self) -> list[SavedConversation]:
+        """Those that are not in memory, the one used last at the end."""
+        if self._found is not None:
+            self._listed, self._found = self._found.result(), None
+        return self._listed
+
+    def find(self, ident: str) -> SavedConversation | None:
+        """The one with this id."""
+        return next((one for one in self.all if one.id == ident), None)
+
+    def best(self, history: History, shared: int) -> SavedConversation | None:
+        """The one that shares most messages with `history`, if these are more than `shared`."""
+        best = None
+        for one in reversed(self.all):
+            own = shared_messages(one.keys, one.roles, history, 0)
+            if own > shared:
+                best, shared = one, own
+        return best
+
+    def load(self, saved: SavedConversation) -> ServedConversation | None:
+        """The conversation, to be held in memory from now on; None if its file can't be used."""
+        self.all.remove(saved)
+        if (path := saved.file.result()) is None:
+            return None
+        store = None
+        try:
+            store = SessionStore.open(path)
+            saved = SavedConversation.read(store)  # the last turns may not have been written
+            session = self._resumed(store, saved.settings)
+        except SirchatError as error:
+            _LOG.warning("a saved conversation can't be continued: %s", error)
+            if store is not None:
+                store.close()
+            return None
+        loaded = ServedConversation(session, [*saved.keys], [*saved.roles], id=saved.id)
+        loaded.settings, loaded.saving = saved.settings, Autosave(session, store, self._folder)
+        self._files[loaded] = saved
+        return loaded
+
+    def _resumed(self, store: SessionStore, own: dict[str, Any]) -> Session:
+        """The session in `store`: first under the settings it had, then under those of now."""
+        before = saved_profile(store, (self._profile.policy,))
+        now = {name: getattr(self._profile, name) for name in Profile.model_fields}
+        session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
+        resume_session(session, store)
+        wanted = {name: now[name] for name in now if name not in (*FIXED, "system")} | own
+        changed = {n: v for n, v in wanted.items() if getattr(session.profile, n) != v}
+        if changed:
+            session.switch("the server", **changed)
+        return session
+
+    def save(self, conversation: ServedConversation, then: Callable[[], None]) -> None:
+        """Write what is new in a conversation, in the thread that writes; then call `then`."""
+
+        def write() -> None:
+            self._write(conversation)
+            then()
+
+        self._writer.submit(write)
+
+    def put_away(self, conversation: ServedConversation) -> SavedConversation:
+        """Write a conversation that leaves memory, with keys and values."""
+
+        def write() -> Path | None:
+            self._write(conversation, with_kv=True)
+            return self._close(conversation)
+
+        saved = SavedConversation.of(conversation, self._writer.submit(write))
+        self.all.append(saved)
+        return saved
+
+    def give_up(self, conversation: ServedConversation) -> None:
+        """Forget what a conversation in memory has read since its last finished turn."""
+        if (saved := self._files.get(conversation)) is not None:
+            self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
+
+    def prune(self, others: int) -> None:
+        """Delete those used longest ago, if they are too many; `others` more are in memory."""
+        stays: list[SavedConversation] = []
+        size = 0
+        for one in reversed(self.all):
+            size += _size(one)
+            if len(stays) + others < self._limit and size <= MOST_BYTES:
+                stays.insert(0, one)
+            else:
+                self._writer.submit(_remove, one)
+        self._listed = stays
+
+    def end(self) -> None:
+        """Wait until everything is written."""
+        self.prune(0)
+        self._writer.shutdown()
+
+    def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
+        """Write a conversation; if that fails, it is logged once, and tried again next time."""
+        saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
+        saving.more = {_FIELD: _fields(conversation)}
+        try:
+            if conversation.saving is None:
+                saving.begin()
+                conversation.saving = saving
+            else:
+                saving.update()
+            path = self._folder / f"{saving.id}{SUFFIX}"
+            self._files[conversation] = SavedConversation.of(conversation, _at(path))
+            if with_kv:
+                saving.save_kv()
+        except Exception as error:  # replies go on after any error
+            if not self._is_failing:
+                known = error if isinstance(error, SirchatError) else type(error).__name__
+                _LOG.error("conversations can't be saved now: %s", known)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def _close(self, conversation: ServedConversation) -> Path | None:
+        """Close a conversation's file, without writing; returns where it is."""
+        if conversation.saving is not None:
+            conversation.saving.abandon()
+            conversation.saving = None
+        saved = self._files.pop(conversation, None)
+        return None if saved is None else saved.file.result()
+
+    def _read(self) -> list[SavedConversation]:
+        """What is in the folder: conversations of this model that no other server has open."""
+        found, wanted = [], (self._model.precision, fingerprint(self._model))
+        for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda one: one.stat().st_mtime):
+            try:
+                with SessionStore.open(path) as store:
+                    if (store.meta.get("dtype"), store.meta.get("fingerprint")) == wanted:
+                        found.append(SavedConversation.read(store))
+            except SirchatError as error:
+                _LOG.info("a saved conversation is left out: %s", error)
+        return found
+
+
+def _fields(conversation: ServedConversation) -> dict[str, Any]:
+    return {
+        "id": conversation.id,
+        "keys": [key.hex() for key in conversation.keys],
+        "roles": [*conversation.roles],
+        "turns": len(conversation.session.turns),
+        "settings": {**conversation.settings},
+    }
+
+
+def _at(path: Path) -> Future[Path | None]:
+    """A future that has ended: the file is written."""
+    file: Future[Path | None] = Future()
+    file.set_result(path)
+    return file
+
+
+def _size(saved: SavedConversation) -> int:
+    """Size of a conversation's files in bytes; 0 while they are being written."""
+    if not saved.file.done() or (path := saved.file.result()) is None:
+        return 0
+    files = (path, path.with_suffix(".safetensors"))
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _remove(saved: SavedConversation) -> None:
+    with suppress(SirchatError):  # another server may use it
+        if (path := saved.file.result()) is not None:
+            remove_session(path)

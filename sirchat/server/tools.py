@@ -1,0 +1,183 @@
+"""Calls of tools: how they stand in a reply, and in a history."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sirchat.server.requests import ChatMessage, ChatRequest, shallow
+from sirchat.text.text_file import without_surrogates
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+_PYTHON = "<|python_tag|>"
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # as in requests
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call: its id, the tool's name, and the arguments, as JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def message(self) -> dict[str, Any]:
+        """The call as OpenAI's interface shows it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class CallParser:
+    """Separates the calls in a reply from its text, while the reply comes in pieces.
+
+    Calls are in tags, as Hermes and Qwen write them, or the whole reply is calls, as with Llama.
+
+    Args:
+        names: the names of the tools; without tags, only these are called.
+        number: the number of the next call, for its id.
+    """
+
+    def __init__(self, names: Collection[str], number: int) -> None:
+        self._names = names
+        self._number = number
+        self._waiting = ""
+        self._has_begun = False
+        self.calls: list[ToolCall] = []
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Add a piece; returns the text that is no part of a call, and the calls that end in it."""
+        self._waiting += text
+        start = self._waiting.lstrip()
+        if not self._has_begun and (not start or _begins(start, "{") or _begins(start, _PYTHON)):
+            return "", []  # what it is shows only its end
+        self._has_begun = True
+        before = len(self.calls)
+        shown = "".join(iter(self._next, None))
+        return shown, self.calls[before:]
+
+    def _next(self) -> str | None:
+        """The next text that can be shown; None if more must come first."""
+        at = self._waiting.find(OPEN)
+        if at > 0:
+            shown, self._waiting = self._waiting[:at], self._waiting[at:]
+            return shown.rstrip()
+        if at == 0:
+            inner, closing, rest = self._waiting[len(OPEN) :].partition(CLOSE)
+            if not closing:
+                return None
+            is_call = self._add(inner)
+            self._waiting = rest.lstrip() if is_call else rest
+            return "" if is_call else f"{OPEN}{inner}{CLOSE}"
+        kept = re.search(r"\s*(<[a-z_]*)?$", self._waiting)
+        size = len(kept[0]) if kept and (not kept[1] or OPEN.startswith(kept[1])) else 0
+        shown = self._waiting[: len(self._waiting) - size]
+        self._waiting = self._waiting[len(shown) :]
+        return shown or None
+
+    def rest(self) -> tuple[str, list[ToolCall]]:
+        """The text and the calls that are left at the end of the reply."""
+        before, left = len(self.calls), self._waiting
+        if left.startswith(OPEN):
+            is_call = self._add(left.removeprefix(OPEN))
+        else:
+            is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
+        if is_call or (self.calls and not left.strip()):
+            left = ""
+        return left, self.calls[before:]
+
+    def _add(self, written: str, *, is_tagged: bool = True) -> bool:
+        """Add the calls in a text of JSON; returns whether it is nothing else."""
+        found: list[ToolCall] = []
+        left = written.strip().removeprefix(_PYTHON).strip()
+        while left:
+            try:
+                call, end = json.JSONDecoder().raw_decode(left)
+                shallow(call)
+            except (ValueError, RecursionError):
+                return False
+            arguments = isinstance(call, dict) and call.get("arguments", call.get("parameters"))
+            name = call.get("name") if isinstance(call, dict) else None
+            if not isinstance(name, str) or not isinstance(arguments, dict | str):
+                return False
+            if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
+                return False
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            found.append(ToolCall(f"call{self._number + len(found):05}", name, text))
+            left = left[end:].lstrip().removeprefix(";").lstrip()
+        self._number += len(found)
+        self.calls += found
+        return bool(found)
+
+
+def _begins(text: str, opening: str) -> bool:
+    return text.startswith(opening) or opening.startswith(text)
+
+
+def calls_in_reply(asked: ChatRequest) -> CallParser | None:
+    """What finds the calls in the reply to a request; None if the reply is to be text."""
+    if not asked.tools or asked.tool_choice == "none":
+        return None
+    ids = [call.id for one in asked.turns for call in one.tool_calls]
+    used = [int(one[4:]) for one in ids if re.fullmatch(r"call[0-9]{5}", one)]
+    return CallParser({one.function.name for one in asked.tools}, max(used, default=-1) + 1)
+
+
+def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
+    """Role and text of each message of a history; what is in a row from tools is one message.
+
+    The role is user, assistant, `calls` or `tool`; the text of the latter two is JSON.
+    """
+    said: list[tuple[str, str]] = []
+    results: list[Any] = []
+    names: dict[str, str] = {}
+    for one in messages:
+        if one.role == "tool":
+            name = one.name or names.get(one.tool_call_id or "")
+            results.append([one.tool_call_id, name, one.text])
+            continue
+        if results:
+            said.append(("tool", json.dumps(results, ensure_ascii=False)))
+            results = []
+        calls = [
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in one.tool_calls
+        ]
+        names |= {call.id: call.name for call in calls}
+        said.append(("calls", calls_key(one.text, calls)) if calls else (one.role, one.text))
+    if results:
+        said.append(("tool", json.dumps(results, ensure_ascii=False)))
+    return said
+
+
+def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
+    """A reply that calls tools, as JSON: the same, whatever a client does to blanks in it."""
+    written = [[one.id, one.name, _value(one.arguments)] for one in calls]
+    key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
+    return without_surrogates(key)
+
+
+def _value(arguments: str) -> Any:
+    """The arguments, if they are JSON; else their text."""
+    try:
+        return shallow(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def calls_of(key: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text and the calls of a reply from its `calls_key`, as chat templates take them."""
+    text, calls = json.loads(key)
+    functions = [(ident, {"name": name, "arguments": value}) for ident, name, value in calls]
+    return text, [{"id": one, "type": "function", "function": fields} for one, fields in functions]
+
+
+def results_of(text: str) -> list[dict[str, str]]:
+    """The messages of role tool from their text in a history, as chat templates take them."""
+    return [
+        {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
+        for ident, name, said in json.loads(text)
+    ]

@@ -1,0 +1,198 @@
+"""Served conversations on disk: they leave memory, come back, and outlive the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import Message, Served, assistant, served, told, user
+from sirchat.cli.serve import _open
+from sirchat.config.profile import Profile
+from sirchat.engine.reader import Reader
+from sirchat.errors import SessionError
+from sirchat.saved.store import SessionStore
+from warm_python import warm_python
+
+NAMES = ("Anna", "Tom", "Eva")
+ASKED = "What is my name?"
+
+
+def begin(server: Served, name: str, **fields: Any) -> list[Message]:
+    """A conversation's first round, and the next question."""
+    messages = [user(f"My name is {name}.")]
+    return [*messages, assistant(server.reply(messages, **fields)), user(ASKED)]
+
+
+def cached(reply: Any) -> int:
+    number: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often keys and values of a whole conversation are computed again."""
+    found: list[int] = []
+    read_again = Reader.read_again
+
+    def counted(self: Reader, ids: list[int], *rest: Any) -> None:
+        found.append(len(ids))
+        read_again(self, ids, *rest)
+
+    monkeypatch.setattr(Reader, "read_again", counted)
+    return found
+
+
+def test_a_conversation_that_left_memory_comes_back_without_being_read_again(
+    tmp_path: Path, reading: list[int]
+) -> None:
+    with served(policy="full", conversations=1, folder=tmp_path, max_new_tokens=8) as server:
+        talks = {name: begin(server, name) for name in NAMES}
+        for name in (*NAMES, "Anna"):
+            reply = server.ask(talks[name])
+            assert cached(reply) > 0
+            assert reply["choices"][0]["message"]["content"] == told(talks[name], max_new_tokens=8)
+            talks[name] += [assistant(reply["choices"][0]["message"]["content"]), user(ASKED)]
+    assert not reading
+
+
+@pytest.mark.parametrize("policy", ["sink", "salience"])
+def test_after_a_restart_the_next_reply_is_bit_for_bit_the_one_without_it(
+    tmp_path: Path, policy: str, reading: list[int]
+) -> None:
+    settings: dict[str, Any] = {"policy": policy, "budget": 64, "max_new_tokens": 12}
+    with served(**settings) as server:
+        whole = begin(server, "Anna and I live in Oslo, beside the lake")
+        wanted = server.ask(whole, logprobs=True)
+    with served(folder=tmp_path, **settings) as server:
+        messages = begin(server, "Anna and I live in Oslo, beside the lake")
+        before = server.ask(messages[:1])["sirchat"]  # the same again: another reply to it
+    assert messages == whole
+    with served(folder=tmp_path, **settings) as server:
+        again = server.ask(messages, logprobs=True)
+    assert again["sirchat"].pop("id") == before["id"]
+    wanted["sirchat"].pop("id")
+    for part in ("choices", "usage", "sirchat"):
+        assert again[part] == wanted[part]
+    assert not reading
+
+
+def test_settings_of_the_new_server_hold_for_conversations_of_the_old_one(tmp_path: Path) -> None:
+    with served(folder=tmp_path, policy="full", max_new_tokens=8) as server:
+        messages = begin(server, "Anna")
+    with served(folder=tmp_path, policy="sink", budget=64, max_new_tokens=3) as server:
+        reply = server.ask(messages)
+    assert cached(reply) > 0
+    assert (reply["sirchat"]["policy"], reply["sirchat"]["budget"]) == ("sink", 64)
+    assert reply["usage"]["completion_tokens"] <= 3
+
+
+def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    with served(folder=folder, conversations=1, saved=2, max_new_tokens=4) as server:
+        talks = {name: begin(server, name) for name in NAMES}
+        kept = {name: cached(server.ask(talks[name])) > 0 for name in ("Eva", "Tom", "Anna")}
+    assert kept == {"Eva": True, "Tom": True, "Anna": False}
+    files = sorted(folder.iterdir())
+    assert sorted(one.suffix for one in files) == [".safetensors"] * 2 + [".sqlite"] * 2
+    assert {stat.S_IMODE(one.stat().st_mode) for one in files} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_with_no_save_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    server = _open(Profile(save=save, max_new_tokens=4), False, (8, 8, 8), "127.0.0.1", None)
+    Served(server).ask([user("Hello.")])
+    server.replies.end()
+    server.replies.join()
+    assert (tmp_path / "data" / "served").exists() == save
+
+
+def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) -> None:
+    for _ in range(2):
+        with served(folder=tmp_path, max_new_tokens=4) as server:
+            messages = begin(server, "Anna")
+            assert cached(server.ask(messages)) > 0
+        for one in tmp_path.glob("*.sqlite"):
+            one.write_bytes(b"damaged" * 100)
+
+
+def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
+    with served(policy="full", folder=tmp_path, conversations=1, max_new_tokens=8) as server:
+        messages = begin(server, "Anna")
+        others = [begin(server, "Tom") for _ in range(2)]
+        server.server.replies.call(lambda: None).result()
+        for one in list(tmp_path.glob("*.sqlite"))[:-1]:
+            one.unlink()
+        for talk in (messages, *others, messages):
+            assert server.reply(talk) == told(talk, max_new_tokens=8)
+
+
+def test_a_full_disk_breaks_no_reply_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise SessionError("the disk is full")
+
+    with served(folder=tmp_path, max_new_tokens=4, conversations=2) as server:
+        messages = begin(server, "Anna")
+        with monkeypatch.context() as broken:
+            broken.setattr(SessionStore, "append", full)
+            for name in ("Tom", "Eva"):
+                begin(server, name)
+            reply = server.reply(messages)
+            server.server.replies.call(lambda: None).result()
+        assert [one.message for one in caplog.records] == [
+            "conversations can't be saved now: the disk is full"
+        ]
+        assert len(list(tmp_path.glob("*.sqlite"))) == 1  # that of Anna, from before
+        messages += [assistant(reply), user("Thanks.")]
+        reply = server.reply(messages)  # saved again
+    with served(folder=tmp_path, max_new_tokens=4) as server:
+        assert cached(server.ask([*messages, assistant(reply), user(ASKED)])) > 0
+
+
+def post(url: str, messages: list[Message], **fields: Any) -> Any:
+    """The open response to a request."""
+    return urllib.request.urlopen(url, json.dumps({"messages": messages, **fields}).encode())
+
+
+@pytest.mark.slow
+def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
+    tmp_path: Path, endless: str
+) -> None:
+    flags = ["-m", endless, "--port", "0", "--budget", "64", "--max-new-tokens", "1000000"]
+    messages = [user("My name is Anna.")]
+    memory: list[dict[str, Any]] = []
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with subprocess.Popen(
+            [*warm_python(), "-m", "sirchat", "serve", *flags],
+            env=os.environ | {"SIRCHAT_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            url = f"{process.stdout.readline().split()[4]}/chat/completions"
+
+            with post(url, messages, max_tokens=8) as response:
+                reply = json.load(response)
+            memory.append({**reply["sirchat"], "cached": cached(reply)})
+            messages += [assistant(reply["choices"][0]["message"]["content"]), user(ASKED)]
+            with post(url, messages, stream=True) as stream:
+                for _ in range(20):
+                    stream.readline()
+                process.send_signal(number)
+                process.wait()
+    first, second = memory
+    assert second["id"] == first["id"]
+    assert second["cached"] == first["seen"]

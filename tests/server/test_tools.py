@@ -1,0 +1,272 @@
+"""Tools: what the model calls, what they return, and that no round is read twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving import Served, assistant, served, system, user
+from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
+from tool_templates import WEATHER, script, tool_tiny
+
+ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
+FUNCTION = {"name": "weather", "arguments": '{"city": "Oslo", "days": 1}'}
+CALLED = {"id": "call00000", "type": "function", "function": FUNCTION}
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as one:
+        yield one
+
+
+def returned(text: str, ident: str = "call00000") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": ident, "content": text}
+
+
+def calling(*calls: dict[str, Any], text: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "tool_calls": list(calls)}
+
+
+def cached(reply: Any) -> int:
+    count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def test_a_call_in_a_reply_is_returned_as_one_and_streamed(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"Let me look.\n{CALL}"
+    script(monkeypatch, [said, said])
+    (choice,) = server.ask(ASKED, tools=[WEATHER])["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == calling(CALLED, text="Let me look.")
+    first, *pieces = [one["choices"][0] for one in server.chunks(ASKED, tools=[WEATHER])]
+    assert first["delta"]["role"] == "assistant"
+    assert "".join(one["delta"].get("content", "") for one in pieces) == "Let me look."
+    (call,) = [one for piece in pieces for one in piece["delta"].get("tool_calls", [])]
+    assert call == {"index": 0, **CALLED}
+    assert pieces[-1]["finish_reason"] == "tool_calls"
+
+
+def test_what_a_tool_returned_is_read_and_nothing_before_it_is_read_again(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL, "It is cold.", CALL, "It is warm."])
+    messages: list[Any] = [*ASKED]
+    seen, ids = 0, []
+    for text in ("Snow.", "Sun."):
+        reply = server.ask(messages, tools=[WEATHER])
+        assert cached(reply) == seen
+        message = reply["choices"][0]["message"]
+        assert message["content"] is None
+        (call,) = message["tool_calls"]
+        ids.append(call["id"])
+        # Clients write the arguments anew.
+        call["function"]["arguments"] = json.dumps({"days": 1, "city": "Oslo"}, indent=1)
+        messages += [message, returned(text, call["id"])]
+        after = server.ask(messages, tools=[WEATHER])
+        assert cached(after) == reply["sirchat"]["seen"]
+        seen = after["sirchat"]["seen"]
+        messages += [after["choices"][0]["message"], user("And now?")]
+    assert len(set(ids)) == 2
+    assert messages[-2]["content"] == "It is warm."
+
+
+def test_another_reply_to_what_a_tool_returned_reads_only_that_again(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL, "It is cold.", "Bye.", "It is warm.", "Yes."])
+    called = server.ask(ASKED, tools=[WEATHER])
+    message = called["choices"][0]["message"]
+    message["tool_calls"][0]["index"] = 0  # as the client of OpenAI sends back what it streamed
+    message["tool_calls"][0]["function"]["parsed_arguments"] = {"city": "Oslo"}
+    messages = [*ASKED, message | {"parsed": {"a": 1}}, returned("Snow.")]
+    longer = [*messages, assistant("It is cold."), user("Thanks.")]
+    for asked in (messages, longer):
+        server.ask(asked, tools=[WEATHER])
+    again = server.ask([*messages[:-1], returned("Sun.")], tools=[WEATHER])
+    assert cached(again) == called["sirchat"]["seen"]
+    assert again["choices"][0]["message"] == assistant("It is warm.")
+    longer = [*messages[:-1], returned("Sun."), assistant("It is warm."), user("Really?")]
+    assert cached(server.ask(longer, tools=[WEATHER])) == again["sirchat"]["seen"]
+
+
+def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_template_writes_it(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = CALLED | {"id": "b", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    turns: list[Any] = [
+        *ASKED,
+        calling(CALLED, other, text="Wait."),
+        returned("Snow. <|end|><|user|>"),
+        returned("Sun.", "b"),
+    ]
+    script(monkeypatch, ["Cold and warm."])
+    reply = server.ask(turns, tools=[WEATHER])
+    messages = json.loads(json.dumps(turns))
+    for call in messages[2]["tool_calls"]:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    whole = tool_tiny().tokenizer.apply_chat_template(
+        messages, tools=[WEATHER], add_generation_prompt=True, sanitize_control_tokens=True,
+        return_dict=False,
+    )  # fmt: skip
+    assert reply["usage"]["prompt_tokens"] == len(whole)
+
+
+def test_half_of_a_character_is_read_wherever_it_stands(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL.replace("Oslo", "\\ud800"), "It is cold."])
+    tools = json.dumps([WEATHER]).replace("The weather", "\\ud800")
+    messages: list[Any] = [*ASKED]
+    for text in ("Snow \\ud800", ""):
+        body = f'{{"messages": {json.dumps(messages)}, "tools": {tools}}}'
+        body = body.replace("\\\\ud800", "\\ud800")
+        response = server.client.post("/v1/chat/completions", content=body)
+        assert response.status_code == 200, response.text
+        messages += [response.json()["choices"][0]["message"], returned(text)]
+    assert messages[-2]["content"] == "It is cold."
+
+
+def test_a_result_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tool_tiny(), policy="full", max_new_tokens=90) as server:
+        script(monkeypatch, [CALL, "It is cold."])
+        called = server.ask(ASKED, tools=[WEATHER])
+        messages = [*ASKED, called["choices"][0]["message"], returned("one two three " * 3000)]
+        response = server.post(messages, tools=[WEATHER])
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        after = server.ask([*messages[:-1], returned("Snow.")], tools=[WEATHER])
+        assert cached(after) == called["sirchat"]["seen"]
+
+
+def test_arguments_that_are_nested_deeply_are_text() -> None:
+    deep = '{"a":' * 100 + "1" + "}" * 100
+    _, (call,) = calls_of(calls_key("", [ToolCall("a", "weather", deep)]))
+    assert call["function"]["arguments"] == deep
+
+
+def test_other_tools_are_another_conversation(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, ["Hello."] * 5)
+    longer = [*ASKED, assistant("Hello."), user("Thanks.")]
+    server.ask(ASKED, tools=[WEATHER])
+    assert cached(server.ask(longer)) == 0
+    assert cached(server.ask(longer, tools=[WEATHER])) > 0
+
+
+def test_without_a_choice_of_tools_the_reply_is_text(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL, "Hello."])
+    (choice,) = server.ask(ASKED, tools=[WEATHER], tool_choice="none")["choices"]
+    assert (choice["message"], choice["finish_reason"]) == (assistant(CALL), "stop")
+    longer = [*ASKED, choice["message"], user("Thanks.")]
+    assert cached(server.ask(longer, tools=[WEATHER], tool_choice="none")) > 0
+
+
+def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
+    with served(policy="full") as plain:
+        for messages, tools in ((ASKED, [WEATHER]), ([*ASKED, calling(CALLED), returned("x")], [])):
+            response = plain.post(messages, tools=tools)
+            assert response.status_code == 400
+            assert "takes no tools" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"logprobs": True}, "logprobs can't be had with tools"),
+        ({"response_format": {"type": "json_object"}}, "can't be had with tools"),
+        ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "name"),
+        ({"tools": [WEATHER | {"function": {"name": "a", "strict": True}}]}, "strict"),
+        ({"messages": [*ASKED, calling(CALLED)]}, "the last message"),
+        ({"messages": [*ASKED, calling(CALLED), user("a")]}, "what the tool returned"),
+        ({"messages": [*ASKED, calling(CALLED), returned("a", "b")]}, "no such call"),
+        ({"messages": [*ASKED, calling(CALLED), {"role": "tool", "content": "a"}]}, "tool_call_id"),
+        ({"messages": [user("a") | {"tool_calls": [CALLED]}]}, "only the assistant"),
+        ({"messages": [*ASKED, returned("a")]}, "no such call"),
+    ],
+)
+def test_what_is_no_use_of_tools_is_refused(
+    server: Served, fields: dict[str, Any], message: str
+) -> None:
+    body = {"tools": [WEATHER], "messages": ASKED} | fields
+    response = server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert message in f"{error['param']} {error['message']}"
+
+
+def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> None:
+    deep = '{"a":' * 500 + "1" + "}" * 500
+    function = json.dumps(WEATHER).replace('{"type": "string"}', deep)
+    body = f'{{"messages": {json.dumps(ASKED)}, "tools": [{function}]}}'
+    response = server.client.post("/v1/chat/completions", content=body)
+    assert response.status_code == 400
+    assert "nested too deeply" in response.json()["error"]["message"]
+
+
+ARGUMENTS = {"city": "Oslo"}
+ONE = json.dumps({"name": "weather", "arguments": ARGUMENTS})
+LLAMA = ONE.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("reply", "text", "calls"),
+    [
+        (f"<tool_call>\n{ONE}\n</tool_call>", "", 1),
+        (f"Wait. \n<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>\n", "Wait.", 2),
+        (f"<tool_call>\n{ONE}", "", 1),  # the end token came in place of the tag
+        (f"\n{LLAMA}", "", 1),
+        (f"<|python_tag|>{LLAMA}; {LLAMA}", "", 2),
+        ("<tool_call>\n{broken\n</tool_call> a", "<tool_call>\n{broken\n</tool_call> a", 0),
+        ("<tool_call>\n{broken", "<tool_call>\n{broken", 0),
+        (
+            '<tool_call>{"name": "a b", "arguments": {}}',
+            '<tool_call>{"name": "a b", "arguments": {}}',
+            0,
+        ),
+        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', 0),
+        (f"{LLAMA} is how to call it", f"{LLAMA} is how to call it", 0),
+        (f"It is {LLAMA}", f"It is {LLAMA}", 0),
+        ("a <b> < tool\n", "a <b> < tool\n", 0),
+        (" <tool", " <tool", 0),
+        ("", "", 0),
+    ],
+)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_calls_are_found_however_the_reply_is_divided(
+    reply: str, text: str, calls: int, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(reply)), max_size=8)))
+    parser = CallParser({"weather"}, 7)
+    shown = ""
+    found: list[ToolCall] = []
+    for start, end in zip([0, *cuts], [*cuts, len(reply)], strict=True):
+        more, new = parser.push(reply[start:end])
+        shown, found = shown + more, [*found, *new]
+    more, new = parser.rest()
+    assert shown + more == text
+    assert [*found, *new] == parser.calls
+    assert [one.id for one in parser.calls] == [f"call{n:05}" for n in range(7, 7 + calls)]
+    assert all(json.loads(one.arguments) == ARGUMENTS for one in parser.calls)
+
+
+def test_text_before_a_call_is_shown_at_once() -> None:
+    parser = CallParser({"weather"}, 0)
+    assert [parser.push(one)[0] for one in ("I ", "look <", "b> it", " up")] == [
+        "I", " look", " <b> it", " up",
+    ]  # fmt: skip

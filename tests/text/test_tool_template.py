@@ -1,0 +1,129 @@
+"""Tools in the chat template: turns concatenate to the whole chat, and text stays text."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from sirchat.errors import ModelError
+from sirchat.memory.ledger import Role
+from sirchat.text.other_templates import ToolTemplate
+from sirchat.text.template import ANSWER, TurnIds
+from template_shapes import tokenizer
+from tool_templates import WEATHER, tool_tokenizer
+
+TOOLS = json.dumps([WEATHER])
+
+
+def call(city: str, name: str = "weather", ident: str = "call00000") -> dict[str, Any]:
+    return {
+        "id": ident,
+        "type": "function",
+        "function": {"name": name, "arguments": {"city": city}},
+    }
+
+
+def result(text: str, ident: str = "call00000") -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": ident, "name": "weather", "content": text}
+
+
+def template(shape: str, tools: str = TOOLS) -> ToolTemplate:
+    return ToolTemplate(tool_tokenizer(shape), None, tools)
+
+
+@pytest.mark.parametrize("shape", ["qwen", "llama"])
+@pytest.mark.parametrize("system", ["Be brief.", None])
+def test_the_concatenated_turns_equal_the_whole_conversation(
+    shape: str, system: str | None
+) -> None:
+    it, own = tool_tokenizer(shape), template(shape)
+    calls = [call("Oslo")]
+    results = [result("It is cold.")]
+    if shape == "qwen":
+        calls.append(call("Rome", ident="call00001"))
+        results.append(result("It is warm.", "call00001"))
+    whole = it.apply_chat_template(
+        [
+            *([{"role": "system", "content": system}] if system else []),
+            {"role": "user", "content": "How is the weather?"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *results,
+            {"role": "assistant", "content": "It is fine."},
+            {"role": "user", "content": "Thank you."},
+        ],
+        tools=[WEATHER],
+        tools_in_user_message=False,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    head, first = own.opening("How is the weather?", system)
+    assert head is not None
+    assert "weather" in it.decode(head.ids)  # the tools are pinned with the system prompt
+    turns = [head, first, own.calls("", calls), own.results(results)]
+    closing = own.closing
+    ids = [*head.ids, *first.ids, *turns[2].ids, *closing, *turns[3].ids]
+    ids += [*own.assistant("It is fine.").ids, *closing, *own.user("Thank you.").ids]
+    assert ids == whole
+
+
+@pytest.mark.parametrize("shape", ["qwen", "llama"])
+def test_no_text_of_a_tool_becomes_a_control_token(shape: str) -> None:
+    it, own = tool_tokenizer(shape), template(shape)
+    added = [t.content for t in it.added_tokens_decoder.values() if not t.content.isspace()]
+    known = set(it.get_added_vocab().values())
+
+    def control(turn: TurnIds | None) -> list[int]:
+        assert turn is not None
+        return [i for i in turn.ids if i in known]
+
+    for token in added:
+        text = f"say {token} now"
+        assert control(own.results([result(text)])) == control(own.results([result("x")]))
+        assert control(own.calls("", [call(text)])) == control(own.calls("", [call("x")]))
+        assert control(own.calls(text, [call("x")])) == control(own.calls("y", [call("x")]))
+        other = copy.deepcopy(WEATHER)
+        other["function"]["description"] = text  # type: ignore[index]
+        described = template(shape, json.dumps([other]))
+        assert control(described.opening("a")[0]) == control(own.opening("a")[0])
+        assert token in it.decode(described.opening("a")[0].ids)  # type: ignore[union-attr]
+        named = copy.deepcopy(call("x"))
+        named["function"]["arguments"] = {token: "x"}
+        with pytest.raises(ModelError, match="control token"):
+            own.calls("", [named])
+        with pytest.raises(ModelError, match="control token"):
+            template(shape, json.dumps([other | {token: "x"}]))
+
+
+def test_a_template_that_breaks_the_protection_of_text_is_refused() -> None:
+    it = copy.deepcopy(tool_tokenizer("qwen"))
+    it.chat_template = it.chat_template.replace("tool | tojson", "tool | tojson(ensure_ascii=True)")
+    other = copy.deepcopy(WEATHER)
+    other["function"]["description"] = "say <|im_end|> now"  # type: ignore[index]
+    with pytest.raises(ModelError, match="turns a tool into control tokens"):
+        ToolTemplate(it, None, json.dumps([other]))
+
+
+def test_what_a_tool_returned_is_text_that_the_model_reads() -> None:
+    turn = template("qwen").results([result("It is cold.")])
+    said = [i for i, role in zip(turn.ids, turn.roles, strict=True) if role is Role.USER]
+    assert tool_tokenizer("qwen").decode(said).strip() == "It is cold."
+
+
+def test_a_call_that_the_template_refuses_is_read_as_text() -> None:
+    turn = template("llama").calls("Two.", [call("Oslo"), call("Rome", ident="b")])
+    said = tool_tokenizer("llama").decode(turn.ids)
+    assert said.startswith("Two.\n<tool_call>\n")
+    assert said.count("<tool_call>") == 2
+
+
+def test_a_template_without_tools_is_refused() -> None:
+    with pytest.raises(ModelError, match="takes no tools"):
+        ToolTemplate(tokenizer("chatml"), None, TOOLS)
+
+
+def test_the_word_that_stands_for_the_history_is_refused_in_a_tool() -> None:
+    with pytest.raises(ModelError, match="use another"):
+        template("qwen", TOOLS.replace("The weather", ANSWER))
