@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -67,20 +68,21 @@ def ask_server(
     try:
         connection.request("POST", _ENDPOINT, json.dumps(question), _headers())
         response = connection.getresponse()
-        if response.status != 200:
-            if server == "auto":
-                return False
-            raise SirchatError(f"the server at {format_value(server)} refuses: {_why(response)}")
-        stopping = _Stopping(connect)
-        with stopping:
-            stopping.path = f"{_ENDPOINT}/{json.loads(response.readline())['id']}"
-            _print(response, screen)
+        why = "" if response.status == 200 else f"refuses: {_why(response)}"
     except (OSError, HTTPException) as error:
+        why = f"can't be asked: {error}"
+    if why:
+        connection.close()
         if server == "auto":
             return False
-        raise SirchatError(
-            f"the server at {format_value(server)} can't be asked: {error}"
-        ) from None
+        raise SirchatError(f"the server at {format_value(server)} {why}")
+    stopping = _Stopping(connect)
+    try:
+        with stopping:
+            _print(_answers(response), screen, stopping)
+    except SirchatError:
+        if not stopping():
+            raise
     finally:
         connection.close()
     if stopping():
@@ -139,26 +141,32 @@ class _Stopping(Interrupt):
                 connection.close()
 
 
-def _print(response: HTTPResponse, screen: "Screen") -> None:
-    """Print what a server sends, until its end; raises SirchatError for an error that it tells."""
-    for line in response:
-        for how, *what in json.loads(line):
-            match how:
-                case "stream":
-                    screen.stream(what[0])
-                case "line":
-                    screen.line(what[0])
-                case "note":
-                    screen.note(what[0])
-                case "json":
-                    screen.line(json.dumps(what[0]))
-                case "error":
-                    error = SirchatError(what[0])
-                    error.exit_code = what[1]
-                    raise error
-                case "end":
-                    return
+def _answers(response: HTTPResponse) -> Iterator[Any]:
+    """What a server sends: a JSON value a line. Raises SirchatError if it ends too early."""
+    with suppress(OSError, HTTPException, ValueError):
+        yield from map(json.loads, response)
     raise SirchatError("the server ended before the reply was complete")
+
+
+def _print(answers: Iterator[Any], screen: "Screen", stopping: _Stopping) -> None:
+    """Print what a server sends, until its end; raises SirchatError for an error that it tells."""
+    stopping.path = f"{_ENDPOINT}/{next(answers)['id']}"
+    for how, *what in chain.from_iterable(answers):
+        match how:
+            case "stream":
+                screen.stream(what[0])
+            case "line":
+                screen.line(what[0])
+            case "note":
+                screen.note(what[0])
+            case "json":
+                screen.line(json.dumps(what[0]))
+            case "error":
+                error = SirchatError(what[0])
+                error.exit_code = what[1]
+                raise error
+            case "end":
+                return
 
 
 class _Recorder:

@@ -81,6 +81,7 @@ class ServedConversation:
         saving: writes the conversation to its file; None while it has none.
         is_busy: whether a reply is being generated in this conversation, or it is being saved.
         is_exact: whether the session has read these messages and nothing else.
+        is_outdated: whether its file lacks what is new, because it can't be written.
     """
 
     session: Session
@@ -91,6 +92,7 @@ class ServedConversation:
     saving: Autosave | None = None
     is_busy: bool = False
     is_exact: bool = True
+    is_outdated: bool = False
 
     def add(self, role: str, text: str) -> None:
         """Note that the session has read or generated a message."""

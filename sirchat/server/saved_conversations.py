@@ -7,6 +7,8 @@ each finished turn; its keys and values are written when it leaves memory.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -36,6 +38,7 @@ MOST_BYTES = 8 * 2**30
 """Largest size of all files together; the conversations used longest ago are deleted first."""
 
 _LOG = logging.getLogger(__name__)
+_SILENCE = 600  # seconds after an error of writing is logged, until the next one may be
 _FIELD = "served"  # in the head of a conversation's file
 
 
@@ -111,7 +114,7 @@ class SavedConversations:
         self._model, self._profile = model, profile
         self._limit, self._folder = limit, folder
         self._writer = ThreadPoolExecutor(1, "saving")
-        self._is_failing = False  # then nothing more is logged
+        self._said_at = -math.inf  # when it was logged that writing fails, in seconds
         self._files: dict[ServedConversation, SavedConversation] = {}  # of those in memory
         self._found: Future[list[SavedConversation]] | None = self._writer.submit(self._read)
         self._listed: list[SavedConversation] = []
@@ -211,9 +214,13 @@ class SavedConversations:
         self._writer.shutdown()
 
     def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
-        """Write a conversation; if that fails, it is logged once, and tried again next time."""
+        """Write a conversation; if that fails, it is tried again with the next turn.
+
+        That it fails is logged, but not for every conversation.
+        """
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
         saving.more = {_FIELD: _fields(conversation)}
+        conversation.is_outdated = conversation.saving is not None
         try:
             if conversation.saving is None:
                 saving.begin()
@@ -222,15 +229,14 @@ class SavedConversations:
                 saving.update()
             path = self._folder / f"{saving.id}{SUFFIX}"
             self._files[conversation] = SavedConversation.of(conversation, _at(path))
+            conversation.is_outdated = False
             if with_kv:
                 saving.save_kv()
         except Exception as error:  # replies go on after any error
-            if not self._is_failing:
+            if time.monotonic() - self._said_at > _SILENCE:
                 known = error if isinstance(error, SirchatError) else type(error).__name__
                 _LOG.error("conversations can't be saved now: %s", known)
-            self._is_failing = True
-        else:
-            self._is_failing = False
+                self._said_at = time.monotonic()
 
     def _close(self, conversation: ServedConversation) -> Path | None:
         """Close a conversation's file, without writing; returns where it is."""

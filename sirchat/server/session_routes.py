@@ -94,15 +94,31 @@ class SessionRoutes:
 
     async def _change(self, request: Request) -> Response:
         ident, change = request.path_params["id"], _parsed(await self._body(request))
+        loop, saved = asyncio.get_running_loop(), asyncio.Event()
 
-        def work() -> dict[str, Any] | None:
-            changed = self._conversations.change(ident, change.apply, self._replies.wake)
+        def then() -> None:
+            self._replies.wake()
+            loop.call_soon_threadsafe(saved.set)
+
+        def work() -> tuple[ServedConversation, dict[str, Any]] | None:
+            changed = self._conversations.change(ident, change.apply, then)
             if changed is None:
                 return None
             conversation, events = changed
-            return {"events": [to_json(one) for one in events], **_memory(conversation)}
+            shown = {"events": [to_json(one) for one in events], **_memory(conversation)}
+            return conversation, {**shown, "busy": False}
 
-        return _found(await self._call(work))
+        changed = await self._call(work)
+        if changed is None:
+            return _found(None)
+        conversation, shown = changed
+        await saved.wait()
+        if change.erase is not None and conversation.is_outdated:
+            raise RequestError(
+                "the words are erased from memory, but the conversation's file can't be written",
+                status=500,
+            )
+        return _found(shown)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._replies.call(work))

@@ -133,6 +133,26 @@ def test_a_socket_that_a_killed_server_left_is_no_obstacle(home: Path) -> None:
     assert not path.exists()
 
 
+def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated(home: Path) -> None:
+    said = b'{"id": "a"}\n[["stream", "Half a"]]\n'
+    with _private_socket("tiny") as private:
+        assert private is not None
+        private.listen()
+
+        def answer() -> None:
+            client, _ = private.accept()
+            client.recv(65536)
+            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + said)
+            client.close()
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        done = run("ask", JOKE)
+        answering.join()
+    assert (done.returncode, done.stdout) == (1, "Half a")
+    assert done.stderr == "sirchat: the server ended before the reply was complete\n"
+
+
 def test_only_the_user_can_open_the_socket(home: Path) -> None:
     with _private_socket("tiny"):
         path = server_socket("tiny")

@@ -10,6 +10,8 @@ import pytest
 
 from chatting import babbler
 from serving import Message, Served, assistant, served, told, user
+from sirchat.errors import SessionError
+from sirchat.saved.store import SessionStore
 
 LONG = " ".join(f"The number {n} is a number." for n in range(12))
 SECRET = "My name is Zebulon, and I live in Oslo."
@@ -81,6 +83,25 @@ def test_erased_words_are_in_no_file_and_not_read_again_from_the_history(tmp_pat
         assert "Zebulon" not in held_text(done)
         reply = server.ask([*messages, user("Thanks.")])
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == done["seen"]
+        assert "Zebulon" not in held_text(memory(server, ident))
+    assert not [one.name for one in tmp_path.iterdir() if b"Zebulon" in one.read_bytes()]
+
+
+def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SessionError("the disk is full")
+
+    with served(policy="full", folder=tmp_path, max_new_tokens=4) as server:
+        ident = asked(server, SECRET)[1]
+        change(server, ident, pin="Oslo")  # when that is answered, it is saved
+        with monkeypatch.context() as broken:
+            broken.setattr(SessionStore, "replace", full)
+            address = f"/v1/sirchat/sessions/{ident}"
+            response = server.client.post(address, json={"erase": "Zebulon"})
+        assert response.status_code == 500
+        assert "the conversation's file can't be written" in response.json()["error"]["message"]
         assert "Zebulon" not in held_text(memory(server, ident))
     assert not [one.name for one in tmp_path.iterdir() if b"Zebulon" in one.read_bytes()]
 

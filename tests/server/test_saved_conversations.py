@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def begin(server: Served, name: str, **fields: Any) -> list[Message]:
     """A conversation's first round, and the next question."""
     messages = [user(f"My name is {name}.")]
     return [*messages, assistant(server.reply(messages, **fields)), user(ASKED)]
+
+
+def wait_until_saved(server: Served) -> None:
+    """Wait until the thread that saves has nothing more to do."""
+    while any(one["busy"] for one in server.client.get("/v1/sirchat/sessions").json()["data"]):
+        time.sleep(0.01)
 
 
 def cached(reply: Any) -> int:
@@ -131,7 +138,7 @@ def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
     with served(policy="full", folder=tmp_path, conversations=1, max_new_tokens=8) as server:
         messages = begin(server, "Anna")
         others = [begin(server, "Tom") for _ in range(2)]
-        server.server.replies.call(lambda: None).result()
+        wait_until_saved(server)
         for one in list(tmp_path.glob("*.sqlite"))[:-1]:
             one.unlink()
         for talk in (messages, *others, messages):
@@ -146,12 +153,13 @@ def test_a_full_disk_breaks_no_reply_and_is_said_once(
 
     with served(folder=tmp_path, max_new_tokens=4, conversations=2) as server:
         messages = begin(server, "Anna")
+        wait_until_saved(server)
         with monkeypatch.context() as broken:
             broken.setattr(SessionStore, "append", full)
             for name in ("Tom", "Eva"):
                 begin(server, name)
             reply = server.reply(messages)
-            server.server.replies.call(lambda: None).result()
+            wait_until_saved(server)
         assert [one.message for one in caplog.records] == [
             "conversations can't be saved now: the disk is full"
         ]
