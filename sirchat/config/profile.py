@@ -21,7 +21,16 @@ _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than any conversation has
 _MOST_BYTES = 2**62
 
-_OF_THE_MODEL = ("model", "device", "dtype", "quantize", "cache_dtype", "compile", "threads")
+_OF_THE_MODEL = (
+    "model",
+    "device",
+    "dtype",
+    "quantize",
+    "unpack_dtype",
+    "cache_dtype",
+    "compile",
+    "threads",
+)
 FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
 """Settings that cannot change within a conversation; all others can."""
 
@@ -77,6 +86,11 @@ class Profile(BaseModel):
         description="How a CPU stores the weights: packed keeps those of a GGUF file in 4 or 8 "
         "bits, as does auto unless dtype is given; int8 and int4 round the weights of any model "
         "to 8 or 4 bits; none stores them unpacked, as dtype.",
+    )
+    unpack_dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="Number type to which packed weights are unpacked where many tokens are read "
+        "at once; auto is the one that is measured to be faster here.",
     )
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",

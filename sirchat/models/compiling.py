@@ -60,6 +60,7 @@ def load_model_of(
         dtype=profile.dtype,
         threads=profile.threads,
         quantize=profile.quantize,
+        unpack=profile.unpack_dtype,
         trust_remote_code=trust_remote_code,
         progress=progress,
         for_hub=for_hub,

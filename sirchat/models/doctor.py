@@ -18,9 +18,10 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.cache_type import head_shape, measure, processor
 from sirchat.models.compiling import compiled_in_words, use_compiled
+from sirchat.models.measuring import head_shape, measure_attention, processor
 from sirchat.models.model import LoadedModel, load_model, no_attention_reason
+from sirchat.models.packed import products_of
 from sirchat.models.threads import free_threads, physical_cores, threads_in_words
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
@@ -73,7 +74,7 @@ def _cache_type(model: LoadedModel) -> str:
     kind = str(model.cache_dtype).removeprefix("torch.")
     if model.cache_dtype == model.dtype:
         return kind
-    times = measure(head_shape(model.module.config))
+    times = measure_attention(head_shape(model.module.config))
     of_each = (f"{str(one).removeprefix('torch.')} {1e6 * s:.0f}" for one, s in times.items())
     return f"{kind} (microseconds that a layer's attention takes: {', '.join(of_each)})"
 
@@ -120,6 +121,10 @@ def _model(name: str) -> Iterator[Finding]:
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("cache", _cache_type(model))
+    if (how := products_of(model.module)) is not None:
+        yield Finding(
+            "unpacked weights", f"{how.dtype}, to read more than {how.few_4} tokens at once"
+        )
     use_compiled(model, "auto")
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)

@@ -23,11 +23,22 @@ from sirchat.models.attention_hook import (
     is_observed,
     observed_by,
 )
-from sirchat.models.cache_type import CacheTypeName, fastest_type, head_shape
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
+from sirchat.models.measuring import (
+    CacheTypeName,
+    UnpackName,
+    choose_products,
+    fastest_type,
+    head_shape,
+)
 from sirchat.models.names import locate, unloadable
-from sirchat.models.packed import SharedWeights, can_pack_four_bits, pack_module, packed_buffers
+from sirchat.models.packed import (
+    SharedWeights,
+    can_pack_four_bits,
+    packed_buffers,
+)
+from sirchat.models.packing import pack_module
 from sirchat.models.parts import gguf_parts, hub_parts
 from sirchat.models.probe import (
     cache_argument,
@@ -328,14 +339,15 @@ def load_model(
     progress: Progress | None = None,
     threads: int = 0,
     quantize: Quantize = "auto",
+    unpack: UnpackName = "auto",
     for_hub: bool = False,
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. `threads` is the number of CPU threads; 0 means
-    one for each free core. `quantize` works on a CPU only. With `for_hub`, module and tokenizer are
-    those of transformers, which generate and can be saved, in any case. Raises ModelError if the
-    model can't be loaded, or if tokens can't be evicted from its cache.
+    Weights are read from safetensors or GGUF only. The other arguments are settings of `Profile`,
+    but `for_hub`: then module and tokenizer are those of transformers, which generate and can be
+    saved, in any case. Raises ModelError if the model can't be loaded, or if tokens can't be
+    evicted from its cache.
     """
     target = pick_device(device)
     if target.type == "cpu":
@@ -361,6 +373,7 @@ def load_model(
         refuse_foreign_tokenizer(module, tokenizer, name)
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4)
+        choose_products(module, unpack)
         return wrap_model(name, module.eval(), tokenizer)
     except ModelError:
         raise

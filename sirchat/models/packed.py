@@ -2,8 +2,8 @@
 
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
 results are converted to the type of the input. The kernels are made for few rows at a time. For
-more rows it is faster to unpack the weights: for this one product, or once for several passes,
-within `SharedWeights`.
+more rows it is faster to unpack the weights, to the type that `Products` says: for this one
+product, or once for several passes, within `SharedWeights`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
-from math import prod
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from sirchat.models.shape import MOST_UNPACKED
-from sirchat.models.threads import trim_memory
 
 GROUP = 32
 """Number of neighbouring four-bit weights that share a scale and a minimum."""
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
-_FEW_4, _FEW_8 = 32, 8  # rows of input up to which the kernels are faster than unpacking
-_FEW = 8  # the same for weights that are unpacked already
+_VOCABULARY = 4096  # rows of a larger eight-bit matrix are unpacked in parts of this size
 _LIKELIEST = 16  # largest logits of a row, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
@@ -35,10 +32,35 @@ _SHARED: ContextVar[dict[PackedLinear, Tensor] | None] = ContextVar("shared weig
 """The unpacked weights that forward passes share, by layer; None outside `SharedWeights`."""
 
 
+Unpacked = Literal["bfloat16", "float32"]
+
+
+class Products(NamedTuple):
+    """How packed weights are multiplied.
+
+    Attributes:
+        dtype: number type to which they are unpacked.
+        few_4, few_8: number of rows up to which the kernels for four and eight bits are faster than
+            to unpack the weights.
+        few: the same for weights that are unpacked already.
+    """
+
+    dtype: Unpacked = "bfloat16"
+    few_4: int = 32
+    few_8: int = 8
+    few: int = 8
+
+    @property
+    def type(self) -> torch.dtype:
+        """The number type to which weights are unpacked."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+
 class PackedLinear(nn.Module, ABC):
     """A linear layer whose weights [N, K] stay packed.
 
     Attributes:
+        products: how it is multiplied; see `set_products`.
         in_features, out_features: K and N.
         bias: [N], or None.
         joined: the layer that holds the weights of this layer and of others with the same input;
@@ -49,18 +71,19 @@ class PackedLinear(nn.Module, ABC):
     out_features: int
     bias: nn.Parameter | None
     joined: tuple[PackedLinear] | None = None
+    products = Products()
 
     @abstractmethod
-    def unpacked(self) -> Tensor:
-        """The weights as bfloat16 [K, N]; eight-bit weights are not multiplied by their scales."""
+    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weights [K, N] in this type; eight-bit weights are not multiplied by their scales."""
 
     def _at_hand(self) -> Tensor:
         """The unpacked weights; within `SharedWeights` they are kept for the next passes."""
         shared = self._shared()
         if shared is None:
-            return self.unpacked()
+            return self.unpacked(self.products.type)
         if self not in shared:
-            shared[self] = self.unpacked()
+            shared[self] = self.unpacked(self.products.type)
         return shared[self]
 
     def _shared(self) -> dict[PackedLinear, Tensor] | None:
@@ -147,9 +170,10 @@ class Int4Linear(PackedLinear):
         return rows % _BLOCK == 0 and columns % GROUP == 0 and can_pack_four_bits()
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, self.in_features).bfloat16()
-        is_short = len(flat) <= (_FEW_4 if self._shared() is None else _FEW)
-        return _like(self.of_row(flat) if is_short else flat @ self._at_hand(), x, self.bias)
+        flat, how = x.reshape(-1, self.in_features), self.products
+        if len(flat) <= (how.few_4 if self._shared() is None else how.few):
+            return _like(self.of_row(flat.bfloat16()), x, self.bias)
+        return _like(flat.to(how.type) @ self._at_hand(), x, self.bias)
 
     def of_row(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
@@ -157,16 +181,16 @@ class Int4Linear(PackedLinear):
         y: Tensor = multiply(x, self.packed, GROUP, scales)
         return y
 
-    def unpacked(self) -> Tensor:
+    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         columns, rows = self.in_features, self.out_features
         blocks = self.packed.view(-1, columns, _BLOCK // 2)  # [N / 64, K, 32], two rows a byte
-        out = torch.empty(columns, rows, dtype=torch.bfloat16)
+        out = torch.empty(columns, rows, dtype=dtype)
         halves = out.view(columns, -1, 2, _BLOCK // 2)  # [K, N / 64, 2, 32]
         for half, q in enumerate((blocks & 15, blocks >> 4)):
             halves[:, :, half] = q.view(torch.int8).sub_(8).transpose(0, 1)
         grouped = out.view(-1, GROUP, rows)  # [K / 32, 32, N]
         # Copies, because a stride of 2 takes five times as long in the next line.
-        scale, zero = (one.contiguous() for one in self.scales.unbind(-1))  # [K / 32, N]
+        scale, zero = (one.contiguous().to(dtype) for one in self.scales.unbind(-1))  # [K / 32, N]
         return torch.addcmul(zero[:, None], grouped, scale[:, None], out=grouped).view_as(out)
 
     def extra_repr(self) -> str:
@@ -193,12 +217,20 @@ class Int8Linear(PackedLinear):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, self.in_features).bfloat16()
-        y = self.of_row(flat) if len(flat) <= _FEW_8 else flat @ self._at_hand() * self.scale
+        flat, how = x.reshape(-1, self.in_features), self.products
+        if len(flat) <= how.few_8:
+            return _like(self.of_row(flat.bfloat16()), x, self.bias)
+        flat = flat.to(how.type)
+        if self._shared() is not None or self.out_features <= _VOCABULARY:
+            return _like(flat @ self._at_hand() * self.scale, x, self.bias)
+        y = torch.empty(len(flat), self.out_features, dtype=how.type)
+        for start in range(0, self.out_features, _VOCABULARY):  # a large vocabulary takes gigabytes
+            some = slice(start, start + _VOCABULARY)
+            torch.mul(flat @ self.q[some].to(how.type).T, self.scale[some], out=y[:, some])
         return _like(y, x, self.bias)
 
-    def unpacked(self) -> Tensor:
-        return self.q.bfloat16().T
+    def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.q.to(dtype).T
 
     @classmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
@@ -317,7 +349,9 @@ class SharedWeights:
             for one in module.modules()
             if isinstance(one, PackedLinear) and not isinstance(one, Int8Head)
         ]
-        size = 2 * sum(one.in_features * one.out_features for one in layers)
+        size = sum(
+            one.in_features * one.out_features * one.products.type.itemsize for one in layers
+        )
         self._found: dict[PackedLinear, Tensor] | None = {} if size <= MOST_UNPACKED else None
 
     def __enter__(self) -> None:
@@ -325,6 +359,21 @@ class SharedWeights:
 
     def __exit__(self, *_: object) -> None:
         _SHARED.reset(self._before)
+
+
+def set_products(module: nn.Module, products: Products) -> None:
+    """Let all packed layers of a module multiply in this way."""
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
+            layer.products = products
+            if layer.joined is not None:
+                layer.joined[0].products = products
+
+
+def products_of(module: nn.Module) -> Products | None:
+    """How the packed layers of a module are multiplied; None if it has none."""
+    found = (one.products for one in module.modules() if isinstance(one, PackedLinear))
+    return next(found, None)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
@@ -351,109 +400,3 @@ def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The product y [m, N] plus the bias, with the leading dimensions and number type of x."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
-
-
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Groups of layers with the same input; a decode step computes one product for each group."""
-
-_ALIGN = 64  # bytes
-
-
-@torch.no_grad()
-def pack_module(module: Any, bits: int) -> None:
-    """Round the matrices of a transformers model to 8 or 4 bits, one after the other, in place.
-
-    The output head gets 8 bits. Embeddings with the same weights as the head use the head's; other
-    embeddings are not changed.
-    """
-    head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
-    is_tied = embeddings.weight is head.weight
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, nn.Linear):
-            continue
-        weight = layer.weight.detach()
-        packed: PackedLinear
-        if layer is head:
-            packed = eight = Int8Head(*eight_bits(weight), layer.bias)
-            if is_tied:
-                shared = SharedEmbedding.like(embeddings, eight, weight.dtype)
-                module.set_input_embeddings(shared)
-        elif bits == 4 and Int4Linear.fits(*weight.shape):
-            packed = Int4Linear(*four_bits(weight), layer.bias)
-        else:
-            packed = Int8Linear(*eight_bits(weight), layer.bias)
-        module.set_submodule(name, packed)
-        fuse_projections(module, name, WeightStore(0))
-    trim_memory()
-
-
-def has_same_input(path: str) -> bool:
-    """Whether the layer at `path` may be joined with others that have the same input."""
-    return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
-
-
-def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
-    """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
-
-    Layers with the same input wait until all of them are packed; if packed in the same way, their
-    weights are joined into one matrix.
-    """
-    owner, _, name = path.rpartition(".")
-    names = next((group for group in SAME_INPUT if name in group), (name,))
-    layers = [getattr(module.get_submodule(owner), one, None) for one in names]
-    packed = [one for one in layers if isinstance(one, PackedLinear)]
-    if len(packed) < len(layers):
-        return
-    if len(packed) == 1 or len({type(one) for one in packed}) > 1:
-        for one in packed:
-            store.move(one)
-        return
-    whole = packed[0].joining(packed)
-    store.move(whole)
-    start = 0
-    for one in packed:
-        one.take(whole, start)
-        start += one.out_features
-
-
-class WeightStore:
-    """One block of memory for the weights of many layers.
-
-    Without this block, the temporary tensors of packing would leave unused gaps between the weights
-    of the layers (fragmented memory).
-
-    Args:
-        size: bytes.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._bytes = torch.empty(size, dtype=torch.uint8)
-        self._used = 0
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values are not set, in the block, or elsewhere if there is no room."""
-        place = self._place(prod(shape) * dtype.itemsize)
-        return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
-
-    def move(self, layer: nn.Module) -> None:
-        """Move a layer's buffers into the block; a buffer that does not fit stays where it is."""
-        for name, buffer in layer.named_buffers():
-            if _begin(buffer) == _begin(self._bytes):
-                continue  # made by `empty`
-            place = self._place(buffer.nbytes)
-            if place is not None:
-                here = place.view(buffer.dtype).view(buffer.shape)
-                setattr(layer, name, here.copy_(buffer))
-
-    def _place(self, size: int) -> Tensor | None:
-        """The next free bytes, of this number; None if there are not as many."""
-        start = -(-self._used // _ALIGN) * _ALIGN
-        if start + size > len(self._bytes):
-            return None
-        self._used = start + size
-        return self._bytes[start : self._used]
-
-
-def _begin(tensor: Tensor) -> int:
-    """The address of the memory of which the tensor is a part."""
-    return tensor.untyped_storage().data_ptr()

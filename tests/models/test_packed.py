@@ -22,13 +22,15 @@ from sirchat.models.packed import (
     Int4Linear,
     Int8Head,
     Int8Linear,
+    Products,
     SharedEmbedding,
     SharedWeights,
-    WeightStore,
+    Unpacked,
     eight_bits,
     four_bits,
-    pack_module,
+    set_products,
 )
+from sirchat.models.packing import WeightStore, pack_module
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
 
@@ -130,9 +132,9 @@ def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that have been unpacked since."""
     calls, unpack = list[int](), kind.unpacked
 
-    def unpacked(layer: Any) -> torch.Tensor:
+    def unpacked(layer: Any, dtype: torch.dtype) -> torch.Tensor:
         calls.append(id(layer))
-        weights: torch.Tensor = unpack(layer)
+        weights: torch.Tensor = unpack(layer, dtype)
         return weights
 
     monkeypatch.setattr(kind, "unpacked", unpacked)
@@ -158,6 +160,29 @@ def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
     calls.clear()
     layer(x[0])
     assert len(calls) == 1  # nothing of it is left
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
+    kind: Any, dtype: Unpacked
+) -> None:
+    weight, x = torch.randn(64, 96), torch.randn(40, 96)
+    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    set_products(layer, Products(dtype, few_4=8, few_8=8, few=8))
+    exact = layer.unpacked(torch.float64)
+    exact = exact if kind is Int4Linear else exact * layer.scale.double()
+    assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
+    with SharedWeights(torch.nn.Sequential(layer)):
+        assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
+
+
+def test_a_large_vocabulary_is_unpacked_in_parts() -> None:
+    weight, x = torch.randn(5000, 32), torch.randn(40, 32)
+    layer = Int8Linear(*eight_bits(weight))
+    exact = layer.unpacked(torch.float32) * layer.scale.float()
+    assert relative(layer(x), x @ exact) < 0.01
+    assert relative(layer(x)[:, 4096:], (x @ exact)[:, 4096:]) < 0.01
 
 
 @pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])

@@ -31,7 +31,7 @@ from sirchat.models.model import (
     pick_dtype,
     wrap_model,
 )
-from sirchat.models.packed import pack_module
+from sirchat.models.packing import pack_module
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,10 @@ from sirchat.models.packed import (
     Int8Linear,
     PackedLinear,
     SharedEmbedding,
-    WeightStore,
     eight_bits,
-    fuse_projections,
-    has_same_input,
 )
 from sirchat.models.packed_experts import PackedExperts
+from sirchat.models.packing import WeightStore, fuse_projections, has_same_input
 from sirchat.models.progress import Progress, switch_off_bars
 from sirchat.models.threads import trim_memory
 

@@ -1,8 +1,9 @@
-"""The number type of the cache is the one in which attention is measured to be faster."""
+"""The cache's type, and the products of packed weights, are those measured to be fastest here."""
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,10 +15,12 @@ from chatting import tiny
 from command import run
 from families import loaded
 from sirchat.config.profile import Profile
-from sirchat.models import cache_type
-from sirchat.models.cache_type import HeadShape, fastest_type, head_shape
+from sirchat.models import measuring
 from sirchat.models.compiling import load_model_of
+from sirchat.models.measuring import HeadShape, fastest_products, fastest_type, head_shape
 from sirchat.models.model import load_model
+from sirchat.models.packed import Products, products_of
+from sirchat.paths import compiled_dir
 
 SHAPE = HeadShape(9, 3, 64)
 
@@ -36,7 +39,7 @@ def of_times(monkeypatch: pytest.MonkeyPatch, bfloat16: float, float16: float) -
         asked.append(shape)
         return {torch.bfloat16: bfloat16, torch.float16: float16}
 
-    monkeypatch.setattr(cache_type, "measure", measure)
+    monkeypatch.setattr(measuring, "measure_attention", measure)
     return asked
 
 
@@ -61,7 +64,7 @@ def test_another_processor_or_shape_is_measured_anew_but_not_another_number_of_t
     fastest_type(HeadShape(32, 8, 128))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     fastest_type(SHAPE)
-    monkeypatch.setattr(cache_type, "processor", lambda: "another")
+    monkeypatch.setattr(measuring, "processor", lambda: "another")
     fastest_type(SHAPE)
     assert [one.queries for one in asked] == [9, 32, 9]
 
@@ -76,7 +79,7 @@ def test_where_nothing_can_be_written_it_is_measured_at_each_start(
 
 
 def test_a_measurement_takes_a_moment_and_names_both_types() -> None:
-    taken = cache_type.measure(HeadShape(4, 2, 16))
+    taken = measuring.measure_attention(HeadShape(4, 2, 16))
     assert set(taken) == {torch.bfloat16, torch.float16}
     assert all(0 < seconds < 1 for seconds in taken.values())
 
@@ -110,3 +113,37 @@ def test_the_setting_reaches_the_cache_and_the_list_of_models(
         for kind in ("float32", "bfloat16")
     ]
     assert sizes[0] == 2 * sizes[1]
+
+
+def test_products_are_measured_once_and_a_damaged_file_is_measured_anew(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Products("float32", few_4=64, few_8=32, few=32)
+    monkeypatch.setattr(measuring, "measure_products", lambda: slow)
+    assert fastest_products() == slow
+    monkeypatch.setattr(measuring, "measure_products", Products)
+    assert fastest_products() == slow, "a chat that resumes multiplies in the same way"
+    (kept,) = compiled_dir().iterdir()
+    for damaged in ("", "[]", '{"dtype": "int8"}', '{"few": 0}', '{"few": "8"}', '{"fewer": 8}'):
+        kept.write_text(damaged)
+        assert fastest_products() == Products()
+        assert json.loads(kept.read_text()) == Products()._asdict()
+
+
+def test_measuring_products_takes_a_moment() -> None:
+    begun = time.perf_counter()
+    found = measuring.measure_products()
+    assert found.dtype in ("bfloat16", "float32")
+    assert 8 <= found.few <= found.few_4
+    assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_setting_fixes_the_type_to_which_weights_are_unpacked(
+    dtype: Literal["bfloat16", "float32"],
+) -> None:
+    profile = Profile(device="cpu", quantize="int4", unpack_dtype=dtype, compile="off")
+    how = products_of(load_model_of(profile).module)
+    assert how is not None
+    assert how.dtype == dtype
+    assert products_of(tiny().module) is None

@@ -1,0 +1,232 @@
+"""What is fastest on this processor, for packed weights: the cache's type, and their products.
+
+Products of packed weights are rounded to bfloat16, so that float16 and bfloat16 are both precise
+enough for keys and values, and take half the memory of float32. Which of them is faster depends on
+the processor: attention over float16 takes 1.6 times as long as over bfloat16 on one with AVX-512
+FP16, and four times as long on one without. Products with many rows are faster over unpacked
+weights; a processor without instructions for bfloat16 multiplies it a hundred times slower than
+float32. So this is measured once for each processor, version of torch and shape, and kept beside
+the compiled programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from sirchat.models.packed import (
+    GROUP,
+    Int4Linear,
+    Int8Linear,
+    Products,
+    Unpacked,
+    products_of,
+    set_products,
+)
+from sirchat.paths import compiled_dir, private_dir, write_private
+
+CacheTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+UnpackName = Literal["auto", "bfloat16", "float32"]
+
+Result = TypeVar("Result")
+
+_CANDIDATES = (torch.bfloat16, torch.float16)
+_ROWS, _ROUNDS = 1024, 12
+
+
+class HeadShape(NamedTuple):
+    """The number of query heads and of key heads in a layer, and the numbers in a head."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+def head_shape(config: Any) -> HeadShape:
+    """The shape of attention in the text part of a model with this config, in its widest layer.
+
+    What the config doesn't say is assumed to be as in most models.
+    """
+
+    # As attributes, sizes that differ by layer raise an error.
+    values = config.get_text_config(decoder=True).to_dict()
+
+    def most(name: str, usual: int) -> int:
+        value = values.get(name) or usual
+        return int(max(value) if isinstance(value, list | tuple) else value)
+
+    queries = most("num_attention_heads", 1)
+    keys = most("num_key_value_heads", queries)
+    return HeadShape(queries, keys, most("head_dim", most("hidden_size", 64) // queries))
+
+
+def fastest_type(shape: HeadShape) -> torch.dtype:
+    """The type in which attention over 1,024 rows is faster, measured now or earlier."""
+
+    def measured() -> str:
+        seconds = measure_attention(shape)
+        return str(min(seconds, key=seconds.__getitem__))
+
+    return _kept("cache-type", shape, {str(one): one for one in _CANDIDATES}.get, measured)
+
+
+def choose_products(module: nn.Module, unpack: UnpackName) -> None:
+    """Let the packed layers of a module, if any, multiply fastest, or as the setting `unpack` says.
+
+    A fixed type needs no measuring: the limits of rows are then about those of most processors.
+    """
+    if products_of(module) is None:
+        return
+    if unpack == "auto":
+        how = fastest_products()
+    else:
+        how = Products() if unpack == "bfloat16" else Products(unpack, few_4=64, few_8=32, few=32)
+    set_products(module, how)
+
+
+def fastest_products() -> Products:
+    """How packed weights are multiplied fastest with many rows, measured now or earlier."""
+    return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
+
+
+def _as_products(kept: str) -> Products | None:
+    """The products in a kept text; None if it is damaged."""
+    try:
+        found = Products(**json.loads(kept))
+    except (ValueError, TypeError):
+        return None
+    numbers = (found.few_4, found.few_8, found.few)
+    is_whole = found.dtype in _UNPACKED and all(one in _STEPS for one in numbers)
+    return found if is_whole else None
+
+
+def _kept(
+    kind: str,
+    shape: HeadShape | None,
+    parse: Callable[[str], Result | None],
+    measure: Callable[[], str],
+) -> Result:
+    """What was measured earlier, or else what `measure` finds now, which is kept."""
+    path = compiled_dir() / f"{_key(shape)}.{kind}"
+    with suppress(OSError, UnicodeDecodeError):
+        found = parse(path.read_text(encoding="utf-8"))
+        if found is not None:
+            return found
+    text = measure()
+    with suppress(OSError):  # measured again at the next start
+        write_private(private_dir(path.parent) / path.name, text, replaces=True)
+    found = parse(text)
+    assert found is not None
+    return found
+
+
+_SIZE, _WIDE = 1024, 64
+"""Rows and columns of the matrix whose products are measured; rows of the widest input."""
+
+_TIMES = 6  # that each product is measured
+
+_STEPS = (8, 32, 64)
+"""Possible limits of rows: few, so that two measurements seldom differ."""
+
+_UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
+
+
+@torch.inference_mode()
+def measure_products() -> Products:
+    """Measure products of a matrix of 1,024 x 1,024, for some tens of milliseconds."""
+    q = torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 16
+    scale = torch.ones(_SIZE, _SIZE // GROUP)
+    four = Int4Linear(q.to(torch.uint8), scale, scale)
+    eight = Int8Linear(q.to(torch.int8), torch.ones(_SIZE, dtype=torch.bfloat16))
+    rows = torch.randn(_WIDE, _SIZE)
+    few = rows[: _STEPS[0]].bfloat16()
+    works: dict[str, Callable[[], object]] = {
+        "few_4": partial(four.of_row, few),
+        "few_8": partial(eight.of_row, few),
+    }
+    for dtype in _UNPACKED:
+        kind = Products(dtype).type
+        works |= {
+            f"unpack_4 {dtype}": partial(four.unpacked, kind),
+            f"unpack_8 {dtype}": partial(eight.unpacked, kind),
+            f"product {dtype}": partial(torch.mm, rows.to(kind), four.unpacked(kind)),
+        }
+    taken = _least(works)
+
+    def whole(dtype: Unpacked) -> float:
+        return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
+
+    def limit(kernel: str, seconds: float) -> int:
+        """The most rows that a kernel for packed weights multiplies in this time."""
+        most = seconds / taken[kernel] * len(few)
+        return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
+
+    dtype = min(_UNPACKED, key=whole)
+    product = taken[f"product {dtype}"]
+    return Products(
+        dtype,
+        few_4=limit("few_4", whole(dtype)),
+        few_8=limit("few_8", taken[f"unpack_8 {dtype}"] + product),
+        few=limit("few_4", product),
+    )
+
+
+def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The least seconds of this thread that each of `works` takes; they are done in turn.
+
+    Seconds of the thread, since other programs may use the processor in between.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(_TIMES):
+        for name, work in works.items():
+            begun = time.thread_time()
+            work()
+            taken[name].append(time.thread_time() - begun)
+    return {name: min(seconds[1:]) for name, seconds in taken.items()}
+
+
+@torch.inference_mode()
+def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
+    """For each type, the least seconds that one layer's attention takes for one token."""
+    times: dict[torch.dtype, list[float]] = {one: [] for one in _CANDIDATES}
+    query = torch.randn(1, shape.keys, shape.queries // shape.keys, shape.size)
+    rows = torch.randn(1, shape.keys, _ROWS, shape.size)
+    for _ in range(_ROUNDS):
+        for dtype, taken in times.items():
+            queries, keys = query.to(dtype), rows.to(dtype)
+            begun = time.perf_counter()
+            F.scaled_dot_product_attention(queries, keys, keys)
+            taken.append(time.perf_counter() - begun)
+    return {dtype: min(taken) for dtype, taken in times.items()}
+
+
+def processor() -> str:
+    """The processor's name, as the system gives it."""
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(*names: str) -> str:
+    """What Linux says of the first processor under one of these names; empty if it says nothing."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
+            if line.startswith(names):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def _key(shape: HeadShape | None) -> str:
+    # Not the number of threads: it depends on the load, and a chat is to resume with the same type.
+    machine = (torch.backends.cpu.get_cpu_capability(), processor(), torch.__version__)
+    about = repr((shape, machine))
+    return hashlib.sha256(about.encode()).hexdigest()[:24]

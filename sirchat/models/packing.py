@@ -1,0 +1,126 @@
+"""Puts packed layers into a model, and their weights into one block of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sirchat.models.packed import (
+    Int4Linear,
+    Int8Head,
+    Int8Linear,
+    PackedLinear,
+    SharedEmbedding,
+    eight_bits,
+    four_bits,
+)
+from sirchat.models.threads import trim_memory
+
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Groups of layers with the same input; a decode step computes one product for each group."""
+
+_ALIGN = 64  # bytes
+
+
+@torch.no_grad()
+def pack_module(module: Any, bits: int) -> None:
+    """Round the matrices of a transformers model to 8 or 4 bits, one after the other, in place.
+
+    The output head gets 8 bits. Embeddings with the same weights as the head use the head's; other
+    embeddings are not changed.
+    """
+    head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
+    is_tied = embeddings.weight is head.weight
+    for name, layer in list(module.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        weight = layer.weight.detach()
+        packed: PackedLinear
+        if layer is head:
+            packed = eight = Int8Head(*eight_bits(weight), layer.bias)
+            if is_tied:
+                shared = SharedEmbedding.like(embeddings, eight, weight.dtype)
+                module.set_input_embeddings(shared)
+        elif bits == 4 and Int4Linear.fits(*weight.shape):
+            packed = Int4Linear(*four_bits(weight), layer.bias)
+        else:
+            packed = Int8Linear(*eight_bits(weight), layer.bias)
+        module.set_submodule(name, packed)
+        fuse_projections(module, name, WeightStore(0))
+    trim_memory()
+
+
+def has_same_input(path: str) -> bool:
+    """Whether the layer at `path` may be joined with others that have the same input."""
+    return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
+
+
+def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
+    """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
+
+    Layers with the same input wait until all of them are packed; if packed in the same way, their
+    weights are joined into one matrix.
+    """
+    owner, _, name = path.rpartition(".")
+    names = next((group for group in SAME_INPUT if name in group), (name,))
+    layers = [getattr(module.get_submodule(owner), one, None) for one in names]
+    packed = [one for one in layers if isinstance(one, PackedLinear)]
+    if len(packed) < len(layers):
+        return
+    if len(packed) == 1 or len({type(one) for one in packed}) > 1:
+        for one in packed:
+            store.move(one)
+        return
+    whole = packed[0].joining(packed)
+    store.move(whole)
+    start = 0
+    for one in packed:
+        one.take(whole, start)
+        start += one.out_features
+
+
+class WeightStore:
+    """One block of memory for the weights of many layers.
+
+    Without this block, the temporary tensors of packing would leave unused gaps between the weights
+    of the layers (fragmented memory).
+
+    Args:
+        size: bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose values are not set, in the block, or elsewhere if there is no room."""
+        place = self._place(prod(shape) * dtype.itemsize)
+        return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
+
+    def move(self, layer: nn.Module) -> None:
+        """Move a layer's buffers into the block; a buffer that does not fit stays where it is."""
+        for name, buffer in layer.named_buffers():
+            if _begin(buffer) == _begin(self._bytes):
+                continue  # made by `empty`
+            place = self._place(buffer.nbytes)
+            if place is not None:
+                here = place.view(buffer.dtype).view(buffer.shape)
+                setattr(layer, name, here.copy_(buffer))
+
+    def _place(self, size: int) -> Tensor | None:
+        """The next free bytes, of this number; None if there are not as many."""
+        start = -(-self._used // _ALIGN) * _ALIGN
+        if start + size > len(self._bytes):
+            return None
+        self._used = start + size
+        return self._bytes[start : self._used]
+
+
+def _begin(tensor: Tensor) -> int:
+    """The address of the memory of which the tensor is a part."""
+    return tensor.untyped_storage().data_ptr()
