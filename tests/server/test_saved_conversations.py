@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from chatting import babbler
 from serving import Message, Served, assistant, served, told, user
 from sirchat.cli.serve import _open
 from sirchat.config.profile import Profile
@@ -126,12 +127,14 @@ def test_with_no_save_nothing_is_written(
 
 
 def test_a_file_that_is_damaged_or_of_another_model_is_left_out(tmp_path: Path) -> None:
-    for _ in range(2):
-        with served(folder=tmp_path, max_new_tokens=4) as server:
-            messages = begin(server, "Anna")
-            assert cached(server.ask(messages)) > 0
-        for one in tmp_path.glob("*.sqlite"):
-            one.write_bytes(b"damaged" * 100)
+    with served(folder=tmp_path, max_new_tokens=4) as server:
+        messages = begin(server, "Anna")
+    with served(babbler(), folder=tmp_path) as server:
+        assert server.client.get("/v1/sirchat/sessions").json()["data"] == []
+    for one in tmp_path.glob("*.sqlite"):
+        one.write_bytes(b"damaged" * 100)
+    with served(folder=tmp_path, max_new_tokens=4) as server:
+        assert cached(server.ask(messages)) == 0
 
 
 def test_a_file_that_was_deleted_meanwhile_is_left_out(tmp_path: Path) -> None:
