@@ -58,8 +58,11 @@ class DecoderConfig:
     @staticmethod
     def can_read(values: Mapping[str, Any]) -> bool:
         """Whether the values of a GGUF file's config are those of a model that is computed here."""
-        has_all = all(values.get(name) for name in _NEEDED)
-        return has_all and values.get("model_type") in _USUAL
+        if values.get("model_type") not in _USUAL or not all(values.get(one) for one in _NEEDED):
+            return False
+        unshared: int = values["num_attention_heads"] % values["num_key_value_heads"]
+        odd: int = values["head_dim"] % 2
+        return unshared == odd == 0
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -160,6 +160,22 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
         assert (one.key.interleaved, one.key.offset, one.value) == (False, 0, None)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"num_key_value_heads": 3},
+        {"head_dim": 17},
+        {"rms_norm_eps": None},
+        {"model_type": "gemma2"},
+    ],
+)
+def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any], folder: Path) -> None:
+    values = config_values(parse_gguf(file_of("llama", folder)))
+    assert values is not None
+    assert DecoderConfig.can_read(values)
+    assert not DecoderConfig.can_read({**values, **odd})
+
+
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "kvzip"])
 def test_a_policy_that_needs_attention_can_be_switched_to_in_a_chat(
     policy: str, folder: Path

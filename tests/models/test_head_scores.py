@@ -33,7 +33,9 @@ def test_models_whose_logits_are_changed_behind_the_head_are_left_to_transformer
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "eight bits"])
-def test_blocks_of_rows_and_tokens_add_up(kind: str, bias: bool) -> None:
+def test_blocks_of_rows_and_tokens_add_up(
+    kind: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     rows, width, vocabulary = 300, 64, 5_000  # two blocks of rows, three of tokens
     hidden, ids = 3 * torch.randn(rows, width), torch.randint(0, vocabulary, (rows,))
@@ -49,8 +51,12 @@ def test_blocks_of_rows_and_tokens_add_up(kind: str, bias: bool) -> None:
         exact = q.double() * scale.double()[:, None]
     logits = hidden.double() @ exact.T + (layer.bias.double() if bias else 0)
     wanted = -torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
-    found = surprisal_at(head, hidden, ids)
-    torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-4)
+    for has_vnni in {False, torch.cpu._is_vnni_supported()}:
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda has=has_vnni: has)
+        close = 1e-5 if has_vnni else 1e-4
+        for count in (rows, 7):
+            found = surprisal_at(head, hidden[:count], ids[:count])
+            torch.testing.assert_close(found, wanted[:count].float(), rtol=close, atol=close)
     assert torch.get_float32_matmul_precision() == "highest"  # as before
 
 
