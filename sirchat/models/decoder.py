@@ -20,7 +20,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.rope import Rotation
 from sirchat.models.attention_hook import AttentionCall, is_observed, report
-from sirchat.models.decoder_config import DecoderConfig
+from sirchat.models.decoder_config import ConfigValues, DecoderConfig
 
 
 class Logits(NamedTuple):
@@ -34,7 +34,7 @@ class Decoder(nn.Module):
 
     Attributes:
         config: its sizes and settings.
-        generation_config: also the config, which names the ids that end a reply.
+        generation_config: names the ids that end a reply; the config, if there is no other.
         has_own_hook: observers of attention need no hook in it.
     """
 
@@ -42,7 +42,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = self.generation_config = config
+        self.config = config
+        self.generation_config: ConfigValues = config
         self.model = DecoderBody(config, dtype)
         self.lm_head = _matrix(config.hidden_size, config.vocab_size, False, dtype)
 

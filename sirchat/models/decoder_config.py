@@ -39,19 +39,51 @@ _NEEDED = (
 )
 
 
-class DecoderConfig:
+_UNUSUAL = ("attention_bias", "mlp_bias", "auto_map", "quantization_config", "rope_interleaved")
+
+_ROTATION = {
+    *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+}
+"""Settings of a rotation that are understood."""
+
+
+class ConfigValues:
+    """Values of a config file, as attributes, as transformers has them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values, by name."""
+        return dict(self._values)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The values that differ from the usual ones of all models in transformers."""
+        return dict(self._values)
+
+
+class DecoderConfig(ConfigValues):
     """The config of a model that `decoder.py` can compute; its values are attributes.
 
     Args:
         values: as of transformers' config; `can_read` says which.
     """
 
+    head_dim: int
+
     def __init__(self, values: Mapping[str, Any]) -> None:
         own = dict(values)
         rotation = {**own.pop("rope_parameters", {}), "rope_theta": own.pop("rope_theta")}
         rotation.setdefault("rope_type", "default")
         own["rope_parameters"] = rotation  # in transformers' order, on which the hash depends
-        self._values: dict[str, Any] = _USUAL[own["model_type"]] | own
+        super().__init__(_USUAL[own["model_type"]] | own)
         if "max_window_layers" in self._values:
             self._values["layer_types"] = ["full_attention"] * own["num_hidden_layers"]
 
@@ -64,20 +96,39 @@ class DecoderConfig:
         odd: int = values["head_dim"] % 2
         return unshared == odd == 0
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+    @classmethod
+    def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
+        """The config in a folder's `config.json`; None if its model is not computed here."""
+        own: dict[str, Any] = {"pad_token_id": None, "rope_parameters": None, **values}
+        scaled, theta = own.pop("rope_scaling", None), own.pop("rope_theta", None)
+        rotation = own["rope_parameters"] = {**(own["rope_parameters"] or scaled or {})}
+        own["rope_theta"] = rotation.get("rope_theta", theta)
+        hidden, heads = own.get("hidden_size"), own.get("num_attention_heads")
+        if own.get("head_dim") is None and isinstance(hidden, int) and heads:
+            own["head_dim"] = hidden // heads
+        if not own.get("use_sliding_window"):
+            own |= {"sliding_window": None} if "sliding_window" in own else {}
+        kinds = own.get("layer_types") or ["full_attention"]
+        is_plain = (
+            cls.can_read(own)
+            and own["rope_theta"] is not None
+            and rotation.get("rope_type", "default") in ("default", "llama3")
+            and rotation.keys() <= _ROTATION
+            and own.get("hidden_act") == "silu"
+            and own.get("sliding_window") is None
+            and set(kinds) == {"full_attention"}
+            and not any(own.get(name) for name in _UNUSUAL)
+            and own.get("pretraining_tp", 1) == 1
+            and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= own.keys()
+        )
+        if not is_plain:
+            return None
+        config = cls(own)
+        # What transformers' config does not have must not change the model's fingerprint.
+        if own["model_type"] == "qwen2" and "head_dim" not in values:
+            config.head_dim = config._values.pop("head_dim")
+        return config
 
     def get_text_config(self, decoder: bool = True) -> Self:
         """This config: the model reads nothing but text."""
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """All values, by name."""
-        return dict(self._values)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """The values that differ from the usual ones of all models in transformers."""
-        return dict(self._values)

@@ -39,7 +39,7 @@ from sirchat.models.packed import (
     packed_buffers,
 )
 from sirchat.models.packing import pack_module
-from sirchat.models.parts import gguf_parts, hub_parts
+from sirchat.models.parts import folder_parts, gguf_parts, hub_parts
 from sirchat.models.probe import (
     cache_argument,
     context_length,
@@ -355,17 +355,16 @@ def load_model(
     source, gguf = locate(name)
     try:
         if quantize not in ("auto", "none") and target.type != "cpu":
-            why = f"quantize={quantize} works on a CPU only; the device is {target.type}"
-            raise ModelError(why)
+            raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
         kind, found = pick_dtype(dtype, target), None
         if gguf:
             path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
             found = gguf_parts(path, target, kind, progress, packs=packs, for_hub=for_hub)
-        if found is None and quantize == "packed":
-            raise ModelError(
-                f"the weights of {name!r} can't stay packed",
-                hint="--quantize int8 works with any model",
-            )
+        elif target.type == "cpu" and not for_hub and Path(source).is_dir():
+            found = folder_parts(Path(source), kind, progress)
+        if quantize == "packed" and not (gguf and found):
+            why = f"the weights of {name!r} can't stay packed"
+            raise ModelError(why, hint="--quantize int8 works with any model")
         if found is None:
             options = {"trust_remote_code": trust_remote_code, **gguf}
             found = hub_parts(name, source, target, kind, progress, options)

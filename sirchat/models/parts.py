@@ -1,21 +1,27 @@
 """The two parts of a model, module and tokenizer, from its files.
 
-A GGUF file of a Llama-shaped model is read for a CPU without transformers, whose import alone takes
-longer than reading the file.
+A Llama-shaped model is read for a CPU without transformers, whose import alone takes longer than
+reading the files.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
 
+from sirchat.models.decoder import Decoder
+from sirchat.models.decoder_config import ConfigValues, DecoderConfig
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.probe import refuse_unsupported_layers
 from sirchat.models.progress import Progress, reporting, switch_off_bars
+from sirchat.text.tokenizer import tokenizer_of_folder
 
 
 def hub_parts(
@@ -72,3 +78,79 @@ def gguf_parts(
     tokenizer = load(str(path.parent), path.name, file)
     module = loading.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
     return module.to(device), tokenizer
+
+
+def folder_parts(
+    folder: Path, dtype: torch.dtype, progress: Progress | None
+) -> tuple[Any, Any] | None:
+    """Module, on the CPU, and tokenizer of a folder with safetensors; None to let transformers try.
+
+    transformers reads all other models, and says what is wrong with damaged ones.
+    """
+    try:
+        config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
+        if config is None or not _is_whole(config, weights := _shapes(folder)):
+            return None
+        module = Decoder(config, dtype)
+        if (generation := folder / "generation_config.json").exists():
+            module.generation_config = ConfigValues(_json_of(generation))
+        if not _read_weights(module, weights, progress):
+            return None
+        # For Qwen, transformers reads the tokenizer's files in a way of its own.
+        tokenizer = tokenizer_of_folder(folder) if config.model_type == "llama" else None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError):
+        return None
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        switch_off_bars()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return module, tokenizer
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    values = json.loads(path.read_text("utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return values
+
+
+_Weights = dict[str, tuple[Path, tuple[int, ...]]]
+
+
+def _shapes(folder: Path) -> _Weights:
+    """File and shape of each weight in a folder."""
+    found: _Weights = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                found[name] = path, tuple(file.get_slice(name).get_shape())
+    return found
+
+
+def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
+    """Whether the sizes in a config are those of the weights; checked before a model is made."""
+    last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    embedding = weights.get("model.embed_tokens.weight")
+    sizes = config.vocab_size, config.hidden_size
+    return last in weights and embedding is not None and embedding[1] == sizes
+
+
+def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
+    """Put the weights into the module; returns whether they are just those that it has."""
+    wanted = dict(module.named_parameters())
+    if module.config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    if {name: tuple(one.shape) for name, one in wanted.items()} != {
+        name: shape for name, (_, shape) in weights.items()
+    }:
+        return False
+    for done, (name, (path, _)) in enumerate(weights.items(), 1):
+        owner, _, own = name.rpartition(".")
+        with safe_open(path, framework="pt") as file:
+            weight = file.get_tensor(name).to(wanted[name].dtype)
+        setattr(module.get_submodule(owner), own, nn.Parameter(weight))
+        if progress is not None:
+            progress("Reading weights", done, len(weights))
+    module.tie_weights()
+    return True

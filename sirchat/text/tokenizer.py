@@ -6,7 +6,9 @@ the same backend.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -97,3 +99,31 @@ class FastTokenizer:
         given = [ids] if isinstance(ids, int) else list(ids)
         text: str = self.backend_tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
         return text
+
+
+def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
+    """The tokenizer in a model's folder; None if only transformers knows how to read it."""
+    about = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    odd = ("add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces")
+    if about.get("tokenizer_class") not in _GENERAL or any(about.get(name) for name in odd):
+        return None
+    special = dict[str, str | None]()
+    for name in SPECIAL:
+        given = about.get(name)
+        special[name] = given.get("content") if isinstance(given, dict) else given
+    template = about.get("chat_template")
+    if (path := folder / "chat_template.jinja").exists():
+        template = path.read_text("utf-8")
+    if template is not None and not isinstance(template, str):
+        return None
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # whatever the library raises: transformers says what is wrong
+        return None
+    backend.no_padding()
+    backend.no_truncation()
+    return FastTokenizer(backend, special, template)
+
+
+_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of transformers that read `tokenizer.json` as it is."""

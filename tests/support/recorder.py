@@ -27,7 +27,7 @@ from sirchat.chat.events import Event, to_json
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
-from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.model import LoadedModel, load_model, wrap_model
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
@@ -82,7 +82,7 @@ def exact() -> LoadedModel:
 
     Where a model is nearly certain, surprisal is rounding noise.
     """
-    module = tiny().module
+    module = load_model("tiny", device="cpu", for_hub=True).module
     copy = type(module)(module.config).double().eval()
     copy.load_state_dict({name: w.double() for name, w in module.state_dict().items()})
     with torch.no_grad():

@@ -1,0 +1,172 @@
+"""Folders of Llama-shaped models are read without transformers, as it reads them.
+
+The oracle is transformers' own config, model and tokenizer of the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from gguf_models import random_model
+from sirchat.errors import ModelError
+from sirchat.models.decoder import Decoder
+from sirchat.models.decoder_config import DecoderConfig
+from sirchat.models.model import load_model
+from sirchat.models.parts import folder_parts
+from sirchat.paths import tiny_dir
+from sirchat.saved.autosave import fingerprint
+
+CASES = ["llama", "llama3", "qwen2", "qwen3"]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+PLAIN = LLAMA | {"rope_scaling": None, "rope_theta": 100000}
+QWEN = PLAIN | {
+    "head_dim": 128,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+
+
+def folder_of(case: str, path: Path) -> Path:
+    """A folder with a small random model and the bundled tokenizer."""
+    random_model(case, vocab_size=2048).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_dir() / name, path)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_gives_the_logits_and_the_fingerprint_of_transformers(
+    case: str, tmp_path: Path
+) -> None:
+    path = str(folder_of(case, tmp_path))
+    ours = load_model(path, device="cpu")
+    theirs = load_model(path, device="cpu", for_hub=True)
+    assert isinstance(ours.module, Decoder)
+    assert fingerprint(ours) == fingerprint(theirs), "saved chats go on"
+    ids = [3 + 7 * at % 90 for at in range(40)]
+    found, wanted = (one.forward(ids, one.new_cache(40)) for one in (ours, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+    text = "It's  12 o'clock, Zoë <|end|>\n\tok"
+    assert ours.tokenizer.encode(text) == theirs.tokenizer.encode(text)
+    assert ours.tokenizer.special_tokens_map == theirs.tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize("values", [LLAMA, PLAIN, QWEN])
+def test_the_config_is_that_of_transformers(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    wanted = AutoConfig.from_pretrained(tmp_path).to_diff_dict()
+    config = DecoderConfig.of_folder(values)
+    assert config is not None
+    ours = config.to_diff_dict()
+    volatile = ("dtype", "torch_dtype", "transformers_version")
+    assert {k: v for k, v in ours.items() if k not in volatile} == {
+        k: v for k, v in wanted.items() if k not in volatile
+    }
+    assert repr(ours["rope_parameters"]) == repr(wanted["rope_parameters"]), "also in its order"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"model_type": "gemma3_text"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"sliding_window": 512, "use_sliding_window": True},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
+        {"pretraining_tp": 2},
+        {"num_key_value_heads": 5},
+        {"eos_token_id": ...},
+    ],
+)
+def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any]) -> None:
+    values = {name: one for name, one in (QWEN | odd).items() if one is not ...}
+    assert DecoderConfig.of_folder(QWEN) is not None
+    assert DecoderConfig.of_folder(values) is None
+
+
+def test_a_damaged_folder_is_left_to_transformers_which_says_what_is_wrong(tmp_path: Path) -> None:
+    whole = folder_of("llama", tmp_path / "whole")
+
+    def damaged(name: str, content: bytes) -> Path:
+        path = tmp_path / f"damaged-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(whole, path)
+        (path / name).write_bytes(content)
+        return path
+
+    weights = (whole / "model.safetensors").read_bytes()
+    config = json.loads((whole / "config.json").read_text())
+    folders = [
+        damaged("config.json", b"[]"),
+        damaged("config.json", b"{"),
+        damaged("config.json", json.dumps(config | {"num_hidden_layers": 10**9}).encode()),
+        damaged("config.json", json.dumps(config | {"vocab_size": 10**9}).encode()),
+        damaged("config.json", json.dumps(config | {"hidden_size": "wide"}).encode()),
+        damaged("model.safetensors", weights[:-100]),
+        damaged("model.safetensors", b""),
+        damaged("generation_config.json", b"[]"),
+        damaged("tokenizer_config.json", b"[]"),
+    ]
+    for path in folders:
+        assert folder_parts(path, torch.float32, None) is None, path
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(str(damaged("tokenizer.json", b"{}")), device="cpu")
+    (whole / "model.safetensors").unlink()
+    assert folder_parts(whole, torch.float32, None) is None
+
+
+def test_the_bundled_model_answers_without_transformers(tmp_path: Path) -> None:
+    program = (
+        "import sys; from sirchat.cli import main; sys.argv[1:] = ['ask', '-m', 'tiny', 'Hello']\n"
+        "try: main()\n"
+        "finally: print('transformers' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_COMPILE": "off", "PATH": ""},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.stdout.strip()
+    assert done.stderr.splitlines()[-1] == "False", done.stderr
