@@ -29,8 +29,10 @@ from sirchat.models.packed import (
     GROUP,
     Int4Linear,
     Int8Linear,
+    PackedLinear,
     Products,
     Unpacked,
+    can_pack_four_bits,
     products_of,
     set_products,
 )
@@ -147,8 +149,9 @@ def measure_products() -> Products:
     """Measure products of a matrix of 1,024 x 1,024, for some tens of milliseconds."""
     q = torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 16
     scale = torch.ones(_SIZE, _SIZE // GROUP)
-    four = Int4Linear(q.to(torch.uint8), scale, scale)
     eight = Int8Linear(q.to(torch.int8), torch.ones(_SIZE, dtype=torch.bfloat16))
+    packs = can_pack_four_bits()  # else no layer has four bits
+    four: PackedLinear = Int4Linear(q.to(torch.uint8), scale, scale) if packs else eight
     rows = torch.randn(_WIDE, _SIZE)
     few = rows[: _STEPS[0]].bfloat16()
     works: dict[str, Callable[[], object]] = {
