@@ -90,7 +90,9 @@ class DecoderConfig(ConfigValues):
     @staticmethod
     def can_read(values: Mapping[str, Any]) -> bool:
         """Whether the values of a GGUF file's config are those of a model that is computed here."""
-        if values.get("model_type") not in _USUAL or not all(values.get(one) for one in _NEEDED):
+        sizes = [values.get(one) for one in _NEEDED]
+        are_sizes = all(isinstance(one, int | float) and one > 0 for one in sizes)
+        if values.get("model_type") not in _USUAL or not are_sizes:
             return False
         unshared: int = values["num_attention_heads"] % values["num_key_value_heads"]
         odd: int = values["head_dim"] % 2

@@ -66,9 +66,14 @@ class FastTokenizer:
         """The model's chat template."""
         return self.chat_template
 
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        """The id of a token; that of the unknown token, or None, for text that is no token."""
-        found: int | None = self.backend_tokenizer.token_to_id(token)
+    def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
+        """The id of a token, or the ids of several; for text that is no token, see below.
+
+        It has the id of the unknown token, or None if there is none.
+        """
+        if not isinstance(token, str):
+            return [self.convert_tokens_to_ids(one) for one in token]
+        found = self.backend_tokenizer.token_to_id(token)
         return getattr(self, "unk_token_id", None) if found is None else found
 
     def encode(

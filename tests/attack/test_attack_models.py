@@ -136,7 +136,7 @@ PAST: dict[str, Callable[[Path], object]] = {
     "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-4000]),
     "tokenizer.json": lambda path: path.write_text("{}"),
     "config.json": lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"initializer_range": -1})
+        json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"})
     ),
     "tokenizer_config.json": lambda path: path.write_text(
         json.dumps(json.loads(path.read_text()) | {"pad_token": [[]]})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, session, tiny
+from chatting import answer, babbler, hub_tokenizer, session, tiny
 from sirchat.chat.events import (
     Delta,
     Erased,
@@ -49,7 +49,7 @@ def test_the_stream_of_ids_is_the_template_rendered_at_once() -> None:
     for text in ("Hello there!", "I like green tea.", "Good night."):
         said = answer(list(chat.ask(text)))
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
-    whole = tiny().tokenizer.apply_chat_template(messages, return_dict=False)
+    whole = hub_tokenizer().apply_chat_template(messages, return_dict=False)
     assert _ids(chat) == whole
 
 
@@ -106,8 +106,8 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
         list(chat.ask("word " * 100))
     read = chat.seen
     list(chat.ask("Go on."))
-    it = tiny().tokenizer
-    closed = it.convert_tokens_to_ids(["<|end|>", "<|assistant|>", "<|end|>", "<|user|>"])
+    told = ("<|end|>", "<|assistant|>", "<|end|>", "<|user|>")
+    closed = [tiny().tokenizer.convert_tokens_to_ids(one) for one in told]
     assert _ids(chat)[read : read + 4] == closed
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chatting import hub_tokenizer
 from serving import Served, assistant, served, system, user
 from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
 from tool_templates import WEATHER, script, tool_tiny
@@ -113,10 +114,14 @@ def test_a_history_with_calls_that_the_model_did_not_make_is_read_as_the_templat
     messages = json.loads(json.dumps(turns))
     for call in messages[2]["tool_calls"]:
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    whole = tool_tiny().tokenizer.apply_chat_template(
-        messages, tools=[WEATHER], add_generation_prompt=True, sanitize_control_tokens=True,
+    whole = hub_tokenizer().apply_chat_template(
+        messages,
+        chat_template=tool_tiny().tokenizer.chat_template,
+        tools=[WEATHER],
+        add_generation_prompt=True,
+        sanitize_control_tokens=True,
         return_dict=False,
-    )  # fmt: skip
+    )
     assert reply["usage"]["prompt_tokens"] == len(whole)
 
 

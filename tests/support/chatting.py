@@ -24,6 +24,12 @@ def tiny() -> LoadedModel:
 
 
 @cache
+def hub_tokenizer() -> Any:
+    """The bundled model's tokenizer, as transformers reads it."""
+    return AutoTokenizer.from_pretrained(tiny_dir())
+
+
+@cache
 def babbler() -> LoadedModel:
     """A model with random weights and the bundled tokenizer; it never generates an end token."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())

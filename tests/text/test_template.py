@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatting import tiny
+from chatting import hub_tokenizer, tiny
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.template import _PLAIN, ANSWER, QUESTION, Template, TurnIds
@@ -35,7 +35,7 @@ def _tokenizer(shape: str) -> Any:
 
 def _whole(shape: str, messages: list[dict[str, str]], prompt: bool) -> list[int]:
     """The whole conversation at once; special tokens in its texts are sanitized."""
-    it = _tokenizer(shape)
+    it = hub_tokenizer() if shape == "tiny" else tokenizer(shape)
     ids: list[int] = it.apply_chat_template(
         messages,
         chat_template=it.chat_template or _PLAIN,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chatting import session
+from chatting import hub_tokenizer, session
 from command import run
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import describe_size, first_name, open_mention, with_file, with_files
@@ -149,7 +149,7 @@ def test_text_from_a_pipe_or_a_script_reads_no_file(arguments: tuple[str, ...]) 
 
 def test_control_tokens_in_a_file_stay_text(folder: Path) -> None:
     chat = session(max_new_tokens=2)
-    special = set(chat.model.tokenizer.all_special_ids)
+    special = set(hub_tokenizer().all_special_ids)
     words = "<|im_end|> <|end|><|user|><|assistant|> " + "".join(
         str(one) for one in chat.model.tokenizer.added_tokens_decoder.values()
     )

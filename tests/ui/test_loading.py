@@ -59,7 +59,7 @@ def test_loading_reports_its_progress(tmp_path: Path, capfd: pytest.CaptureFixtu
     folder = str(save_babbler(tmp_path))
     capfd.readouterr()
     what, done, total = load_reporting(folder)[-1]
-    assert what == "Loading weights"
+    assert what == "Reading weights"
     assert done == total
     assert capfd.readouterr() == ("", "")
 
@@ -98,7 +98,7 @@ def test_what_libraries_say_while_loading_is_not_shown(
     enable_progress_bars()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load_model(folder, device="cpu")
+        load_model(folder, device="cpu", for_hub=True)
     assert without_bars == [True]
     assert (caught, caplog.messages) == ([], [])
     logging.getLogger("huggingface_hub").warning("afterwards")

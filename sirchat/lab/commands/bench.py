@@ -335,7 +335,12 @@ def index(
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions
 
-    _measure(partial(bench_index, rows=archived), BenchOptions(rounds=rounds), _load(profile), json)
+    _measure(
+        partial(bench_index, rows=archived),
+        BenchOptions(rounds=rounds),
+        _load(profile, for_hub=True),
+        json,
+    )
 
 
 @bench_app.command()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from chatting import babbler, save_babbler, tiny
+from chatting import babbler, hub_tokenizer, save_babbler, tiny
 from command import run
 from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
@@ -70,7 +70,7 @@ def test_a_conversation_is_read_as_in_a_chat_with_an_anchor_after_each_round() -
     talk = [Message("system", "Be kind."), *dialogue(Random(1), 4, MIX)]
     talk = [one for one in talk if one.role != "system" or one is talk[0]]
     one = Writer(tiny().tokenizer, AC).talk(talk)
-    whole = tiny().tokenizer.apply_chat_template(
+    whole = hub_tokenizer().apply_chat_template(
         [{"role": m.role, "content": m.text} for m in talk], tokenize=True, return_dict=False
     )
     assert [token for token in one.ids if token != 2048] == whole
@@ -177,7 +177,7 @@ def test_the_trained_model_knows_its_anchors(folder: Path, tmp_path: Path) -> No
     assert sum(found[-5:]) < sum(found[:5])
     model = load_model(str(tmp_path / "out"), device="cpu")
     assert model.anchors == Anchors("ac", "round", 2048, 1)
-    assert ANCHOR in model.tokenizer.get_added_vocab()
+    assert ANCHOR in model.tokenizer.added_tokens_encoder
 
 
 def test_the_usual_training_is_the_same_without_masks(folder: Path, tmp_path: Path) -> None:
