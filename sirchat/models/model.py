@@ -229,6 +229,17 @@ class LoadedModel:
                 out = self.module(**self._inputs(ids, cache, visible, positions))
             return torch.as_tensor(out.logits[0].float())
 
+    def forward_together(
+        self, tokens: Sequence[tuple[int, int, BoundedCache]]
+    ) -> tuple[Tensor, list[float]]:
+        """Read one token of each of B conversations: its id, its position, and its own cache.
+
+        Returns float32 logits [B, V] and the scorer's scores; needs a `decode_step`.
+        """
+        assert self.decode_step is not None
+        logits, states = self.decode_step.read_together(tokens)
+        return logits, self.scorer.scores(states)
+
     def several_passes(self) -> AbstractContextManager[None]:
         """Context manager to enter for each of several passes: packed weights are unpacked once."""
         return SharedWeights(self.module)
