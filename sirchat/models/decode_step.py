@@ -224,6 +224,7 @@ class StepGraph(nn.Module):
         """
         states = [x[:, :0]]
         for at, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
             x = layer.of_rows(at, x, cos, sin, updates)
             if at + 1 in self.scored:
                 states.append(x)
