@@ -82,7 +82,7 @@ class _Product(nn.Module):
         return wide if self.bias is None else wide.add_(self.bias)
 
     def of_rows(self, h: Tensor) -> Tensor:
-        """The float32 products [B, N] with each vector in h [B, K]; the weights are read once."""
+        """The float32 products [B, N] with each vector in h [B, K]."""
         rows = h.to(self.dtype)
         y = torch.cat([_of_rows(part, rows) for part in self.parts], 1).float()
         return y if self.bias is None else y.add_(self.bias)
@@ -100,9 +100,10 @@ def _of_row(layer: Any, row: Tensor) -> Tensor:
 
 def _of_rows(layer: Any, rows: Tensor) -> Tensor:
     """The same for several rows [B, K]; returns [B, N]."""
-    if isinstance(layer, PackedLinear):
-        return layer.of_rows(rows)
-    return F.linear(rows, layer.weight)
+    if not isinstance(layer, PackedLinear):
+        return F.linear(rows, layer.weight)
+    few = torch.split(rows, FEW_8)  # unpacked weights would take more memory, and no less time
+    return layer.of_row(rows) if len(few) == 1 else torch.cat([layer.of_row(one) for one in few])
 
 
 class _Layer(nn.Module):
@@ -141,20 +142,16 @@ class _Layer(nn.Module):
             turning = torch.cat((self.query_norm(rows[:count]), self.key_norm(turning[count:])))
         # `roll` swaps the two halves of a head; `signed` says why `sin` is right for this.
         turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self.dtype)
-        found = self._attention(at, turned, values.to(self.dtype), update)
-        added: Tensor = self.output(found.flatten())
-        return added
-
-    def _attention(self, at: int, turned: Tensor, values: Tensor, update: Update) -> Tensor:
-        """Compute what each query head reads; `turned` are query and key heads [H_q + H, D]."""
-        size, count, heads = self.size, self.heads, len(values)
-        keys, values = update(at, turned[count:].view(1, heads, 1, size), values[None, :, None])
+        new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
+        keys, values = update(at, new[0], new[1].to(self.dtype))  # [1, H, n + 1, D]
         # In float16, query heads that share a key head are computed faster as rows of one query.
         shared = count // heads if self.dtype == torch.float16 else 1
         queries = turned[:count].view(1, -1, shared, size)
-        return F.scaled_dot_product_attention(
+        found = F.scaled_dot_product_attention(
             queries, keys, values, scale=self.scale, enable_gqa=count > heads * shared
         )
+        added: Tensor = self.output(found.flatten())
+        return added
 
     def of_rows(
         self, at: int, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
@@ -172,9 +169,19 @@ class _Layer(nn.Module):
             normed = self.query_norm(turning[:, :count]), self.key_norm(turning[:, count:])
             turning = torch.cat(normed, 1)
         turned = torch.addcmul(turning * cos, turning.roll(size // 2, 2), sin).to(self.dtype)
-        each = zip(turned, values, updates, strict=True)
-        found = [self._attention(at, *one).view(1, -1) for one in each]
-        x = x + self.output.of_rows(torch.cat(found))
+        heads = values.shape[1]
+        shared = count // heads if self.dtype == torch.float16 else 1
+        queries = turned[:, :count].view(len(x), -1, shared, size)
+        each = (
+            torch.split(one, 1) for one in (queries, turned[:, count:, None], values[:, :, None])
+        )
+        found = [
+            F.scaled_dot_product_attention(
+                query, *update(at, *new), scale=self.scale, enable_gqa=count > heads * shared
+            )
+            for update, query, *new in zip(updates, *each, strict=True)
+        ]
+        x = x + self.output.of_rows(torch.cat(found).flatten(1))
         gate, up = self.gate_up.of_rows(self.network_norm.of_rows(x)).chunk(2, 1)
         added: Tensor = self.down.of_rows(F.silu(gate).mul_(up))
         return x + added
@@ -231,7 +238,7 @@ class StepGraph(nn.Module):
         h, head = self.norm.of_rows(x), self.head
         if not isinstance(head, Int8Head):
             return head.of_rows(h), torch.cat(states, 1)
-        few = torch.split(h, FEW_8)  # unpacking this matrix would take longer
+        few = torch.split(h, FEW_8)  # for more rows it would be unpacked
         return torch.cat([head(rows) for rows in few]), torch.cat(states, 1)
 
     def extra_repr(self) -> str:
@@ -292,8 +299,8 @@ class DecodeStep:
     ) -> tuple[Tensor, Tensor]:
         """Read one token of each of B conversations: its id, its position, and its own cache.
 
-        Returns the same as `read` for each: logits [B, V] and states [B, layers x d]. The weights
-        are read once for all; so results differ from those of `read` by rounding.
+        Returns the same as `read` for each, up to rounding: logits [B, V], states [B, layers x d].
+        The weights are read once; packed ones once for each eight conversations.
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]

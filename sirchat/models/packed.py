@@ -71,14 +71,6 @@ class PackedLinear(nn.Module, ABC):
     def of_row(self, x: Tensor) -> Tensor:
         """Compute x W^T [m, N] for few bfloat16 rows x [m, K], without the bias."""
 
-    @abstractmethod
-    def of_rows(self, x: Tensor) -> Tensor:
-        """Compute the same for any number of rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.of_rows(x.reshape(-1, self.in_features).bfloat16())
-        return _like(y, x, self.bias)
-
     @classmethod
     @abstractmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
@@ -154,9 +146,10 @@ class Int4Linear(PackedLinear):
         """Whether a matrix [rows, columns] can be packed in four bits on this machine."""
         return rows % _BLOCK == 0 and columns % GROUP == 0 and can_pack_four_bits()
 
-    def of_rows(self, x: Tensor) -> Tensor:
-        is_short = len(x) <= (_FEW_4 if self._shared() is None else _FEW)
-        return self.of_row(x) if is_short else x @ self._at_hand()
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features).bfloat16()
+        is_short = len(flat) <= (_FEW_4 if self._shared() is None else _FEW)
+        return _like(self.of_row(flat) if is_short else flat @ self._at_hand(), x, self.bias)
 
     def of_row(self, x: Tensor) -> Tensor:
         scales = self.scales.contiguous()  # no copy, unless the layer is part of a joined one
@@ -199,8 +192,10 @@ class Int8Linear(PackedLinear):
         self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def of_rows(self, x: Tensor) -> Tensor:
-        return self.of_row(x) if len(x) <= FEW_8 else x @ self._at_hand() * self.scale
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features).bfloat16()
+        y = self.of_row(flat) if len(flat) <= FEW_8 else flat @ self._at_hand() * self.scale
+        return _like(y, x, self.bias)
 
     def unpacked(self) -> Tensor:
         return self.q.bfloat16().T

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,7 +31,6 @@ Sent = ReplyText | ReplyEnd | RequestError
 Result = TypeVar("Result")
 
 _LOG = logging.getLogger(__name__)
-_MANY = 8  # replies, above which it is faster to unpack packed weights, and keep them
 _SECONDS = 5.0  # for which the end of the program waits for a step
 
 
@@ -81,7 +79,6 @@ class ReplyThread:
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
         self._is_ending = self._is_saving = False
-        self._unpacked: AbstractContextManager[None] = nullcontext()
         self._thread = threading.Thread(target=self._run, name="replies", daemon=True)
         self._thread.start()
 
@@ -211,13 +208,8 @@ class ReplyThread:
             self._advance(reply)
 
     def _read_together(self, chosen: Sequence[ChosenToken]) -> None:
-        model = self._conversations.model
-        if len(chosen) <= _MANY:
-            self._unpacked = nullcontext()
-        elif isinstance(self._unpacked, nullcontext):
-            self._unpacked = model.several_passes()
-        with self._unpacked:
-            logits, scores = model.forward_together([(x.id, x.position, x.cache) for x in chosen])
+        tokens = [(one.id, one.position, one.cache) for one in chosen]
+        logits, scores = self._conversations.model.forward_together(tokens)
         for one, row, score in zip(chosen, logits, scores, strict=True):
             one.accept(row[None], score)
 
