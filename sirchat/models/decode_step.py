@@ -172,15 +172,17 @@ class _Layer(nn.Module):
         heads = values.shape[1]
         shared = count // heads if self.dtype == torch.float16 else 1
         queries = turned[:, :count].view(len(x), -1, shared, size)
-        each = (
-            torch.split(one, 1) for one in (queries, turned[:, count:, None], values[:, :, None])
-        )
-        found = [
-            F.scaled_dot_product_attention(
-                query, *update(at, *new), scale=self.scale, enable_gqa=count > heads * shared
+        new = turned[:, count:, None], values[:, :, None]  # each [B, H, 1, D]
+        each = [torch.split(one, 1) for one in (queries, *new)]
+        found = []
+        for update, query, *pair in zip(updates, *each, strict=True):
+            keys, held = update(at, pair[0], pair[1])  # [1, H, n + 1, D]
+            grouped = count > heads * shared
+            found.append(
+                F.scaled_dot_product_attention(
+                    query, keys, held, scale=self.scale, enable_gqa=grouped
+                )
             )
-            for update, query, *new in zip(updates, *each, strict=True)
-        ]
         x = x + self.output.of_rows(torch.cat(found).flatten(1))
         gate, up = self.gate_up.of_rows(self.network_norm.of_rows(x)).chunk(2, 1)
         added: Tensor = self.down.of_rows(F.silu(gate).mul_(up))
