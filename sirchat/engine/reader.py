@@ -155,7 +155,7 @@ class Reader:
         return None if ahead is None or len(ahead.ids) == 1 else ahead.used
 
     def chosen(self, token_id: int) -> ChosenToken:
-        """The record of an id that is read next; if it was read by others, `accept` is called."""
+        """The record of an id that is read next, alone if `accept` is not called before."""
 
         def accept(logits: Tensor, score: float) -> None:
             self._ahead = _Ahead([token_id], logits, [score], self._cache.length)

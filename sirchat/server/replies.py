@@ -118,7 +118,7 @@ def generate_reply(
         conversation.is_exact = True
         raise
     finally:
-        session.profile, session.allowed = usual, None
+        session.profile, session.allowed, session.together = usual, None, False
 
 
 def _set_template(session: Session, history: History) -> None:
