@@ -239,8 +239,10 @@ class ReplyThread:
             reply.steps.close()
         with self._changed:
             self._running.remove(reply)
-        if reply.conversation is not None:
-            self._conversations.release(reply.conversation, self.wake)
+        # Whoever still refers to the reply must not keep the memory of its conversation.
+        ended, reply.conversation, reply.steps = reply.conversation, None, None
+        if ended is not None:
+            self._conversations.release(ended, self.wake)
 
     def wake(self) -> None:
         """Note that a conversation is free, so that a reply that waits could begin."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -134,7 +135,7 @@ def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
         def allowed(picked: Sequence[int]) -> Tensor:
             if len(picked) > 3:
                 raise RuntimeError
-            return torch.ones(session.model.vocab_size, dtype=torch.bool)
+            return anything(picked)
 
         return allowed
 
@@ -170,3 +171,26 @@ def test_a_long_message_holds_up_a_reply_by_one_chunk_for_each_token(
     chunks = [at for at, count in enumerate(read) if count > 8]
     assert len(chunks) > 20
     assert all(read[at + 1] == 1 for at in chunks[2:])
+
+
+def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_known() -> None:
+    known, sessions = list[WaitingReply](), list[weakref.ref[Session]]()
+
+    def note(session: Session) -> Allowed:
+        sessions.append(weakref.ref(session))
+        return anything
+
+    with served(babbler(), conversations=1, budget=64) as server:
+        for text in ("Hello.", "Bye."):
+            ends, options = SimpleQueue[Sent](), ReplyOptions({"max_new_tokens": 2}, format=note)
+            known.append(WaitingReply(History.of(None, [("user", text)]), options, ends.put))
+            server.server.replies.submit(known[-1])
+            while not isinstance(ends.get(timeout=20), ReplyEnd):
+                pass
+        server.server.replies.call(lambda: None).result(timeout=20)
+        assert [one() is None for one in sessions] == [True, False]
+
+
+def anything(picked: Sequence[int]) -> Tensor:
+    """A format that allows every token."""
+    return torch.ones(babbler().vocab_size, dtype=torch.bool)
