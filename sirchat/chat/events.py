@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from sirchat.engine.records import ChosenToken
 
 Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
 """Why a turn ended.
@@ -76,6 +79,13 @@ class Delta(Event):
     """New text of the current reply."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Choosing(Event):
+    """The next token of the reply is chosen, but not read; see `Session.together`."""
+
+    token: ChosenToken
 
 
 @dataclass(frozen=True)

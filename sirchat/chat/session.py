@@ -74,6 +74,8 @@ class Session:
         self._texts = TokenTexts(model.tokenizer)
         self.allowed: Allowed | None = None
         """Which tokens may follow in a reply; None if all may."""
+        self.together = False
+        """Whether `Choosing` comes before a token: the caller reads it with those of others."""
         self.epoch = 0
         """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
@@ -411,6 +413,7 @@ class Session:
             closing=len(closing),
             interrupted=interrupted if given is None else given.are_picked,
             lookup=PromptLookup() if self.profile.lookup else None,
+            together=lambda: self.together,
         )
         if reply is not None:
             records = turn.ending_as(records, reply.finish)

@@ -14,9 +14,17 @@ import numpy as np
 
 from sirchat.chat.conversation import Conversation, TurnStats
 from sirchat.chat.event_builder import EventBuilder
-from sirchat.chat.events import Delta, Event, Finish, Notice, Reading, TurnDone
+from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import EvictedRows, GeneratedToken, ReadProgress, Stopped, TurnRef
+from sirchat.engine.records import (
+    ChosenToken,
+    EvictedRows,
+    Generated,
+    GeneratedToken,
+    ReadProgress,
+    Stopped,
+    TurnRef,
+)
 from sirchat.errors import ContextFullError
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.segments import Positions
@@ -96,7 +104,7 @@ class OpenTurn:
 
     def answer(
         self,
-        records: Iterator[GeneratedToken | EvictedRows | Stopped],
+        records: Iterator[Generated],
         stream: TextStream,
         closing: Sequence[int],
         end_ids: Collection[int],
@@ -126,9 +134,7 @@ class OpenTurn:
         if failure is not None:
             yield Notice(str(failure))
 
-    def ending_as(
-        self, records: Iterator[GeneratedToken | EvictedRows | Stopped], finish: Finish
-    ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+    def ending_as(self, records: Iterator[Generated], finish: Finish) -> Iterator[Generated]:
         """Yield the records of a reply that is generated again; it ends for the reason `finish`."""
         for record in records:
             if isinstance(record, Stopped):
@@ -138,7 +144,7 @@ class OpenTurn:
 
     def _generated(
         self,
-        records: Iterator[GeneratedToken | EvictedRows | Stopped],
+        records: Iterator[Generated],
         stream: TextStream,
         said: list[str],
         end_ids: Collection[int],
@@ -152,6 +158,8 @@ class OpenTurn:
                     yield Delta(said[-1])
             elif isinstance(record, EvictedRows):
                 yield self._evicted(record)
+            elif isinstance(record, ChosenToken):
+                yield Choosing(record)
             elif record.reason == "stop" and record.stop_id not in end_ids:
                 self.stats.finish = "control"
             else:
@@ -184,13 +192,14 @@ class OpenTurn:
         self._now.finish(self.stats, text)
         return self._events.done(self.stats, text)
 
-    def _timed(
-        self, records: Iterator[GeneratedToken | EvictedRows | Stopped]
-    ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+    def _timed(self, records: Iterator[Generated]) -> Iterator[Generated]:
         """Yield the records; add the seconds that the engine takes to `stats.seconds_decode`."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
+            if isinstance(record, ChosenToken):  # the time until it is read counts
+                yield record
+                record = next(records, None)
             self.stats.seconds_decode += time.perf_counter() - start
             if record is None:
                 return

@@ -22,13 +22,15 @@ from torch import Tensor
 
 from sirchat.engine.budget import Budget
 from sirchat.engine.cache_contents import CacheContents, CacheUpdate
-from sirchat.engine.reader import CausalModel, PrefillChunk, Reader
+from sirchat.engine.reader import CausalModel, Reader
 from sirchat.engine.records import (
     CacheSettings,
     EngineCheckpoint,
     EngineState,
     EvictedRows,
+    Generated,
     GeneratedToken,
+    PrefillChunk,
     ReadProgress,
     Stopped,
     TurnRef,
@@ -138,12 +140,14 @@ class Engine:
         closing: int = 0,
         interrupted: Callable[[], bool] = lambda: False,
         lookup: PromptLookup | None = None,
-    ) -> Iterator[GeneratedToken | EvictedRows | Stopped]:
+        together: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Generated]:
         """Generate tokens; yields one record for each, and one for each eviction.
 
         Ends at a stop id, after `max_new_tokens`, or when `interrupted` returns true; the last
         record, `Stopped`, says which. If a `lookup` is given, all tokens that it guesses at once
-        are computed in one forward pass.
+        are computed in one forward pass. While `together` returns true, a `ChosenToken` comes
+        before each token that may be read together with others.
 
         Raises ContextFullError if nothing may be evicted and fewer than `closing` rows would stay
         free for the ids that end the turn.
@@ -166,6 +170,9 @@ class Engine:
                 yield from self.contents.make_room(budget.eviction_block)
             if lookup is not None and self._may_look_ahead:
                 self._look_ahead(lookup, token_id, left - 1)
+            if together() and self._may_look_ahead and not self.reader.is_ahead(token_id):
+                self._grow_for(1)
+                yield self.reader.chosen(token_id)
             self._read(self._chunk([token_id], [Role.ASSISTANT], at))
             position = self.ledger.seen - 1
             surprisal = float(self.ledger.column("surprisal")[position])
@@ -358,12 +365,16 @@ class Engine:
 
     def _read(self, chunk: PrefillChunk) -> None:
         budget = self.contents.budget
-        if self.resident + len(chunk) > self.cache.capacity:  # the budget is no hard bound
-            wanted = max(2 * self.cache.capacity, self.resident + len(chunk))
-            self.cache.grow_to(min(budget.hard_bound, wanted))
+        self._grow_for(len(chunk))
         self.contents.note_pass()
         opening = budget.chunk_size if self.ledger.seen == 0 else 0
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None
         self.reader.read(chunk, visible, self.settings.attention_stats)
         if opening:
             self.ledger.rank_first_token(min(opening, len(chunk)))
+
+    def _grow_for(self, count: int) -> None:
+        """Let the cache have room for `count` more rows."""
+        if self.resident + count > self.cache.capacity:  # the budget is no hard bound
+            wanted = max(2 * self.cache.capacity, self.resident + count)
+            self.cache.grow_to(min(self.contents.budget.hard_bound, wanted))

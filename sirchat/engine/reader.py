@@ -22,10 +22,10 @@ from sirchat.engine.attention_tracker import (
     HighestWeights,
     PassWeights,
 )
-from sirchat.engine.records import ContinuationScore, TurnRef
+from sirchat.engine.records import ChosenToken, ContinuationScore, PrefillChunk
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.ledger import Flag, Ledger
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
@@ -91,24 +91,6 @@ class CausalModel(AttendingModel, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Ids [m] of one turn, with the role and the flags of each."""
-
-    ids: Sequence[int]
-    roles: Sequence[Role]
-    flags: Sequence[int]
-    turn: TurnRef
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def part(self, start: int, end: int) -> PrefillChunk:
-        """The ids numbered `start` to `end` - 1, with their roles and flags, as a new chunk."""
-        at = slice(start, end)
-        return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
-
-
 @dataclass(eq=False)
 class _Ahead:
     """Guessed next ids [m], with the logits that the model computed in case the guess is right.
@@ -167,10 +149,19 @@ class Reader:
     def drop_ahead(self) -> int | None:
         """Discard what `look_ahead` has computed.
 
-        Returns how many of its ids have been read since; None if nothing had been computed.
+        Returns how many of its ids have been read since; None if nothing had been guessed.
         """
         ahead, self._ahead = self._ahead, None
-        return None if ahead is None else ahead.used
+        return None if ahead is None or len(ahead.ids) == 1 else ahead.used
+
+    def chosen(self, token_id: int) -> ChosenToken:
+        """The record of an id that is read next, alone if `accept` is not called before."""
+
+        def accept(logits: Tensor, score: float) -> None:
+            self._ahead = _Ahead([token_id], logits, [score], self._cache.length)
+
+        at = self._ledger.seen if self._cache.in_stream else self._cache.length
+        return ChosenToken(token_id, at, self._cache, accept)
 
     def read(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.key_value_store import CacheCheckpoint
+from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 from sirchat.memory.retrieval import RecallSettings
 
@@ -116,6 +119,43 @@ class GeneratedToken:
 
 
 @dataclass(frozen=True)
+class PrefillChunk:
+    """Ids [m] of one turn, with the role and the flags of each."""
+
+    ids: Sequence[int]
+    roles: Sequence[Role]
+    flags: Sequence[int]
+    turn: TurnRef
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def part(self, start: int, end: int) -> PrefillChunk:
+        """The ids numbered `start` to `end` - 1, with their roles and flags, as a new chunk."""
+        at = slice(start, end)
+        return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenToken:
+    """A token of a reply that is chosen, but not read yet: the next step reads it.
+
+    Before that step, the caller may read it together with those of other conversations.
+
+    Attributes:
+        id: the token's id.
+        position: its rotary position.
+        cache: the conversation's cache, which has room for it.
+        accept: takes the logits [1, V] after it, and its learned score, if it was read.
+    """
+
+    id: int
+    position: int
+    cache: BoundedCache
+    accept: Callable[[Tensor, float], None]
+
+
+@dataclass(frozen=True)
 class Stopped:
     """Why generation ended: at a stop id, at the maximum length, or by an interrupt.
 
@@ -124,6 +164,10 @@ class Stopped:
 
     reason: Literal["stop", "length", "interrupt"]
     stop_id: int | None = None
+
+
+Generated = GeneratedToken | EvictedRows | ChosenToken | Stopped
+"""A record of a reply while it is generated."""
 
 
 @dataclass(frozen=True)

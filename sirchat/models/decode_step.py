@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.decoder import signed
-from sirchat.models.packed import Int8Head, PackedLinear
+from sirchat.models.packed import FEW_8, Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -45,6 +45,10 @@ class _Norm(nn.Module):
             return F.rms_norm(x, (len(x),), self.weight, self.epsilon)
         mean = torch.dot(x, x).item() / len(x)  # half the time of `rms_norm`
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """The norm of each vector in x [..., d]."""
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.epsilon)
 
     def extra_repr(self) -> str:
         return f"epsilon={self.epsilon}"
@@ -77,6 +81,12 @@ class _Product(nn.Module):
         wide = y[0].float()
         return wide if self.bias is None else wide.add_(self.bias)
 
+    def of_rows(self, h: Tensor) -> Tensor:
+        """The float32 products [B, N] with each vector in h [B, K]."""
+        rows = h.to(self.dtype)
+        y = torch.cat([_of_rows(part, rows) for part in self.parts], 1).float()
+        return y if self.bias is None else y.add_(self.bias)
+
     def extra_repr(self) -> str:
         return f"dtype={self.dtype}"
 
@@ -86,6 +96,14 @@ def _of_row(layer: Any, row: Tensor) -> Tensor:
     if isinstance(layer, PackedLinear):
         return layer.of_row(row)
     return torch.mv(layer.weight, row[0])[None]  # half the time of `linear` in bfloat16
+
+
+def _of_rows(layer: Any, rows: Tensor) -> Tensor:
+    """The same for several rows [B, K]; returns [B, N]."""
+    if not isinstance(layer, PackedLinear):
+        return F.linear(rows, layer.weight)
+    few = torch.split(rows, FEW_8)  # unpacked weights would take more memory, and no less time
+    return layer.of_row(rows) if len(few) == 1 else torch.cat([layer.of_row(one) for one in few])
 
 
 class _Layer(nn.Module):
@@ -135,6 +153,41 @@ class _Layer(nn.Module):
         added: Tensor = self.output(found.flatten())
         return added
 
+    def of_rows(
+        self, at: int, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
+    ) -> Tensor:
+        """Compute the same for the states x [B, d] of B conversations, each with its `update`.
+
+        Each attends to its own cache, one after the other; all else is one product.
+        """
+        size, count = self.size, self.heads
+        products = self.queries_keys_values.of_rows(self.attention_norm.of_rows(x))
+        rows = products.view(len(x), -1, size)  # [B, H_q + 2 H, D]
+        end = (rows.shape[1] + count) // 2  # of the key heads
+        turning, values = rows[:, :end], rows[:, end:].to(self.dtype)
+        if self.query_norm is not None and self.key_norm is not None:
+            normed = self.query_norm(turning[:, :count]), self.key_norm(turning[:, count:])
+            turning = torch.cat(normed, 1)
+        turned = torch.addcmul(turning * cos, turning.roll(size // 2, 2), sin).to(self.dtype)
+        heads = values.shape[1]
+        shared = count // heads if self.dtype == torch.float16 else 1
+        queries = turned[:, :count].view(len(x), -1, shared, size)
+        new = turned[:, count:, None], values[:, :, None]  # each [B, H, 1, D]
+        each = [torch.split(one, 1) for one in (queries, *new)]
+        found = []
+        for update, query, *pair in zip(updates, *each, strict=True):
+            keys, held = update(at, pair[0], pair[1])  # [1, H, n + 1, D]
+            grouped = count > heads * shared
+            found.append(
+                F.scaled_dot_product_attention(
+                    query, keys, held, scale=self.scale, enable_gqa=grouped
+                )
+            )
+        x = x + self.output.of_rows(torch.cat(found).flatten(1))
+        gate, up = self.gate_up.of_rows(self.network_norm.of_rows(x)).chunk(2, 1)
+        added: Tensor = self.down.of_rows(F.silu(gate).mul_(up))
+        return x + added
+
     def extra_repr(self) -> str:
         return f"heads={self.heads}, size={self.size}, scale={self.scale}, dtype={self.dtype}"
 
@@ -170,6 +223,25 @@ class StepGraph(nn.Module):
         h, head = self.norm(x), self.head
         logits: Tensor = head.of_vector(h) if isinstance(head, Int8Head) else head(h)
         return logits, torch.cat(states)
+
+    def of_rows(
+        self, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute logits [B, V] and states [B, layers x d] after one token of B conversations.
+
+        The arguments are those of `forward` for each: x [B, d], cos and sin [B, 1, D].
+        """
+        states = [x[:, :0]]
+        for at, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
+            x = layer.of_rows(at, x, cos, sin, updates)
+            if at + 1 in self.scored:
+                states.append(x)
+        h, head = self.norm.of_rows(x), self.head
+        if not isinstance(head, Int8Head):
+            return head.of_rows(h), torch.cat(states, 1)
+        few = torch.split(h, FEW_8)  # for more rows it would be unpacked
+        return torch.cat([head(rows) for rows in few]), torch.cat(states, 1)
 
     def extra_repr(self) -> str:
         return f"scored={self.scored}"
@@ -220,6 +292,24 @@ class DecodeStep:
         if self.compiled is not None and self.compiled.fits(cache):
             logits, states = self.compiled(x, cos, sin, cache)
         else:
-            layers = cache.layers
-            logits, states = self.graph(x, cos, sin, lambda at, *new: layers[at].update(*new))
+            logits, states = self.graph(x, cos, sin, _update_of(cache.layers))
         return logits[None], states[None]
+
+    @torch.inference_mode()
+    def read_together(
+        self, tokens: Sequence[tuple[int, int, BoundedCache]]
+    ) -> tuple[Tensor, Tensor]:
+        """Read one token of each of B conversations: its id, its position, and its own cache.
+
+        Returns the same as `read` for each, up to rounding: logits [B, V], states [B, layers x d].
+        The weights are read once; packed ones once for each eight conversations.
+        """
+        ids, positions, caches = zip(*tokens, strict=True)
+        x = self._embeddings(torch.tensor(ids))  # [B, d]
+        cos, sin = (one[0, :, None].float() for one in self._rotary(x, torch.tensor([positions])))
+        updates = [_update_of(cache.layers) for cache in caches]
+        return self.graph.of_rows(x.float(), cos, signed(sin), updates)
+
+
+def _update_of(layers: Sequence[Any]) -> Update:
+    return lambda at, key, value: layers[at].update(key, value)

@@ -24,6 +24,7 @@ GROUP = 32
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _VOCABULARY = 4096  # rows of a larger eight-bit matrix are unpacked in parts of this size
+FEW_8 = 8  # rows of input for which the kernels are faster everywhere
 _LIKELIEST = 16  # largest logits of a row, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 

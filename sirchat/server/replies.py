@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from secrets import token_bytes
 from typing import Any
 
-from sirchat.chat.events import Delta, TurnDone
+from sirchat.chat.events import Choosing, Delta, TurnDone
 from sirchat.chat.session import Interrupted, Session
+from sirchat.engine.records import ChosenToken
 from sirchat.engine.sampling import Allowed
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.server.conversations import History, ServedConversation
@@ -70,6 +71,10 @@ class ReplyOptions:
         return {**self.memory, **set_before}
 
 
+Step = ReplyText | ReplyEnd | ChosenToken | None
+"""What a step of a reply yields: a part, a token that is read next, or nothing."""
+
+
 def plain_text(prompt: str) -> History:
     """A text that the model continues, without chat template; no other request shares it."""
     return History(None, (("text", without_surrogates(prompt)),), (token_bytes(), token_bytes()))
@@ -81,7 +86,7 @@ def _is_plain(history: History) -> bool:
 
 def generate_reply(
     conversation: ServedConversation, history: History, options: ReplyOptions, gone: Interrupted
-) -> Generator[ReplyText | ReplyEnd | None]:
+) -> Generator[Step]:
     """Read what is new in `history`, and answer it; yields None after a step without text.
 
     When `gone` returns true, the reply ends, and what was said is kept; a message that was being
@@ -113,7 +118,7 @@ def generate_reply(
         conversation.is_exact = True
         raise
     finally:
-        session.profile, session.allowed = usual, None
+        session.profile, session.allowed, session.together = usual, None, False
 
 
 def _set_template(session: Session, history: History) -> None:
@@ -162,7 +167,7 @@ def _answer(
     options: ReplyOptions,
     gone: Interrupted,
     cached: int,
-) -> Iterator[ReplyText | ReplyEnd | None]:
+) -> Iterator[Step]:
     """Read the last message, and generate the reply; `cached` tokens were read before."""
     session, pieces = conversation.session, _Pieces(conversation.session, options)
     role, question = history.messages[-1]
@@ -173,7 +178,10 @@ def _answer(
             asked, done = (event, done) if event.role == "user" else (asked, event)
             if event.role == "user":
                 pieces.begin()
-        yield pieces.push(event.text) if isinstance(event, Delta) else None
+        if isinstance(event, Choosing):
+            yield event.token
+        else:
+            yield pieces.push(event.text) if isinstance(event, Delta) else None
     assert asked is not None
     assert done is not None
     yield pieces.end()

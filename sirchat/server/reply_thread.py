@@ -1,18 +1,20 @@
-"""One thread that generates all replies: each gets a step in turn.
+"""One thread that generates all replies, in rounds: each gets a step in each round.
 
 So no two threads use the model, and a session needs no lock. A step is a token of a reply, or a
-chunk of a message that is read.
+chunk of a message that is read. The tokens of all replies are read in one forward pass, which reads
+the weights once.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sirchat.engine.records import ChosenToken
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversations import (
     BusyError,
@@ -20,7 +22,7 @@ from sirchat.server.conversations import (
     History,
     ServedConversation,
 )
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, generate_reply
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, Step, generate_reply
 from sirchat.server.requests import RequestError
 
 Sent = ReplyText | ReplyEnd | RequestError
@@ -39,6 +41,7 @@ class WaitingReply:
     Attributes:
         send: called with each part of the reply, in the thread that generates it.
         is_cancelled: set if nobody waits for the reply any more.
+        chosen: the token that the next step reads, if those of others can be read with it.
     """
 
     history: History
@@ -46,13 +49,14 @@ class WaitingReply:
     send: Callable[[Sent], None]
     is_cancelled: bool = False
     conversation: ServedConversation | None = None
-    steps: Generator[ReplyText | ReplyEnd | None] | None = None
+    steps: Generator[Step] | None = None
+    chosen: ChosenToken | None = None
 
     def is_gone(self) -> bool:
         """Whether nobody waits for the reply any more."""
         return self.is_cancelled
 
-    def generate(self, conversation: ServedConversation) -> Generator[ReplyText | ReplyEnd | None]:
+    def generate(self, conversation: ServedConversation) -> Generator[Step]:
         """The parts of the reply, in a conversation that `history` continues."""
         return generate_reply(conversation, self.history, self.options, self.is_gone)
 
@@ -130,7 +134,9 @@ class ReplyThread:
             self._look()
             self._begin()
             for reply in tuple(self._running):
-                self._advance(reply)
+                if reply.chosen is None:
+                    self._advance(reply)
+            self._read_chosen()
         for reply in (*self._running, *self._waiting):
             reply.send(_ending())
         self._look()
@@ -185,8 +191,37 @@ class ReplyThread:
             reply.conversation = taken
             reply.steps = reply.generate(taken)
 
+    def _read_chosen(self) -> None:
+        """Read the chosen tokens of all replies in one forward pass, then go on with each reply.
+
+        If that fails, each reads its own, and fails alone if it must.
+        """
+        replies = [one for one in self._running if one.chosen is not None]
+        chosen = [one.chosen for one in replies if one.chosen is not None]
+        if len(chosen) > 1:
+            try:
+                self._read_together(chosen)
+            except Exception as error:  # whatever a model raises
+                _LOG.warning("tokens are read one by one: %s", type(error).__name__)
+        for reply in replies:
+            reply.chosen = None
+            self._advance(reply)
+
+    def _read_together(self, chosen: Sequence[ChosenToken]) -> None:
+        tokens = [(one.id, one.position, one.cache) for one in chosen]
+        model = self._conversations.model
+        assert model.decode_step is not None
+        logits, states = model.decode_step.read_together(tokens)
+        scores = model.scorer.scores(states)
+        for one, row, score in zip(chosen, logits, scores, strict=True):
+            one.accept(row[None], score)
+
     def _advance(self, reply: WaitingReply) -> None:
         """Do one step of a reply."""
+        if reply.conversation is not None:
+            are_several = len(self._running) > 1
+            can = are_several and self._conversations.model.decode_step is not None
+            reply.conversation.session.together = can
         try:
             part = None if reply.steps is None else next(reply.steps)
         except StopIteration:
@@ -197,7 +232,9 @@ class ReplyThread:
         else:
             if isinstance(part, ReplyEnd):
                 self._finish(reply)
-            if part is not None:
+            if isinstance(part, ChosenToken):
+                reply.chosen = part
+            elif part is not None:
                 reply.send(part)
 
     def _finish(self, reply: WaitingReply) -> None:
@@ -205,8 +242,10 @@ class ReplyThread:
             reply.steps.close()
         with self._changed:
             self._running.remove(reply)
-        if reply.conversation is not None:
-            self._conversations.release(reply.conversation, self.wake)
+        # Whoever still refers to the reply must not keep the memory of its conversation.
+        ended, reply.conversation, reply.steps = reply.conversation, None, None
+        if ended is not None:
+            self._conversations.release(ended, self.wake)
 
     def wake(self) -> None:
         """Note that a conversation is free, so that a reply that waits could begin."""

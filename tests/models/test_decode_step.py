@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from families import HELD, build, loaded
+from sirchat.memory.cache import BoundedCache
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.packing import pack_module
 
 SHORT = ["llama", "llama3-rope", "yarn-rope", "qwen2", "qwen3"]
 
@@ -47,6 +49,50 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_transformers() -> None:
     module = build("llama", {}).bfloat16()
     error = (decoded(made(module)) - truth).norm()
     assert error < 1.1 * (by_transformers(module).float() - truth).norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "bits"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}, None),
+        ("mistral", {"sliding_window": None, "num_key_value_heads": 1}, None),
+        ("qwen2", {"tie_word_embeddings": True}, None),
+        ("qwen3", {"head_dim": 32}, None),
+        ("llama", {"attention_bias": True}, 4),
+        ("qwen2", {}, 8),
+    ],
+)
+@torch.inference_mode()
+def test_the_next_tokens_of_several_conversations_are_read_in_one_pass(
+    kind: str, options: dict[str, Any], bits: int | None
+) -> None:
+    model = made(build(kind, options))
+    if bits is not None:
+        pack_module(model.module, bits)
+    step = DecodeStep(model.module, model.cache_dtype, scored=(1, 4))
+    tokens, apart = list[tuple[int, int, BoundedCache]](), []
+    for count in (1, 5, 12, 2, 3, 4, 6, 7, 8):
+        cache = model.new_cache(count + 1)
+        model.forward(IDS[:count], cache)
+        cache.commit(count)
+        tokens.append((40 + count, 2 * count, cache))
+        read = step.read(*tokens[-1])
+        apart.append((*read, *(one.clone() for one in written(cache))))
+    for _, _, cache in tokens:
+        for one in written(cache):
+            one.zero_()
+    together = step.read_together(tokens)
+    error = 1e-5 if bits is None else 0.05
+    for at, (_, _, cache) in enumerate(tokens):
+        found = [*(one[at : at + 1] for one in together), *written(cache)]
+        for one, wanted in zip(found, apart[at], strict=True):
+            torch.testing.assert_close(one, wanted, rtol=error, atol=error)
+
+
+def written(cache: BoundedCache) -> list[Tensor]:
+    """The last layer's keys and values in the row after the held ones."""
+    buffers = (one.buffer for one in cache.row_layers[-1].tensors)
+    return [one[:, :, :, cache.length] for one in buffers if one is not None]
 
 
 IDS = [1, *range(20, 60)]

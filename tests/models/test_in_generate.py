@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatting import tiny
+from sirchat.models.model import load_model
 
 README = Path(__file__).parents[2] / "sirchat" / "memory" / "README.md"
 
@@ -24,7 +24,7 @@ def test_the_example_runs_and_holds_its_budget(capsys: pytest.CaptureFixture[str
 
 
 def test_with_room_for_all_generate_says_what_it_says_without_the_cache() -> None:
-    model = tiny()
+    model = load_model("tiny", device="cpu", for_hub=True)
     ids = torch.tensor([[1, 5, 40, 300, 17, 9]])
     cache, seen = model.new_cache(64), 0
     cache.in_stream = True

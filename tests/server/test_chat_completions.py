@@ -17,7 +17,7 @@ from serving import URL, Message, Served, assistant, served, system, told, user
 from sirchat.chat.events import TurnDone
 from sirchat.server.app import names_of
 from sirchat.server.conversations import Conversations, History
-from sirchat.server.replies import ReplyEnd, ReplyOptions, StopStrings, generate_reply
+from sirchat.server.replies import ReplyOptions, ReplyText, StopStrings, generate_reply
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
 NAME = "What is my name?"
@@ -329,7 +329,7 @@ def test_what_was_said_when_the_client_left_is_kept() -> None:
     steps = generate_reply(conversation, history, ReplyOptions(), lambda: len(said) > 2)
     said: list[str] = []
     for part in steps:
-        if part is not None and not isinstance(part, ReplyEnd):
+        if isinstance(part, ReplyText):
             said.append(part.text)
     kept.release(conversation)
     text = "".join(said)

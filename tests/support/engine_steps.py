@@ -13,16 +13,15 @@ from families import BigramModel
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import (
     EvictedRows,
-    GeneratedToken,
+    Generated,
     ReadProgress,
     RestoredRows,
-    Stopped,
     TurnRef,
 )
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.ledger import Role
 
-Record = ReadProgress | EvictedRows | RestoredRows | GeneratedToken | Stopped
+Record = ReadProgress | RestoredRows | Generated
 CONTEXT = 300
 """Context length of a bigram model."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chi2 as chi2_distribution
 
-from chatting import babbler, tiny
+from chatting import babbler
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.attention import (
@@ -58,12 +58,12 @@ def test_the_module_has_its_own_attention_again_afterwards() -> None:
 def test_texts_of_a_file_are_taken_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("My name is Anna and I live in Lisbon near the sea.\n\n" * 2, "utf-8")
-    one, two = run_units(AttentionStudy(Profile(), 2, 8, str(file)), tiny()).values()
+    one, two = run_units(AttentionStudy(Profile(), 2, 8, str(file)), babbler()).values()
     assert one == two
     with pytest.raises(SettingError, match="has 2 lines, but needs 3"):
         AttentionStudy(Profile(), 3, 8, str(file))
     with pytest.raises(SettingError, match="must have 200"):
-        run_units(AttentionStudy(Profile(), 2, 200, str(file)), tiny())
+        run_units(AttentionStudy(Profile(), 2, 200, str(file)), babbler())
     with pytest.raises(SettingError, match="at least"):
         AttentionStudy(Profile(), 2, 4)
 

@@ -1,0 +1,196 @@
+"""Replies that are generated at the same time share their forward passes, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chatting import babbler
+from serving import Served, served
+from sirchat.chat.session import Session
+from sirchat.engine.reader import Reader
+from sirchat.engine.sampling import Allowed
+from sirchat.models.decode_step import DecodeStep
+from sirchat.server.conversations import History
+from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
+from sirchat.server.reply_thread import Sent, WaitingReply
+from sirchat.server.requests import RequestError
+
+TEXTS = ("Anna", "My name is Tom. I live in Rome, and I play the violin.", "Hello, you.", "4711")
+LENGTHS = (5, 30, 12, 21)  # tokens of the replies
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each shared forward pass has read."""
+    found, usual = list[int](), DecodeStep.read_together
+
+    def recorded(step: DecodeStep, tokens: Sequence[Any]) -> Any:
+        found.append(len(tokens))
+        return usual(step, tokens)
+
+    monkeypatch.setattr(DecodeStep, "read_together", recorded)
+    return found
+
+
+def replies(
+    server: Served, asked: Sequence[tuple[str, ReplyOptions]], leave: int = -1
+) -> list[Any]:
+    """The end of each reply and its text and probabilities, if all begin at the same time.
+
+    The client number `leave` leaves after some tokens.
+    """
+    thread, parts, begin = server.server.replies, SimpleQueue[tuple[int, Sent]](), threading.Event()
+    thread.call(begin.wait)
+    waiting = [
+        WaitingReply(History.of(None, [("user", text)]), options, partial(_put, parts, number))
+        for number, (text, options) in enumerate(asked)
+    ]
+    for one in waiting:
+        thread.submit(one)
+    begin.set()
+    found: list[tuple[str, list[float]]] = [("", [])] * len(asked)
+    ends: dict[int, Sent] = {}
+    while len(ends) < len(asked):
+        number, part = parts.get(timeout=20)
+        if isinstance(part, ReplyText):
+            text, numbers = found[number]
+            found[number] = text + part.text, [*numbers, *(p for _, p in part.tokens)]
+            if number == leave and len(found[number][1]) > 2:
+                thread.cancel(waiting[number])
+        else:
+            ends[number] = part
+    return [(ends[number], *said) for number, said in enumerate(found)]
+
+
+def _put(parts: SimpleQueue[tuple[int, Sent]], number: int, part: Sent) -> None:
+    parts.put((number, part))
+
+
+def asked(**more: Any) -> list[tuple[str, ReplyOptions]]:
+    return [
+        (text, ReplyOptions({"max_new_tokens": most}, logprobs=True, **more))
+        for text, most in zip(TEXTS, LENGTHS, strict=True)
+    ]
+
+
+def same(found: Any, alone: Any) -> None:
+    """The reply is the same, its log-probabilities up to rounding; and so is the memory."""
+    (end, text, numbers), (other_end, other_text, others) = found, alone
+    assert text == other_text
+    assert numbers == pytest.approx(others, rel=1e-4, abs=1e-5)
+    assert (end.finish, end.usage) == (other_end.finish, other_end.usage)
+    assert {**end.memory, "id": ""} == {**other_end.memory, "id": ""}
+
+
+@pytest.mark.parametrize(
+    ("settings", "are_shared"),
+    [
+        ({"budget": 256}, True),
+        ({"policy": "salience", "budget": 32}, True),  # evicts during the replies
+        ({"policy": "sink", "budget": 32, "positions": "stream", "lookup": True}, True),
+        ({"policy": "h2o", "budget": 32}, False),  # records attention
+    ],
+)
+def test_each_reply_is_the_one_that_it_would_be_alone(
+    settings: dict[str, Any], are_shared: bool, passes: list[int]
+) -> None:
+    with served(babbler(), **settings) as server:
+        alone = [replies(server, [one])[0] for one in asked()]
+        assert not passes, "a reply alone is generated as in a chat"
+    with served(babbler(), **settings) as server:
+        for found, wanted in zip(replies(server, asked()), alone, strict=True):
+            same(found, wanted)
+    assert not are_shared or (passes[0], passes[-1]) == (4, 2)
+    assert len(passes) <= (sorted(LENGTHS)[-2] if are_shared else 0)
+
+
+def test_if_the_shared_pass_fails_each_reply_reads_its_own_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with served(babbler(), budget=256) as server:
+        alone = [replies(server, [one])[0] for one in asked()]
+
+        def fail(*arguments: object) -> None:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(DecodeStep, "read_together", fail)
+    with served(babbler(), budget=256) as server:
+        for found, wanted in zip(replies(server, asked()), alone, strict=True):
+            same(found, wanted)
+
+
+def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
+    passes: list[int],
+) -> None:
+    def failing(session: Session) -> Allowed:
+        def allowed(picked: Sequence[int]) -> Tensor:
+            if len(picked) > 3:
+                raise RuntimeError
+            return anything(picked)
+
+        return allowed
+
+    with served(babbler(), budget=256) as server:
+        alone = [replies(server, [one])[0] for one in asked()]
+    with served(babbler(), budget=256) as server:
+        broken = ("Fail.", ReplyOptions({"max_new_tokens": 30}, format=failing))
+        found = replies(server, [*asked(), broken], leave=1)
+        assert isinstance(found[4][0], RequestError)
+        for number in (0, 2, 3):
+            same(found[number], alone[number])
+        end, text, _ = found[1]
+        assert isinstance(end, ReplyEnd)
+        assert 0 < len(text) < len(alone[1][1])
+        assert alone[1][1].startswith(text)
+        assert max(passes) == 5
+        same(replies(server, [asked()[3]])[0], alone[3])
+
+
+def test_a_long_message_holds_up_a_reply_by_one_chunk_for_each_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, usual = list[int](), Reader.read
+
+    def recorded(reader: Reader, chunk: Any, *rest: Any) -> None:
+        read.append(len(chunk))
+        usual(reader, chunk, *rest)
+
+    monkeypatch.setattr(Reader, "read", recorded)
+    with served(babbler(), budget=64) as server:
+        one, other = ReplyOptions({"max_new_tokens": 200}), ReplyOptions({"max_new_tokens": 1})
+        replies(server, [("Hi.", one), ("long " * 300, other)])
+    chunks = [at for at, count in enumerate(read) if count > 8]
+    assert len(chunks) > 20
+    assert all(read[at + 1] == 1 for at in chunks[2:])
+
+
+def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_known() -> None:
+    known, sessions = list[WaitingReply](), list[weakref.ref[Session]]()
+
+    def note(session: Session) -> Allowed:
+        sessions.append(weakref.ref(session))
+        return anything
+
+    with served(babbler(), conversations=1, budget=64) as server:
+        for text in ("Hello.", "Bye."):
+            ends, options = SimpleQueue[Sent](), ReplyOptions({"max_new_tokens": 2}, format=note)
+            known.append(WaitingReply(History.of(None, [("user", text)]), options, ends.put))
+            server.server.replies.submit(known[-1])
+            while not isinstance(ends.get(timeout=20), ReplyEnd):
+                pass
+        server.server.replies.call(lambda: None).result(timeout=20)
+        assert [one() is None for one in sessions] == [True, False]
+
+
+def anything(picked: Sequence[int]) -> Tensor:
+    """A format that allows every token."""
+    return torch.ones(babbler().vocab_size, dtype=torch.bool)
