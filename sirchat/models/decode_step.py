@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.decoder import signed
-from sirchat.models.packed import FEW_8, Int8Head, PackedLinear
+from sirchat.models.packed import Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
+
+_FEW = 8  # rows that the kernels of packed weights multiply at a time
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Adds a layer's new key and value [1, H, 1, D] to the n cached ones; returns all [1, H, n + 1, D].
@@ -47,8 +49,8 @@ class _Norm(nn.Module):
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """The norm of each vector in x [..., d]."""
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.epsilon)
+        """The norm of each vector in x [B, d], equal to that of each alone to the last bit."""
+        return torch.stack([self(row) for row in x])
 
     def extra_repr(self) -> str:
         return f"epsilon={self.epsilon}"
@@ -102,7 +104,7 @@ def _of_rows(layer: Any, rows: Tensor) -> Tensor:
     """The same for several rows [B, K]; returns [B, N]."""
     if not isinstance(layer, PackedLinear):
         return F.linear(rows, layer.weight)
-    few = torch.split(rows, FEW_8)  # unpacked weights would take more memory, and no less time
+    few = torch.split(rows, _FEW)  # unpacked weights would take more memory, and no less time
     return layer.of_row(rows) if len(few) == 1 else torch.cat([layer.of_row(one) for one in few])
 
 
@@ -240,8 +242,8 @@ class StepGraph(nn.Module):
         h, head = self.norm.of_rows(x), self.head
         if not isinstance(head, Int8Head):
             return head.of_rows(h), torch.cat(states, 1)
-        few = torch.split(h, FEW_8)  # for more rows it would be unpacked
-        return torch.cat([head(rows) for rows in few]), torch.cat(states, 1)
+        logits = [head.of_few(rows) for rows in torch.split(h, _FEW)]
+        return torch.cat(logits), torch.cat(states, 1)
 
     def extra_repr(self) -> str:
         return f"scored={self.scored}"
@@ -301,7 +303,8 @@ class DecodeStep:
     ) -> tuple[Tensor, Tensor]:
         """Read one token of each of B conversations: its id, its position, and its own cache.
 
-        Returns the same as `read` for each, up to rounding: logits [B, V], states [B, layers x d].
+        Returns the same as `read` for each, up to rounding if weights are not packed, or the step
+        is compiled: logits [B, V], states [B, layers x d].
         The weights are read once; packed ones once for each eight conversations.
         """
         ids, positions, caches = zip(*tokens, strict=True)

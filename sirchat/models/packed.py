@@ -24,7 +24,6 @@ GROUP = 32
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _VOCABULARY = 4096  # rows of a larger eight-bit matrix are unpacked in parts of this size
-FEW_8 = 8  # rows of input for which the kernels are faster everywhere
 _LIKELIEST = 16  # largest logits of a row, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
@@ -278,6 +277,14 @@ class Int8Head(Int8Linear):
         row = x[None]
         y = self.of_row(row.bfloat16()).float()
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
+
+    def of_few(self, x: Tensor) -> Tensor:
+        """Compute float32 logits [m, V] for few float32 vectors [m, K], equal to those of each."""
+        y = self.of_row(x.bfloat16()).float()
+        y = y if self.bias is None else y + self.bias
+        for at in range(len(x)):
+            self._refined(y[at : at + 1], x[at : at + 1])  # in place
+        return y
 
     def _refined(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute the largest of the logits y [m, V] for x [..., K] again in float32, in place."""
