@@ -119,7 +119,8 @@ def test_with_no_save_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    server = _open(Profile(save=save, max_new_tokens=4), False, (8, 8, 8), "127.0.0.1", None)
+    profile = Profile(save=save, max_new_tokens=4, compile="off")
+    server = _open(profile, False, (8, 8, 8), "127.0.0.1", None)
     Served(server).ask([user("Hello.")])
     server.replies.end()
     server.replies.join()
