@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -180,6 +183,14 @@ def post(url: str, messages: list[Message], **fields: Any) -> Any:
 
 
 @pytest.mark.slow
+def _wait_for_the_end(port: int) -> None:
+    """Wait until nothing listens: what was killed may only have passed the signal on."""
+    with suppress(OSError):
+        while True:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            time.sleep(0.02)
+
+
 def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
     tmp_path: Path, endless: str
 ) -> None:
@@ -205,6 +216,7 @@ def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
                     stream.readline()
                 process.send_signal(number)
                 process.wait()
+        _wait_for_the_end(urlsplit(url).port or 0)
     first, second = memory
     assert second["id"] == first["id"]
     assert second["cached"] == first["seen"]
