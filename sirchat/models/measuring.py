@@ -4,7 +4,7 @@ Products of packed weights are rounded to bfloat16, so that float16 and bfloat16
 enough for keys and values, and take half the memory of float32. Which of them is faster depends on
 the processor: attention over float16 takes 1.6 times as long as over bfloat16 on one with AVX-512
 FP16, and four times as long on one without. Products with many rows are faster over unpacked
-weights; a processor without instructions for bfloat16 multiplies it a hundred times slower than
+weights; a processor without instructions for bfloat16 multiplies it ten times slower or more than
 float32. So this is measured once for each processor, version of torch and shape, and kept beside
 the compiled programs.
 """
