@@ -76,12 +76,11 @@ class Sampler:
         if sampling.repetition_penalty != 1.0:
             said = torch.tensor(said_ids(sampling.repetition_window), dtype=torch.int64)
             scores = penalized(scores.float(), said.to(scores.device), sampling.repetition_penalty)
-        if sampling.temperature != 0.0:
-            scores = narrowed(scores, sampling)
         if sampling.temperature == 0.0:
             likeliest = int(scores.argmax())  # NaN counts as the largest
             _refuse_nan(float(scores[likeliest]))
             return likeliest
+        scores = narrowed(scores, sampling)
         # On the CPU: not every device has float64, or sums in the same order each time.
         heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
         _refuse_nan(float(heights[-1]))

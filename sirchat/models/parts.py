@@ -145,12 +145,15 @@ def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None)
         name: shape for name, (_, shape) in weights.items()
     }:
         return False
-    for done, (name, (path, _)) in enumerate(weights.items(), 1):
-        owner, _, own = name.rpartition(".")
+    done = 0
+    for path in dict.fromkeys(path for path, _ in weights.values()):
         with safe_open(path, framework="pt") as file:
-            weight = file.get_tensor(name).to(wanted[name].dtype)
-        setattr(module.get_submodule(owner), own, nn.Parameter(weight))
-        if progress is not None:
-            progress("Reading weights", done, len(weights))
+            for name in (one for one, (of, _) in weights.items() if of == path):
+                owner, _, own = name.rpartition(".")
+                weight = file.get_tensor(name).to(wanted[name].dtype)
+                setattr(module.get_submodule(owner), own, nn.Parameter(weight))
+                done += 1
+                if progress is not None:
+                    progress("Reading weights", done, len(weights))
     module.tie_weights()
     return True
