@@ -21,7 +21,6 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
 from sirchat.models.compiled_step import (
-    CompiledStep,
     DamagedProgramError,
     WrongProgramError,
     program_name,
@@ -160,7 +159,7 @@ def _use(step: DecodeStep, path: Path) -> str:
             return ""
         if foreign := _writable_by_others(path):
             return f"{abbreviated(foreign)} could have been changed by others, so it is not loaded"
-        step.compiled = CompiledStep(path, step.graph)
+        step.use(path)
     except DamagedProgramError:
         with suppress(OSError):
             path.unlink()

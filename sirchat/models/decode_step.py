@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,13 +148,19 @@ class _Layer(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             turning = torch.cat((self.query_norm(rows[:count]), self.key_norm(turning[count:])))
         # `roll` swaps the two halves of a head; `signed` says why `sin` is right for this.
-        turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin).to(self.dtype)
-        new = (turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size))
-        keys, values = update(at, new[0], new[1].to(self.dtype))  # [1, H, n + 1, D]
-        queries = turned[:count].view(1, -1, self.shared, size)
-        found = F.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, enable_gqa=count > heads * self.shared
-        )
+        turned = torch.addcmul(turning * cos, turning.roll(size // 2, 1), sin)
+        new = turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size)
+        keys, values = update(at, *(one.to(self.dtype) for one in new))  # [1, H, n + 1, D]
+        if torch.compiler.is_exporting():
+            found = _attention(turned[:count].view(heads, -1, size), keys[0], values[0], self.scale)
+        else:
+            found = F.scaled_dot_product_attention(
+                turned[:count].view(1, -1, self.shared, size).to(self.dtype),
+                keys,
+                values,
+                scale=self.scale,
+                enable_gqa=count > heads * self.shared,
+            )
         added: Tensor = self.output(found.flatten())
         return added
 
@@ -196,6 +203,19 @@ class _Layer(nn.Module):
             f"heads={self.heads}, shared={self.shared}, size={self.size}, scale={self.scale}, "
             f"dtype={self.dtype}"
         )
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of one token, in float32, to keys and values [H, n, D].
+
+    The queries are [H, G, D]: G of them share a key head. Compiled, these sums need no more than
+    the vector instructions that every processor has. On one without AMX they take a third of the
+    time of torch's kernel over bfloat16, a seventh over float16.
+    """
+    # `as_strided` makes the compiler compute the queries once, and not anew for each of the n keys.
+    once = (queries * scale).as_strided(queries.shape, queries.stride())
+    weights = (once[:, :, None] * keys[:, None].float()).sum(-1).softmax(-1)  # [H, G, n]
+    return (weights[..., None] * values[:, None].float()).sum(2)
 
 
 class StepGraph(nn.Module):
@@ -271,6 +291,12 @@ class DecodeStep:
         self._rotary = module.model.rotary_emb
         self.graph = StepGraph(module, dtype, scored).eval()
         self.compiled: CompiledStep | None = None
+
+    def use(self, program: Path) -> None:
+        """Use a compiled program from now on; raises as `CompiledStep` does."""
+        with torch.inference_mode():
+            tokens = self._embeddings(torch.arange(1, 5)).float()
+        self.compiled = CompiledStep(program, self.graph, tokens)
 
     @staticmethod
     def supports(module: Any) -> bool:
