@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import pickle
 import zipfile
 from pathlib import Path
@@ -103,10 +104,11 @@ class CompiledStep:
 
 
 def program_name(graph: nn.Module) -> str:
-    """The file name of a graph's program; it depends on shapes, processor and torch version."""
+    """The file name of a graph's program: it depends on shapes, processor, torch and the code."""
     weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
-    about = repr((str(graph), weights, machine))
+    code = [Path(inspect.getfile(one)).read_bytes() for one in (type(graph), CompiledStep)]
+    about = repr((str(graph), weights, machine, code))
     return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
 
 
