@@ -99,9 +99,11 @@ class TurnIndex(ABC):
 
     def _update(self, texts: Sequence[str]) -> None:
         """Remove texts that changed or no longer exist from the index, then add the new texts."""
-        known, same = self._texts, min(len(self._texts), len(texts))
-        if known[:same] != texts[:same]:
-            same = next(at for at in range(same) if known[at] != texts[at])
+        known, same, step = self._texts, min(len(self._texts), len(texts)), 1
+        while known[:same] != texts[:same]:  # mostly, only the last text has changed
+            same, step = max(0, same - step), 8 * step
+        while same < min(len(known), len(texts)) and known[same] == texts[same]:
+            same += 1
         while len(known) > same:
             self._remove(known.pop())
         for at, text in enumerate(texts[same:], same):
