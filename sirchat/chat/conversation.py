@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The state of a conversation, but for its tokens and cache, which the engine has.
+    """The state of a conversation, except its tokens and cache, which the engine has.
 
     Attributes:
         turns: all messages; the last one may be incomplete.

@@ -23,7 +23,7 @@ from sirchat.text.template import TurnIds
 
 
 class Recall:
-    """Restores archived tokens that fit a new turn to the cache of one engine."""
+    """Restores to one engine's cache the archived tokens that are relevant to a new turn."""
 
     def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
         self._engine, self._model, self._builder = engine, model, builder

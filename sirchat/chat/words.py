@@ -90,7 +90,7 @@ def _is_wide(char: str) -> bool:
 
 
 def around(positions: Collection[int], seen: int) -> list[int]:
-    """The positions and `_REACH` more on each side of each; `seen` is the stream's length."""
+    """These positions, and `_REACH` more on both sides of each, in a stream of length `seen`."""
     near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
     return sorted(at for at in near if 0 <= at < seen)
 

@@ -70,7 +70,7 @@ def _version(distribution: str) -> str:
 
 
 def _cache_type(model: LoadedModel) -> str:
-    """The number type of the cache; if others were possible, how long each takes here."""
+    """The cache's number type; if not the model's, also the time of attention in 16-bit types."""
     kind = str(model.cache_dtype).removeprefix("torch.")
     if model.cache_dtype == model.dtype:
         return kind

@@ -344,10 +344,10 @@ def load_model(
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. The other arguments are settings of `Profile`,
-    but `for_hub`: then module and tokenizer are those of transformers, which generate and can be
-    saved, in any case. Raises ModelError if the model can't be loaded, or if tokens can't be
-    evicted from its cache.
+    Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
+    those of transformers, which can generate and be saved. `device`, `dtype`, `threads` and
+    `quantize` are settings of `Profile`; `unpack` is its `unpack_dtype`. Raises ModelError if the
+    model can't be loaded, or if tokens can't be evicted from its cache.
     """
     target = pick_device(device)
     if target.type == "cpu":

@@ -106,7 +106,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ModelError if it is missing, too large or not one."""
+    """Read a JSON file; raises ModelError if it is missing, too large or not a JSON object."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")

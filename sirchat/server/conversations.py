@@ -95,7 +95,7 @@ class ServedConversation:
     is_outdated: bool = False
 
     def add(self, role: str, text: str) -> None:
-        """Note that the session has read or generated a message."""
+        """Record a message that the session has read or generated."""
         self.keys.append(key_after(self.keys[-1], role, text))
         self.roles.append("user" if role == "tool" else role)  # undo goes back to before it
 
@@ -107,7 +107,11 @@ class ServedConversation:
         return shared_messages(self.keys, self.roles, history, len(self.session.undoable))
 
     def fitness(self, history: History) -> tuple[int, bool, bool]:
-        """How well this conversation fits: shares most, has nothing else to undo, is not busy."""
+        """How well this conversation fits `history`; the greater, the better.
+
+        First counts the number of shared messages, then whether nothing more must be undone, then
+        whether no reply is under way.
+        """
         shared = self.fork(history)
         return shared, shared == len(self.roles), not self.is_busy
 

@@ -117,7 +117,7 @@ class OllamaShape:
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end(self, end: ReplyEnd, first: int) -> dict[str, Any]:
-        """The fields of the last piece; times are in nanoseconds, `first` is that of the first."""
+        """The fields of the last piece; `first` is the time of the first one, in ns."""
         now = time.monotonic_ns()
         return {
             "done": True,

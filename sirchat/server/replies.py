@@ -23,9 +23,10 @@ from sirchat.text.text_file import without_surrogates
 
 @dataclass(frozen=True)
 class ReplyText:
-    """A piece of the reply: `text`, and its tokens that are complete, if they were asked for.
+    """A piece of the reply: `text`, and the tool calls that it completes.
 
-    For each token, there are its text and its log-probability. `calls` are those of tools.
+    `tokens` are the text and the log-probability of each token that it completes, if they were
+    asked for.
     """
 
     text: str
@@ -76,7 +77,10 @@ Step = ReplyText | ReplyEnd | ChosenToken | None
 
 
 def plain_text(prompt: str) -> History:
-    """A text that the model continues, without chat template; no other request shares it."""
+    """The history of a text that the model continues, without the chat template.
+
+    Its keys are random, so no other request continues its conversation.
+    """
     return History(None, (("text", without_surrogates(prompt)),), (token_bytes(), token_bytes()))
 
 
@@ -237,7 +241,7 @@ class _Pieces:
         return self._stops.is_found
 
     def begin(self) -> None:
-        """Note that the next token is of the reply."""
+        """Begin the reply: the next token belongs to it."""
         if self._options.logprobs:
             self._tokens = _TokenProbabilities(self._session)
 

@@ -203,7 +203,9 @@ class ResponseFormat(Fields):
     @model_validator(mode="after")
     def _with_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("schema", "json_schema is for the type json_schema alone")
+            raise PydanticCustomError(
+                "schema", "give json_schema with type json_schema, and only then"
+            )
         return self
 
     @property

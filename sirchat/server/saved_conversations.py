@@ -197,7 +197,11 @@ class SavedConversations:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, others: int) -> None:
-        """Delete those used longest ago, if they are too many; `others` more are in memory."""
+        """Delete the saved conversations used longest ago, if there are too many.
+
+        At most `limit` may exist, including the `others` that are in memory; those saved may take
+        at most `MOST_BYTES`.
+        """
         stays: list[SavedConversation] = []
         size = 0
         for one in reversed(self.all):

@@ -82,6 +82,6 @@ class ControlTokens:
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """A pattern that matches any of the tokens, and a longer one rather than its beginning."""
+    """A pattern that matches any of the tokens; if several match, the longest."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"  # matches nothing

@@ -63,12 +63,12 @@ class ToolTemplate(Template):
         return block, TurnIds(whole[start:], turn.roles[start:], (0, end - start))
 
     def user(self, content: str) -> TurnIds:
-        """The ids of a user turn after the first, or those that are `following`."""
+        """The ids of a user turn after the first; if `following` is set, returns and clears it."""
         turn, self.following = self.following, None
         return super().user(content) if turn is None else turn
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of a reply's text, or those that are `following`."""
+        """The ids of a reply's text; if `following` is set, returns and clears it."""
         turn, self.following = self.following, None
         return super().assistant(content) if turn is None else turn
 

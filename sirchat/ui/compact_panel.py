@@ -74,7 +74,7 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The first row: policy, decay, model, speed, colours; its lines are short, to save bytes."""
+    """The first row: policy, decay, model, speed, colours; short rules between, to save bytes."""
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.border)

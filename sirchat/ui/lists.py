@@ -69,9 +69,9 @@ class SessionLines:
         self._model = min(max(models, default=0), _LONGEST_MODEL)
 
     def of(self, number: int, width: int) -> list[list[Fragment]]:
-        """The lines of chat `number` (from 0): id, time of change, turns, model; name and text.
+        """The line of chat `number` (from 0): id, time of change, turns, model, name and text.
 
-        That is one line; or two, if `width`, in columns, is small.
+        If `width`, in columns, is small, name and text are on a second line.
         """
         one = self.sessions[number]
         facts = f"  {one.updated:%Y-%m-%d %H:%M}  {_turns(one):>{self._turns}}  "

@@ -197,7 +197,7 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """One line: the turns that recalled tokens belong to, and by which words; none without any."""
+    """One line: turns of recalled tokens, and the words they share with the new turn; or none."""
     if not snapshot.recalled_turns:
         return []
     named = [

@@ -138,7 +138,7 @@ class Screen:
 
     @property
     def _has_reader(self) -> bool:
-        """Whether somebody reads replies, and types, at a terminal that can turn pages."""
+        """Whether somebody reads and types at a terminal that supports escape sequences."""
         return self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
 
     def clear(self) -> None:

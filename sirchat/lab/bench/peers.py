@@ -159,8 +159,8 @@ def gguf_of(name: str) -> Path | None:
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
     """Context manager: llama.cpp with the model `name`, run by `python` (None: this Python).
 
-    If `python` is None, the value is None for a model that is no GGUF file, or if this Python lacks
-    llama-cpp-python. Raises SettingError if `python` is given and the model is no GGUF file.
+    If `python` is None, it yields None when the model is not a GGUF file, or this Python lacks
+    llama-cpp-python. If `python` is given, a model that is not a GGUF file raises SettingError.
     """
     path = gguf_of(name) if name not in SHAPES else None
     if python is None and (path is None or find_spec("llama_cpp") is None):

@@ -336,7 +336,7 @@ def locomo(
         str, typer.Option(help="Numbers of tokens that retrievers restore.", metavar="N,M,...")
     ] = "100,200,400",
 ) -> "Study":
-    """LoCoMo and Realtalk: answers to questions about weeks of talk, and the evidence held."""
+    """LoCoMo and Realtalk: answers to questions about weeks of talk; how much evidence is held."""
     from sirchat.lab.studies.locomo import Locomo
 
     if not retrievers and compared["settings"][0].recall != "off":

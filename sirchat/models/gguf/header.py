@@ -109,7 +109,7 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", ""))
 
     def leave_pages(self) -> None:
-        """Count what was read of the file no longer as memory of this process (Linux, macOS).
+        """Stop counting what was read of the file as memory of this process (Linux, macOS).
 
         The tensors can still be read: the system reads the file again, mostly from its own cache.
         """
