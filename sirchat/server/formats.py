@@ -94,10 +94,19 @@ def _grammar(
     ]
     for number, tool in enumerate(tools):
         begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments)}: '
-        schema = json.dumps(tool.parameters | {"x-guidance": _BLANKS})
+        schema = json.dumps(_closed(tool.parameters) | {"x-guidance": _BLANKS})
         lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
         lines.append(f"arguments{number}: %json {schema}")
     return "\n".join(lines)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of arguments that has no others than it names, unless it says that it may.
+
+    Small models would go on naming new ones.
+    """
+    is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
+    return {"additionalProperties": False, **schema} if is_plain else schema
 
 
 class ReplyFormat:

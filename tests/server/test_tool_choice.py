@@ -26,7 +26,6 @@ def tool(called: str, **properties: Any) -> dict[str, Any]:
         "type": "object",
         "properties": properties,
         "required": [*properties],
-        "additionalProperties": False,
     }
     return {"type": "function", "function": {"name": called, "parameters": parameters}}
 
