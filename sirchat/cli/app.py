@@ -133,6 +133,14 @@ JsonTokens = Annotated[
     ),
 ]
 
+Server = Annotated[
+    str,
+    typer.Option(
+        help="auto: a running sirchat serve answers, if it has this model; off; or its URL.",
+        metavar="auto|off|URL",
+    ),
+]
+
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
 
 
@@ -256,6 +264,7 @@ def start(
         bool,
         typer.Option("--rebuild", help="With --resume: let the model read the chat again."),
     ] = False,
+    server: Server = "off",
     debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -270,6 +279,8 @@ def start(
     """Open a chat; if input comes from a pipe or a file, replay that as a transcript instead."""
     given = {"feed": feed, "format": format != "auto", "json": json, "json_tokens": json_tokens}
     about_transcripts = [name for name, used in given.items() if used]
+    if server != "off" and context.invoked_subcommand is not None:
+        raise misplaced_flag("--server", context.invoked_subcommand)
     if context.invoked_subcommand == "ask" and not (feed or json_tokens or format != "auto"):
         # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
         context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust_remote_code}
@@ -283,8 +294,9 @@ def start(
     if rebuild and resume is None:
         raise UsageError("--rebuild has no effect without --resume")
     if not sys.stdin.isatty():
-        if resume is not None:
-            raise UsageError("--resume opens a chat, so standard input must be a terminal")
+        if resume is not None or server != "off":
+            flag = "--server" if resume is None else "--resume"
+            raise UsageError(f"{flag} opens a chat, so standard input must be a terminal")
         replay_transcript(
             "standard input",
             flags,
@@ -299,9 +311,8 @@ def start(
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    open_chat(
-        flags, resume=resume, rebuild=rebuild, trust=trust_remote_code, debug=debug, quiet=quiet
-    )
+    options: dict[str, Any] = {"rebuild": rebuild, "trust": trust_remote_code, "debug": debug}
+    open_chat(flags, resume=resume, quiet=quiet, server=server, **options)
 
 
 @app.command()
@@ -321,13 +332,7 @@ def ask(
         ),
     ] = None,
     json: Json = False,
-    server: Annotated[
-        str,
-        typer.Option(
-            help="auto: a running sirchat serve answers, if it has this model; off; or its URL.",
-            metavar="auto|off|URL",
-        ),
-    ] = "auto",
+    server: Server = "auto",
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:

@@ -55,7 +55,7 @@ def ask_server(
     there is none, or if it has other settings of the model. Raises SirchatError if the server at a
     URL refuses, and KeyboardInterrupt after Ctrl-C, which ends the reply.
     """
-    connect = _connection(server, profile)
+    connect = connection_to(server, profile)
     if connect is None or (server == "auto" and is_path(profile.policy)):
         return False
     question = {
@@ -66,9 +66,9 @@ def ask_server(
     }
     connection = connect()
     try:
-        connection.request("POST", _ENDPOINT, json.dumps(question), _headers())
+        connection.request("POST", _ENDPOINT, json.dumps(question), headers())
         response = connection.getresponse()
-        why = "" if response.status == 200 else f"refuses: {_why(response)}"
+        why = "" if response.status == 200 else f"refuses: {why_refused(response)}"
     except (OSError, HTTPException) as error:
         why = f"can't be asked: {error}"
     if why:
@@ -90,7 +90,7 @@ def ask_server(
     return True
 
 
-def _connection(server: str, profile: Profile) -> Callable[[], HTTPConnection] | None:
+def connection_to(server: str, profile: Profile) -> Callable[[], HTTPConnection] | None:
     """Makes connections to the server; None if there is none."""
     if server == "auto":
         path = server_socket(profile.model)
@@ -105,14 +105,15 @@ def _connection(server: str, profile: Profile) -> Callable[[], HTTPConnection] |
     return lambda: kind(parts.netloc)
 
 
-def _headers() -> dict[str, str]:
+def headers() -> dict[str, str]:
+    """The headers of a request, with the key in `SIRCHAT_API_KEY`."""
     key = os.environ.get("SIRCHAT_API_KEY")
     return {"Content-Type": "application/json"} | (
         {"Authorization": f"Bearer {key}"} if key else {}
     )
 
 
-def _why(response: HTTPResponse) -> str:
+def why_refused(response: HTTPResponse) -> str:
     """What the server says about a refusal."""
     try:
         return str(json.loads(response.read(65536))["error"]["message"])
@@ -136,7 +137,7 @@ class _Stopping(Interrupt):
         if is_first:
             with suppress(OSError, HTTPException):
                 connection = self._connect()
-                connection.request("DELETE", self.path, headers=_headers())
+                connection.request("DELETE", self.path, headers=headers())
                 connection.getresponse()
                 connection.close()
 

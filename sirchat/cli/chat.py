@@ -33,21 +33,29 @@ def open_chat(
     trust: bool,
     debug: bool,
     quiet: bool = False,
+    server: str = "off",
 ) -> None:
-    """Open a chat and talk until the user leaves.
+    """Open a chat and talk until the user leaves; `server` says over which server, or off.
 
     A saved chat (`resume`: its id or name) opens with its own settings, then switches to those in
     `flags`; with `rebuild`, its text is read again with the settings of `flags`.
     """
+    _check_server(server, resume, trust)
     later: dict[str, Any] = {}
     if resume is None:
-        profile, store = profile_of(flags), None
+        profile, store = profile_of(flags, loads_model=server in ("auto", "off")), None
     else:
         profile, store, later = saved_settings(resume, flags, at_once=rebuild)
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import chat, choose_model
 
     screen, trusted = Screen(theme=profile.theme, is_quiet=quiet), trusted_policies(flags)
+    if server != "off" and resume is None and not trust:
+        from sirchat.cli.server_chat import chat_over_server
+
+        with _closed_terminal_ends_chat():
+            if chat_over_server(server, profile, set(flags), screen):
+                return
     if resume is None and "model" not in profile.model_fields_set:
         with _closed_terminal_ends_chat():
             name = choose_model(screen)
@@ -62,6 +70,13 @@ def open_chat(
 
     with _closed_terminal_ends_chat():
         chat(opened, profile, screen, store=store, debug=debug, trusted=trusted)
+
+
+def _check_server(server: str, resume: str | None, trust: bool) -> None:
+    """Raise UsageError if the server at a URL is to do what a server does not."""
+    if server not in ("auto", "off") and (resume is not None or trust):
+        what = "--resume" if resume is not None else "--trust-remote-code"
+        raise UsageError(f"--server has no effect with {what}", hint="give one of the two")
 
 
 def open_saved(
@@ -174,9 +189,7 @@ def ask_once(
     a running server answers: auto, off, or its URL.
     """
     text, is_piped = _message(question)
-    if server not in ("auto", "off") and (resume is not None or trust):
-        what = "--resume" if resume is not None else "--trust-remote-code"
-        raise UsageError(f"--server has no effect with {what}", hint="give one of the two")
+    _check_server(server, resume, trust)
     later: dict[str, Any] = {}
     store: SessionStore | None = None
     if resume is None:

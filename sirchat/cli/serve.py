@@ -189,21 +189,16 @@ def _open(
     with loading_bar(screen, profile.model) as report, quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
-            from sirchat.chat.model_defaults import with_model_defaults
-            from sirchat.chat.settings import check_profile
-            from sirchat.models.compiling import compile_in_background
-            from sirchat.server.app import ChatServer
-            from sirchat.server.conversations import Conversations
-            from sirchat.server.saved_conversations import SavedConversations
-        model = load(profile, trust, report)
-        own = with_model_defaults(profile, model)
-        check_profile(own, model)
-        if own.compile == "auto":
-            compile_in_background(model)
-    conversations, saved, queue = limits
-    disk = SavedConversations(model, own, saved, paths.served_dir()) if own.save else None
-    kept = Conversations(model, own, conversations, disk)
-    return ChatServer(kept, queue=queue, host=host, key=key, answer=answer_question)
+            from sirchat.server.app import Limits, open_server
+        return open_server(
+            load(profile, trust, report),
+            profile,
+            Limits(*limits),
+            folder=paths.served_dir(),
+            host=host,
+            key=key,
+            answer=answer_question,
+        )
 
 
 class _Activity:

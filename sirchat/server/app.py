@@ -8,9 +8,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,15 +22,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sirchat.chat.model_defaults import with_model_defaults
+from sirchat.chat.settings import check_profile
+from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, format_value
+from sirchat.models.compiling import compile_in_background
+from sirchat.models.model import LoadedModel
 from sirchat.server.access import Access, too_large
 from sirchat.server.asking import Answer, AskRoutes
-from sirchat.server.completions import ChatShape, Shape, TextShape
+from sirchat.server.completions import ChatShape, Part, Shape, TextShape
 from sirchat.server.conversations import Conversations, History
 from sirchat.server.formats import Formats
 from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
-from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, plain_text
+from sirchat.server.replies import ReplyEnd, ReplyOptions, plain_text
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
     MOST_BYTES,
@@ -40,13 +46,50 @@ from sirchat.server.requests import (
     parse_request,
 )
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
+from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
+from sirchat.server.tool_fields import NamedTool
 from sirchat.server.tools import as_said, calls_in_reply
 
 Result = TypeVar("Result")
 
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 """Settings that a request may change for its conversation."""
+
+_MOST_CALLS = 8  # in a reply that must call tools
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many conversations are in memory, how many on disk, and how many requests may wait."""
+
+    conversations: int = 8
+    saved: int = 100
+    queue: int = 16
+
+
+def open_server(
+    model: LoadedModel,
+    profile: Profile,
+    limits: Limits,
+    *,
+    folder: Path,
+    host: str,
+    key: str | None,
+    answer: Answer | None = None,
+) -> ChatServer:
+    """The server of a loaded model, with the conversations that are saved in `folder`.
+
+    For `host`, `key` and `answer` see `ChatServer`. Raises SettingError for a setting that the
+    model does not allow.
+    """
+    own = with_model_defaults(profile, model)
+    check_profile(own, model)
+    if own.compile == "auto":
+        compile_in_background(model)
+    disk = SavedConversations(model, own, limits.saved, folder) if own.save else None
+    kept = Conversations(model, own, limits.conversations, disk)
+    return ChatServer(kept, queue=limits.queue, host=host, key=key, answer=answer)
 
 
 class ChatServer:
@@ -80,13 +123,13 @@ class ChatServer:
         self.model = self._names[-1]
         self._since = int(time.time())
         self._kept, self._formats = KeptResponses(), Formats()
-        asked = AskRoutes(self.replies, conversations, answer, _body).routes if answer else []
+        asked = AskRoutes(self.replies, conversations, answer, read_body).routes if answer else []
         self.app = Starlette(
             routes=[
                 *asked,
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
-                *SessionRoutes(self.replies, conversations, _body).routes,
+                *SessionRoutes(self.replies, conversations, read_body).routes,
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/responses", self._respond, methods=["POST"]),
                 Route("/api/chat", self._ollama, methods=["POST"]),
@@ -96,7 +139,7 @@ class ChatServer:
             ],
             middleware=[Middleware(Access, host=host, key=key)],
             exception_handlers={
-                RequestError: _show_error,  # type: ignore[dict-item]
+                RequestError: show_error,  # type: ignore[dict-item]
                 HTTPException: _show_http_error,  # type: ignore[dict-item]
                 Exception: _show_failure,
             },
@@ -111,21 +154,21 @@ class ChatServer:
         return JSONResponse({"object": "list", "data": data})
 
     async def _chat(self, request: Request) -> Response:
-        asked = parse_request(await _body(request), ChatRequest)
+        asked = parse_request(await read_body(request), ChatRequest)
         return await self._answer(request, asked, ChatShape(asked, self.model))
 
     async def _continue(self, request: Request) -> Response:
-        asked = parse_request(await _body(request), TextRequest)
+        asked = parse_request(await read_body(request), TextRequest)
         return await self._answer(request, asked, TextShape(asked, self.model))
 
     async def _respond(self, request: Request) -> Response:
-        asked = parse_request(await _body(request), ResponsesRequest)
+        asked = parse_request(await read_body(request), ResponsesRequest)
         before = self._kept.messages(asked.previous_response_id)
         shape = ResponsesShape(asked, before, self.model, self._kept)
         return await self._answer(request, asked.chat(before), shape)
 
     async def _ollama(self, request: Request) -> Response:
-        asked = parse_request(await _body(request), OllamaRequest).chat()
+        asked = parse_request(await read_body(request), OllamaRequest).chat()
         return await self._answer(request, asked, OllamaShape(self.model))
 
     async def _tags(self, request: Request) -> Response:
@@ -147,10 +190,10 @@ class ChatServer:
             )
         parts = ReplyParts(self.replies, self._history(asked), self._options(asked))
         try:
-            first = await _unless_gone(request, parts.next())
+            await _unless_gone(request, parts.begin())
             if asked.stream:
-                return _EventStream(shape.events(first, parts.next), shape.media, parts)
-            return JSONResponse(await _unless_gone(request, shape.whole(first, parts.next)))
+                return _EventStream(shape.events(parts), shape.media, parts)
+            return JSONResponse(await _unless_gone(request, shape.whole(parts)))
         except BaseException:
             parts.cancel()
             raise
@@ -183,13 +226,13 @@ class ChatServer:
         options = ReplyOptions(settings, memory, tuple(asked.stop), own=own)
         if not isinstance(asked, ChatRequest):
             return options
-        schema = asked.response_format.schema_of_reply
-        return replace(
-            options,
-            logprobs=asked.logprobs,
-            calls=calls_in_reply(asked),
-            format=None if schema is None else partial(self._formats.json, schema),
-        )
+        schema, made = asked.response_format.schema_of_reply, None
+        if schema is not None:
+            made = partial(self._formats.json, schema)
+        if called := asked.called_tools:
+            is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
+            made = partial(self._formats.calls, called, 1 if is_one else _MOST_CALLS)
+        return replace(options, logprobs=asked.logprobs, calls=calls_in_reply(asked), format=made)
 
 
 def names_of(model: str) -> tuple[str, ...]:
@@ -197,7 +240,7 @@ def names_of(model: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
 
 
-async def _body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body of a request; raises RequestError as soon as it is too large."""
     body = bytearray()
     async for chunk in request.stream():
@@ -219,10 +262,22 @@ class ReplyParts:
 
         self._thread = thread
         self._reply = WaitingReply(history, options, send)
+        self._first: Part | None = None
         thread.submit(self._reply)
 
-    async def next(self) -> ReplyText | ReplyEnd:
-        """The next part; raises RequestError if the reply failed."""
+    async def begin(self) -> None:
+        """Wait for the first part; raises RequestError if the reply failed."""
+        self._first = await self._next()
+
+    async def __aiter__(self) -> AsyncIterator[Part]:
+        """All parts; raises RequestError if the reply fails."""
+        part = self._first or await self._next()
+        yield part
+        while not isinstance(part, ReplyEnd):
+            part = await self._next()
+            yield part
+
+    async def _next(self) -> Part:
         part = await self._queue.get()
         if isinstance(part, RequestError):
             raise part
@@ -266,7 +321,8 @@ class _EventStream(StreamingResponse):
             self._parts.cancel()
 
 
-async def _show_error(request: Request, error: RequestError) -> Response:
+async def show_error(request: Request, error: RequestError) -> Response:
+    """The response to a request that can't be answered."""
     return JSONResponse(error.body, error.status, error.headers)
 
 

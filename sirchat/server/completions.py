@@ -5,30 +5,35 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any, Protocol
 
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import ChatRequest, ReplyRequest, RequestError
 
 Part = ReplyText | ReplyEnd
-Next = Callable[[], Awaitable[Part]]
-"""Returns the next part of a reply; raises RequestError if the reply failed."""
+Parts = AsyncIterable[Part]
+"""The parts of a reply, the end last; raises RequestError if the reply fails."""
 
 
 class Shape(Protocol):
-    """The JSON of one reply, whole or in a stream; `part` is its first part.
-
-    `media` is the type of the stream.
-    """
+    """The JSON of one reply, whole or in a stream; `media` is the type of the stream."""
 
     media: str
 
-    async def whole(self, part: Part, following: Next) -> dict[str, Any]:
+    async def whole(self, parts: Parts) -> dict[str, Any]:
         """The JSON of the whole reply."""
 
-    def events(self, part: Part, following: Next) -> AsyncIterator[str]:
+    def events(self, parts: Parts) -> AsyncIterator[str]:
         """The events of a stream."""
+
+
+async def collected(parts: Parts) -> tuple[str, list[ReplyText], ReplyEnd]:
+    """The text of a reply, its pieces, and its end."""
+    *said, end = [part async for part in parts]
+    pieces = [part for part in said if isinstance(part, ReplyText)]
+    assert isinstance(end, ReplyEnd)
+    return "".join(part.text for part in pieces), pieces, end
 
 
 class _Completion:
@@ -53,36 +58,33 @@ class _Completion:
         """The fields of a piece that comes before the reply."""
         return []
 
-    async def whole(self, part: Part, following: Next) -> dict[str, Any]:
-        """The JSON of the whole reply, whose first part is `part`."""
-        said: list[ReplyText] = []
-        while not isinstance(part, ReplyEnd):
-            said.append(part)
-            part = await following()
-        fields = self._whole("".join(one.text for one in said), said)
+    async def whole(self, parts: Parts) -> dict[str, Any]:
+        """The JSON of the whole reply."""
+        text, said, end = await collected(parts)
+        choice = {"index": 0, **self._whole(text, said), "finish_reason": end.finish}
         return {
             **self._common,
             "object": self.kind,
-            "choices": [{"index": 0, **fields, "finish_reason": part.finish}],
-            "usage": part.usage,
-            "sirchat": part.memory,
+            "choices": [choice],
+            "usage": end.usage,
+            "sirchat": end.memory,
         }
 
-    async def events(self, part: Part, following: Next) -> AsyncIterator[str]:
-        """The events of a stream, whose first part is `part`."""
+    async def events(self, parts: Parts) -> AsyncIterator[str]:
+        """The events of a stream."""
         for fields in self._opening():
             yield self._chunk(fields)
         try:
-            while not isinstance(part, ReplyEnd):
-                if part.text or part.tokens or part.calls:
+            async for part in parts:
+                if isinstance(part, ReplyEnd):
+                    yield self._chunk(self._piece(None), part.finish, sirchat=part.memory)
+                    if self._usage:
+                        yield self._event(choices=[], usage=part.usage)
+                elif part.text or part.tokens or part.calls:
                     yield self._chunk(self._piece(part))
-                part = await following()
         except RequestError as error:
             yield event(error.body)
             return
-        yield self._chunk(self._piece(None), part.finish, sirchat=part.memory)
-        if self._usage:
-            yield self._event(choices=[], usage=part.usage)
         yield "data: [DONE]\n\n"
 
     def _chunk(self, fields: dict[str, Any], finish: str | None = None, **more: Any) -> str:

@@ -1,4 +1,4 @@
-"""Replies in a format that the request names: JSON, or JSON by a schema.
+"""Replies in a format that the request names: JSON, JSON by a schema, or calls of tools.
 
 The package llguidance says which tokens may come next; the model chooses among these.
 """
@@ -6,7 +6,7 @@ The package llguidance says which tokens may come next; the model chooses among 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,11 @@ from torch import Tensor
 
 from sirchat.chat.session import Session
 from sirchat.server.requests import RequestError
+from sirchat.server.tool_fields import FunctionFields
+from sirchat.server.tools import CLOSE, OPEN
+from sirchat.text.other_templates import ToolTemplate
 
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Blanks as Python writes them, and no others: small models would write them without end."""
 
 
@@ -26,15 +29,41 @@ class Formats:
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
-    def json(self, schema: dict[str, Any], session: Session) -> JsonFormat:
+    def json(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
         """The format of one reply in this session; raises RequestError for a bad schema."""
+        return self._format(
+            session,
+            "response_format",
+            lambda matcher: matcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS),
+        )
+
+    def calls(self, tools: Sequence[FunctionFields], most: int, session: Session) -> ReplyFormat:
+        """The format of a reply that is one call of these tools, or up to `most` calls.
+
+        Raises RequestError if the chat template does not say how a call is written.
+        """
+        template = session.template
+        form = template.call_form() if isinstance(template, ToolTemplate) else None
+        if form is None or (form[0].strip(), form[2].strip()) not in (("", ""), (OPEN, CLOSE)):
+            problem = "the model's chat template does not write calls as JSON"
+            raise _refusal("tool_choice", f"can't have a tool in it: {problem}")
+        most = most if form[0] else 1  # without tags, a reply has room for one call
+        grammar = _grammar(tools, most, *form)
+        return self._format(
+            session, "tool_choice", lambda matcher: matcher.grammar_from_lark(grammar)
+        )
+
+    def _format(self, session: Session, param: str, grammar: Callable[[Any], str]) -> ReplyFormat:
+        """The format by a grammar, for the field `param` of a request."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
-            raise _refusal("needs the package llguidance: pip install 'sirchat[server]'") from None
+            problem = "needs the package llguidance: pip install 'sirchat[server]'"
+            raise _refusal(param, problem) from None
         model, template = session.model, session.template
         if template.opens_reasoning:
-            raise _refusal("can't be had from a model that begins every reply with reasoning")
+            problem = "can't be had from a model that begins every reply with reasoning"
+            raise _refusal(param, problem)
         if self._vocabulary is None:
             declared = getattr(model.module.generation_config, "eos_token_id", None)
             ends = sorted(template.end_ids(declared))
@@ -42,18 +71,45 @@ class Formats:
                 written = model.tokenizer.backend_tokenizer.to_str()
                 self._vocabulary = LLTokenizer(written, n_vocab=model.vocab_size, eos_token=ends)
             except Exception as error:  # it knows most kinds of tokenizers, but not all
-                raise _refusal(f"can't be had from this model: {error}") from None
+                raise _refusal(param, f"can't be had from this model: {error}") from None
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
-            problem = LLMatcher.validate_grammar(grammar, self._vocabulary)
+            written = grammar(LLMatcher)
+            problem = LLMatcher.validate_grammar(written, self._vocabulary)
         except ValueError as error:  # such as a number that is too large
             problem = str(error)
         if problem:
-            raise _refusal(f"has a schema that can't be used: {problem}")
-        return JsonFormat(LLMatcher(self._vocabulary, grammar), model.vocab_size)
+            raise _refusal(param, f"has a schema that can't be used: {problem}")
+        return ReplyFormat(LLMatcher(self._vocabulary, written), model.vocab_size)
 
 
-class JsonFormat:
+def _grammar(
+    tools: Sequence[FunctionFields], most: int, opening: str, arguments: str, closing: str
+) -> str:
+    """The grammar, in llguidance's kind of Lark, of one call or up to `most`, a line each."""
+    before, after = ([json.dumps(text)] if text else [] for text in (opening, closing))
+    one = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
+    lines = [
+        "start: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),
+        f"call: {' '.join([*before, one, *after])}",
+    ]
+    for number, tool in enumerate(tools):
+        begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments)}: '
+        schema = json.dumps(_closed(tool.parameters) | {"x-guidance": _BLANKS})
+        lines.append(f'call{number}: {json.dumps(begun)} arguments{number} "}}"')
+        lines.append(f"arguments{number}: %json {schema}")
+    return "\n".join(lines)
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of arguments that has no others than it names, unless it says that it may.
+
+    Small models would go on naming new ones.
+    """
+    is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
+    return {"additionalProperties": False, **schema} if is_plain else schema
+
+
+class ReplyFormat:
     """Called with the ids of a reply so far, returns which ids may follow: a mask [V].
 
     Args:
@@ -74,5 +130,5 @@ class JsonFormat:
         return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._size].astype(bool))
 
 
-def _refusal(problem: str) -> RequestError:
-    return RequestError(f"response_format {problem[:300]}", param="response_format")
+def _refusal(param: str, problem: str) -> RequestError:
+    return RequestError(f"{param} {problem[:300]}", param=param)

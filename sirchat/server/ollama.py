@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import count
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from sirchat.server.completions import Next, Part
+from sirchat.server.completions import Parts, collected
 from sirchat.server.replies import ReplyEnd
 from sirchat.server.requests import (
     MANY,
     MOST_MESSAGES,
-    ChatMessage,
     ChatRequest,
-    Fields,
-    Json,
     MemorySettings,
     RequestError,
     checked,
 )
+from sirchat.server.tool_fields import CallId, Fields, Json, Name, Tool
+from sirchat.server.tools import ToolCall, call_id
 
 VERSION = "0.12.0"
 """The version of Ollama whose interface this is."""
@@ -52,11 +52,38 @@ class OllamaOptions(Fields):
         return {renamed.get(name, name): value for name, value in given.items()}
 
 
+class OllamaFunction(Fields):
+    """What a reply calls; `index` changes nothing."""
+
+    index: int | None = None
+    name: Name
+    arguments: Json = Field(default={})
+
+
+class OllamaCall(Fields):
+    """A call of a tool; without an id, it is known by its place."""
+
+    id: CallId | None = None
+    type: Literal["function"] = "function"
+    function: OllamaFunction
+
+
+class OllamaMessage(Fields):
+    """One message of the conversation so far."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: list[OllamaCall] = Field(default=[])
+    tool_name: Name | None = None
+    tool_call_id: CallId | None = None
+
+
 class OllamaRequest(Fields):
     """A request for a reply in a chat."""
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    tools: list[Tool] = Field(default=[])
     options: OllamaOptions = OllamaOptions()
     format: Literal["json"] | Json | None = None
     stream: bool = True
@@ -69,7 +96,8 @@ class OllamaRequest(Fields):
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
         fields: dict[str, Any] = {
             "model": self.model.removesuffix(":latest"),
-            "messages": self.messages,
+            "messages": list(self._messages()),
+            "tools": self.tools,
             "stream": self.stream,
             "sirchat": own if budget is None else own.model_copy(update={"budget": budget}),
         }
@@ -79,6 +107,23 @@ class OllamaRequest(Fields):
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return checked(ChatRequest, fields | self.options.settings())
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """The messages in OpenAI's shape: each call has an id, and each result that of its call."""
+        ids, waiting = map(call_id, count()), list[tuple[str, str]]()
+        for one in self.messages:
+            fields: dict[str, Any] = {"role": one.role, "content": one.content, "tool_calls": []}
+            for call in one.tool_calls:
+                ident, name = call.id or next(ids), call.function.name
+                function = {"name": name, "arguments": json.dumps(call.function.arguments)}
+                fields["tool_calls"].append({"id": ident, "function": function})
+                waiting.append((name, ident))
+            if one.role == "tool":
+                fits = [pair for pair in waiting if one.tool_name in (None, pair[0])]
+                waiting = [pair for pair in waiting if pair not in fits[:1]]
+                answered = one.tool_call_id or next((ident for _, ident in fits), "none")
+                fields |= {"tool_call_id": answered, "name": one.tool_name}
+            yield fields
 
 
 class OllamaShape:
@@ -90,29 +135,29 @@ class OllamaShape:
         self._model = model
         self._begun = time.monotonic_ns()
 
-    async def whole(self, part: Part, following: Next) -> dict[str, Any]:
-        """The JSON of the whole reply, whose first part is `part`."""
-        text, first = "", time.monotonic_ns()
-        while not isinstance(part, ReplyEnd):
-            text += part.text
-            part = await following()
-        return self._piece(text) | self._end(part, first)
+    async def whole(self, parts: Parts) -> dict[str, Any]:
+        """The JSON of the whole reply."""
+        first = time.monotonic_ns()
+        text, said, end = await collected(parts)
+        calls = [call for one in said for call in one.calls]
+        return self._piece(text, calls) | self._end(end, first)
 
-    async def events(self, part: Part, following: Next) -> AsyncIterator[str]:
-        """The lines of a stream, whose first part is `part`."""
+    async def events(self, parts: Parts) -> AsyncIterator[str]:
+        """The lines of a stream."""
         first = time.monotonic_ns()
         try:
-            while not isinstance(part, ReplyEnd):
-                if part.text:
-                    yield _line(self._piece(part.text))
-                part = await following()
+            async for part in parts:
+                if isinstance(part, ReplyEnd):
+                    yield _line(self._piece("") | self._end(part, first))
+                elif part.text or part.calls:
+                    yield _line(self._piece(part.text, part.calls))
         except RequestError as error:
             yield _line(error.body)
-            return
-        yield _line(self._piece("") | self._end(part, first))
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
+    def _piece(self, text: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [_shown(call) for call in calls]
         now = datetime.now(UTC).isoformat()
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
@@ -121,7 +166,7 @@ class OllamaShape:
         now = time.monotonic_ns()
         return {
             "done": True,
-            "done_reason": end.finish,
+            "done_reason": "length" if end.finish == "length" else "stop",
             "total_duration": now - self._begun,
             "prompt_eval_count": end.usage["prompt_tokens"],
             "prompt_eval_duration": first - self._begun,
@@ -129,6 +174,15 @@ class OllamaShape:
             "eval_duration": now - first,
             "sirchat": end.memory,
         }
+
+
+def _shown(call: ToolCall) -> dict[str, Any]:
+    try:
+        given = json.loads(call.arguments)
+    except ValueError:
+        given = {}
+    arguments = given if isinstance(given, dict) else {}
+    return {"function": {"name": call.name, "arguments": arguments}}
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -190,12 +190,13 @@ def _answer(
     assert done is not None
     yield pieces.end()
     conversation.add("tool" if role == "tool" else "user", question)
-    calls = () if options.calls is None or pieces.are_ended else options.calls.calls
+    calls = () if options.calls is None or pieces.are_stopped else options.calls.calls
     if calls:
         conversation.add("calls", calls_key(pieces.said, calls))
     else:
         conversation.add("assistant", done.text)
-    conversation.is_exact = not _is_plain(history)  # a plain text is of no use later
+    is_cut = options.calls is not None and options.calls.is_cut
+    conversation.is_exact = not _is_plain(history) and not is_cut  # else it is of no use later
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.take_back()
@@ -236,9 +237,15 @@ class _Pieces:
         self.said = ""
 
     @property
-    def are_ended(self) -> bool:
+    def are_stopped(self) -> bool:
         """Whether a stop string has ended the reply."""
         return self._stops.is_found
+
+    @property
+    def are_ended(self) -> bool:
+        """Whether a stop string has ended the reply, or its only call."""
+        calls = self._options.calls
+        return self.are_stopped or (calls is not None and calls.are_complete)
 
     def begin(self) -> None:
         """Begin the reply: the next token belongs to it."""
@@ -258,9 +265,9 @@ class _Pieces:
 
     def end(self) -> ReplyText:
         """The last piece, at the end of the reply."""
-        text, calls = "" if self.are_ended else self._stops.rest(), self._options.calls
+        text, calls = "" if self.are_stopped else self._stops.rest(), self._options.calls
         if calls is None:
-            tokens = () if self._tokens is None or self.are_ended else self._tokens.all()
+            tokens = () if self._tokens is None or self.are_stopped else self._tokens.all()
             return ReplyText(text, tokens)
         (text, found), (rest, more) = calls.push(text), calls.rest()
         self.said += text + rest

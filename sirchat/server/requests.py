@@ -7,9 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -19,6 +17,16 @@ from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
 from sirchat.memory.policies import is_path
+from sirchat.server.tool_fields import (
+    CallFields,
+    CallId,
+    Fields,
+    FunctionFields,
+    Json,
+    Name,
+    NamedTool,
+    Tool,
+)
 
 MOST_BYTES = 16 * 2**20
 """Largest body of a request."""
@@ -31,7 +39,6 @@ MANY = 10**9
 
 _MOST_STOPS = 4
 _MOST_TOOLS = 128
-_DEEPEST = 64  # lists and objects in each other
 
 
 class RequestError(Exception):
@@ -82,73 +89,6 @@ def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class Fields(BaseModel):
-    """Fields of a request; others are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    def check(self) -> None:
-        """Raise RequestError if fields don't go together."""
-
-
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-"""The name of a tool."""
-
-CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
-"""The id of a call."""
-
-
-def shallow(value: Any) -> Any:
-    """A value of JSON; refused if its lists and objects are nested too deeply."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [one for many in inner if not isinstance(many, _PLAIN) for one in many]
-        if not level:
-            return value
-    raise PydanticCustomError("deep", "lists and objects are nested too deeply")
-
-
-_PLAIN = str | int | float | None
-Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
-
-
-class FunctionCall(Fields):
-    """What a reply calls: a tool, and its arguments, as JSON.
-
-    `parsed_arguments`, which OpenAI's client adds to what it sends back, change nothing.
-    """
-
-    name: Name
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class CallFields(Fields):
-    """A call in a reply; `index`, which streams have, changes nothing."""
-
-    index: int | None = None
-    id: CallId
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class FunctionFields(Fields):
-    """A function that the model may call; its parameters are a JSON schema."""
-
-    name: Name
-    description: str | None = None
-    parameters: Json = {"type": "object", "properties": {}}
-    strict: Literal[False] | None = None
-
-
-class Tool(Fields):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: FunctionFields
-
-
 class ChatMessage(Fields):
     """One message of the conversation so far.
 
@@ -160,7 +100,7 @@ class ChatMessage(Fields):
         BeforeValidator(lambda role: "system" if role == "developer" else role),
     ]
     content: Annotated[str | None, BeforeValidator(joined)] = None
-    tool_calls: list[CallFields] = []
+    tool_calls: list[CallFields] = Field(default=[])
     tool_call_id: CallId | None = None
     name: Name | None = None
     parsed: Any = None
@@ -259,7 +199,7 @@ class ReplyRequest(Fields):
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(_listed),
         Field(max_length=_MOST_STOPS),
-    ] = []
+    ] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     sirchat: MemorySettings = MemorySettings()
@@ -289,7 +229,8 @@ class ChatRequest(ReplyRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
     logprobs: bool = False
     tools: list[Tool] = Field(default=[], max_length=_MOST_TOOLS)
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
 
     @property
@@ -300,6 +241,7 @@ class ChatRequest(ReplyRequest):
     def check(self) -> None:
         """Raise RequestError if fields don't go together."""
         _check_order(self.turns)
+        self._check_tools()
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
         if self.tools and self.response_format.type != "text":
@@ -308,6 +250,24 @@ class ChatRequest(ReplyRequest):
             raise RequestError(
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
+
+    def _check_tools(self) -> None:
+        """Raise RequestError if a tool is to be called that there is not, or not by its schema."""
+        is_free = self.tool_choice in ("none", "auto")
+        if not is_free and not self.called_tools:
+            raise RequestError("tool_choice names no tool of the request", param="tool_choice")
+        if is_free and any(one.function.strict for one in self.tools):
+            raise RequestError(
+                "strict can be had only with a tool_choice that requires a call", param="tools"
+            )
+
+    @property
+    def called_tools(self) -> list[FunctionFields]:
+        """The tools of which the reply must call one; none if the model chooses."""
+        if self.tool_choice in ("none", "auto"):
+            return []
+        wanted = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        return [one.function for one in self.tools if wanted in (None, one.function.name)]
 
     @property
     def system(self) -> str | None:
@@ -401,7 +361,8 @@ def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, A
 
 def _refusal(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
+    names = map(str, first["loc"])
+    place = ".".join(name for name in names if not name.startswith("literal["))
     if first["type"] == "extra_forbidden":
         return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
     found = "" if first["type"] == "missing" else f" (not {format_value(first['input'])})"

@@ -9,28 +9,36 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from sirchat.errors import format_value
-from sirchat.server.completions import Next, Part, event
+from sirchat.server.completions import Parts, collected, event
 from sirchat.server.replies import ReplyEnd
 from sirchat.server.requests import (
     MANY,
     MOST_MESSAGES,
     ChatMessage,
     ChatRequest,
-    Fields,
-    Json,
     MemorySettings,
-    Name,
     RequestError,
     checked,
     joined,
 )
+from sirchat.server.tool_fields import (
+    CallFields,
+    CallId,
+    Fields,
+    FunctionCall,
+    FunctionFields,
+    Json,
+    Name,
+    ToolName,
+)
+from sirchat.server.tools import ToolCall
 
 _MOST_KEPT = 1000  # responses
 _MOST_CHARACTERS = 2**26  # of all responses that are kept
@@ -53,6 +61,55 @@ class InputMessage(Fields):
         """The message as one of a chat."""
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role=role, content=self.content)
+
+
+class CalledFunction(Fields):
+    """A call of a tool in an earlier output, as clients send it back."""
+
+    type: Literal["function_call"]
+    call_id: CallId
+    name: Name
+    arguments: str
+    parsed_arguments: Any = None
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def message(self) -> ChatMessage:
+        """The call as a message of a chat."""
+        function = FunctionCall(name=self.name, arguments=self.arguments)
+        return ChatMessage(
+            role="assistant", tool_calls=[CallFields(id=self.call_id, function=function)]
+        )
+
+
+class FunctionOutput(Fields):
+    """What a tool returned for a call."""
+
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Annotated[str, BeforeValidator(_PARTS)]
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def message(self) -> ChatMessage:
+        """The same as a message of a chat."""
+        return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
+
+
+class FunctionTool(FunctionFields):
+    """A function that the model may call; its fields stand beside its type."""
+
+    type: Literal["function"]
+
+    def tool(self) -> dict[str, Any]:
+        """The same tool as a chat has it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
+class NamedFunction(ToolName):
+    """The tool that the reply must call."""
+
+    type: Literal["function"]
 
 
 class TextFormat(Fields):
@@ -80,11 +137,37 @@ def _listed(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+def _kind(item: Any) -> Any:
+    """The type of an item of the input; messages need none."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+_Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CalledFunction, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+def _messages(items: Iterable[_Item]) -> list[ChatMessage]:
+    """Items as messages of a chat; a reply's text and its calls are one message."""
+    found: list[ChatMessage] = []
+    for one in items:
+        message = one.message()
+        if message.tool_calls and found and found[-1].role == "assistant":
+            calls = [*found[-1].tool_calls, *message.tool_calls]
+            found[-1] = found[-1].model_copy(update={"tool_calls": calls})
+        else:
+            found.append(message)
+    return found
+
+
 class ResponsesRequest(Fields):
     """A request for a response."""
 
     input: Annotated[
-        list[InputMessage],
+        list[_Item],
         BeforeValidator(_listed),
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
@@ -97,11 +180,14 @@ class ResponsesRequest(Fields):
     stream: bool = False
     store: bool = True
     text: TextOptions = TextOptions()
+    tools: list[FunctionTool] = Field(default=[])
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self, before: list[ChatMessage]) -> ChatRequest:
         """The same request for a chat; `before` are the messages that it continues."""
-        messages = [*before, *(one.message() for one in self.input)]
+        messages = [*before, *_messages(self.input)]
         if self.instructions is not None:
             if messages[0].role == "system":
                 raise RequestError(
@@ -109,15 +195,18 @@ class ResponsesRequest(Fields):
                 )
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
         fields = {name: getattr(self, name) for name in _SAME}
+        named = {} if isinstance(self.tool_choice, str) else {"name": self.tool_choice.name}
         fields |= {
             "messages": messages,
+            "tools": [one.tool() for one in self.tools],
+            "tool_choice": {"type": "function", "function": named} if named else self.tool_choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
         }
         return checked(ChatRequest, fields)
 
 
-_SAME = ("model", "temperature", "top_p", "stream", "sirchat")
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirchat")
 
 
 class KeptResponses:
@@ -129,7 +218,9 @@ class KeptResponses:
 
     def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
         """Keep a response, which continues `before`."""
-        size = sum(len(one.text) for one in new)  # texts of earlier messages are not copied
+        texts = [one.text for one in new]  # those of earlier messages are not copied
+        texts += [call.function.arguments for one in new for call in one.tool_calls]
+        size = sum(map(len, texts))
         self._kept[ident] = [*before, *new], size
         self._size += size
         while len(self._kept) > _MOST_KEPT or self._size > _MOST_CHARACTERS:
@@ -174,65 +265,104 @@ class ResponsesShape:
             "error": None,
             "incomplete_details": None,
             "metadata": {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls,
             "text": asked.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": asked.model_dump()["tool_choice"],
+            "tools": [one.model_dump() for one in asked.tools],
             "truncation": "auto",
             "usage": None,
         }
 
-    async def whole(self, part: Part, following: Next) -> dict[str, Any]:
-        """The JSON of the whole response, whose first part is `part`."""
-        text = ""
-        while not isinstance(part, ReplyEnd):
-            text += part.text
-            part = await following()
-        return self._done(text, part)
+    async def whole(self, parts: Parts) -> dict[str, Any]:
+        """The JSON of the whole response."""
+        text, said, end = await collected(parts)
+        calls = [call for one in said for call in one.calls]
+        items = [self._message(_status(end), text)] if text or not calls else []
+        return self._done([*items, *map(_call, calls)], end)
 
-    async def events(self, part: Part, following: Next) -> AsyncIterator[str]:
-        """The events of a stream, whose first part is `part`."""
-        begun, text = self._response("in_progress", []), ""
-        at = {"item_id": self._item, "output_index": 0, "content_index": 0}
+    async def events(self, parts: Parts) -> AsyncIterator[str]:
+        """The events of a stream."""
+        begun, text, items = self._response("in_progress", []), "", list[dict[str, Any]]()
+        at: dict[str, Any] = {}  # the place of the text, once there is some
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        yield self._event("response.output_item.added", output_index=0, item=self._message())
-        yield self._event("response.content_part.added", **at, part=_text(""))
         try:
-            while not isinstance(part, ReplyEnd):
+            async for part in parts:
+                if isinstance(part, ReplyEnd):
+                    end = part
+                    break
+                if part.text and not at:
+                    at = self._place(items)
+                    for one in self._opened(at, items[-1]):
+                        yield one
                 if part.text:
                     text += part.text
                     yield self._event(
                         "response.output_text.delta", **at, delta=part.text, logprobs=[]
                     )
-                part = await following()
+                for call in part.calls:
+                    items.append(_call(call))
+                    for one in self._called(items):
+                        yield one
         except RequestError as error:
             told = error.body["error"]
             failed = {"code": told["code"] or "server_error", "message": told["message"]}
             response = self._response("failed", []) | {"error": failed}
             yield self._event("response.failed", response=response)
             return
-        response = self._done(text, part)
-        (item,) = response["output"]
-        yield self._event("response.output_text.done", **at, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **at, part=_text(text))
-        yield self._event("response.output_item.done", output_index=0, item=item)
+        if not items:  # the reply is empty
+            at = self._place(items)
+            for one in self._opened(at, items[-1]):
+                yield one
+        if at:
+            items[at["output_index"]] = item = self._message(_status(end), text)
+            for one in self._closed(at, item):
+                yield one
+        response = self._done(items, end)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _done(self, text: str, end: ReplyEnd) -> dict[str, Any]:
+    def _place(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add the message with the text to the items; returns where it is, as events say it."""
+        items.append(self._message())
+        return {"item_id": self._item, "output_index": len(items) - 1, "content_index": 0}
+
+    def _opened(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
+        """The events before the text."""
+        yield self._event("response.output_item.added", output_index=at["output_index"], item=item)
+        yield self._event("response.content_part.added", **at, part=_text(""))
+
+    def _closed(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
+        """The events after the text."""
+        (part,) = item["content"]
+        yield self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
+        yield self._event("response.content_part.done", **at, part=part)
+        yield self._event("response.output_item.done", output_index=at["output_index"], item=item)
+
+    def _called(self, items: Sequence[dict[str, Any]]) -> Iterator[str]:
+        """The events of a call, the last of the items, which comes as a whole."""
+        index, item = len(items) - 1, items[-1]
+        at = {"item_id": item["id"], "output_index": index}
+        begun, name = item | {"arguments": "", "status": "in_progress"}, "function_call_arguments"
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(f"response.{name}.delta", **at, delta=item["arguments"])
+        told = {"arguments": item["arguments"], "name": item["name"]}
+        yield self._event(f"response.{name}.done", **at, **told)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _done(self, output: list[dict[str, Any]], end: ReplyEnd) -> dict[str, Any]:
         """The complete response, which is kept from now on."""
         if self._asked.store:
-            new = [one.message() for one in self._asked.input]
-            new.append(ChatMessage(role="assistant", content=text))
-            self._kept.add(self._id, self._before, new)
-        is_cut = end.finish == "length"
-        status = "incomplete" if is_cut else "completed"
+            said = TypeAdapter(list[_Item]).validate_python(output)
+            self._kept.add(self._id, self._before, _messages([*self._asked.input, *said]))
+        status = _status(end)
         more = {
             "usage": _usage(end.usage),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "sirchat": end.memory,
         }
-        return self._response(status, [self._message(status, text)]) | more
+        return self._response(status, output) | more
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._common, "status": status, "output": output}
@@ -246,6 +376,16 @@ class ResponsesShape:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event(numbered, kind)
+
+
+def _status(end: ReplyEnd) -> str:
+    return "incomplete" if end.finish == "length" else "completed"
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    item = {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call", "status": "completed"}
+    return item | called
 
 
 def _text(text: str) -> dict[str, Any]:

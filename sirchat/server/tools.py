@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.server.requests import ChatMessage, ChatRequest, shallow
+from sirchat.server.requests import ChatMessage, ChatRequest
+from sirchat.server.tool_fields import shallow
 from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -39,14 +40,26 @@ class CallParser:
     Args:
         names: the names of the tools; without tags, only these are called.
         number: the number of the next call, for its id.
+        only_one: whether the reply ends after its first call.
+
+    Attributes:
+        calls: those found so far.
+        is_cut: whether the reply has more than the call with which it ends.
     """
 
-    def __init__(self, names: Collection[str], number: int) -> None:
+    def __init__(self, names: Collection[str], number: int, *, only_one: bool = False) -> None:
         self._names = names
         self._number = number
+        self._only_one = only_one
+        self.is_cut = False
         self._waiting = ""
         self._has_begun = False
         self.calls: list[ToolCall] = []
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the reply ends, because it has its only call."""
+        return self._only_one and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Add a piece; returns the text that is no part of a call, and the calls that end in it."""
@@ -61,6 +74,8 @@ class CallParser:
 
     def _next(self) -> str | None:
         """The next text that can be shown; None if more must come first."""
+        if self.are_complete:
+            return None
         at = self._waiting.find(OPEN)
         if at > 0:
             shown, self._waiting = self._waiting[:at], self._waiting[at:]
@@ -81,6 +96,9 @@ class CallParser:
     def rest(self) -> tuple[str, list[ToolCall]]:
         """The text and the calls that are left at the end of the reply."""
         before, left = len(self.calls), self._waiting
+        if self.are_complete:
+            self.is_cut = bool(left.strip())
+            return "", []
         if left.startswith(OPEN):
             is_call = self._add(left.removeprefix(OPEN))
         else:
@@ -106,11 +124,18 @@ class CallParser:
             if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
                 return False
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            found.append(ToolCall(f"call{self._number + len(found):05}", name, text))
+            found.append(ToolCall(call_id(self._number + len(found)), name, text))
             left = left[end:].lstrip().removeprefix(";").lstrip()
+        if self._only_one and len(found) > 1:
+            found, self.is_cut = found[:1], True
         self._number += len(found)
         self.calls += found
         return bool(found)
+
+
+def call_id(number: int) -> str:
+    """The id of a call, by its number in the conversation."""
+    return f"call{number:05}"
 
 
 def _begins(text: str, opening: str) -> bool:
@@ -123,7 +148,9 @@ def calls_in_reply(asked: ChatRequest) -> CallParser | None:
         return None
     ids = [call.id for one in asked.turns for call in one.tool_calls]
     used = [int(one[4:]) for one in ids if re.fullmatch(r"call[0-9]{5}", one)]
-    return CallParser({one.function.name for one in asked.tools}, max(used, default=-1) + 1)
+    names = {one.function.name for one in asked.tools}
+    only_one = not asked.parallel_tool_calls
+    return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
 
 
 def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:

@@ -104,6 +104,26 @@ class ToolTemplate(Template):
             ids = self.as_text(calls_as_text(content, functions))
         return TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids)))
 
+    def call_form(self) -> tuple[str, str, str] | None:
+        """How the template writes a call as JSON with a name and arguments.
+
+        The text before the JSON, how the arguments are called in it, and the text after it. None
+        if it writes calls in another way.
+        """
+        function = {"name": QUESTION, "arguments": {QUESTION: ANSWER}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        try:
+            ids = self._reply({"role": "assistant", "content": "", "tool_calls": [call]})
+            text = self._tokenizer.decode(ids or [], skip_special_tokens=True).strip()
+            start = text.index("{")
+            written, size = json.JSONDecoder().raw_decode(text[start:])
+        except (ModelError, ValueError):
+            return None
+        for name in ("arguments", "parameters"):
+            if written == {"name": QUESTION, name: {QUESTION: ANSWER}}:
+                return text[:start], name, text[start + size :]
+        return None
+
     def _control_ids(self, ids: Sequence[int]) -> list[int]:
         return [i for i in ids if i in self._added]
 

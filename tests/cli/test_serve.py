@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
 import time
 import urllib.request
 from contextlib import suppress
@@ -16,7 +14,7 @@ import pytest
 
 from command import run
 from import_graph import loaded_with, within
-from warm_python import warm_python
+from listening import serve_program
 
 
 @pytest.mark.parametrize(
@@ -74,21 +72,10 @@ def test_its_packages_are_imported_only_when_it_runs() -> None:
 def test_a_signal_ends_it_and_the_replies_under_way(
     tmp_path: Path, endless: str, number: int, code: int
 ) -> None:
-    flags = ["-m", endless, "--port", "0", "--budget", "64", "--max-new-tokens", "1000000"]
-    with subprocess.Popen(
-        [*warm_python(), "-m", "sirchat", "serve", *flags],
-        env=os.environ | {"SIRCHAT_HOME": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        line = process.stdout.readline()
-        name = Path(endless).name
-        assert line.startswith(f"sirchat serves {name} at http://127.0.0.1:"), process.stderr.read()
+    flags = ("-m", endless, "--budget", "64", "--max-new-tokens", "1000000")
+    with serve_program(tmp_path, *flags) as (process, address):
         body = {"messages": [{"role": "user", "content": "Hello."}], "stream": True}
-        url = f"{line.split()[4]}/chat/completions"
+        url = f"{address}/chat/completions"
         with urllib.request.urlopen(url, json.dumps(body).encode()) as stream:
             for _ in range(20):
                 stream.readline()
@@ -98,6 +85,7 @@ def test_a_signal_ends_it_and_the_replies_under_way(
             "the server is ending"
         )
         assert process.wait() == code
+        assert process.stderr is not None
         assert process.stderr.read() == ""
 
 
@@ -106,15 +94,7 @@ def test_a_server_that_nobody_asks_ends_by_itself_and_leaves_no_socket(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     home = tmp_path_factory.mktemp("h")
-    flags = ["-m", "tiny", "--port", "0", "--idle", "2s"]
-    with subprocess.Popen(
-        [*warm_python(), "-m", "sirchat", "serve", *flags],
-        env=os.environ | {"SIRCHAT_HOME": str(home)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[4]
+    with serve_program(home, "-m", "tiny", "--idle", "2s") as (process, url):
         assert list((home / "state" / "servers").iterdir())
         body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4})
         for _ in range(3):  # each request begins the time anew; looking on does not

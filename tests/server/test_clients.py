@@ -81,8 +81,8 @@ def test_the_client_of_openai(
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         client.responses.create(model="tiny", input=NAME, previous_response_id="resp_0")
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
-        create(model="tiny", messages=messages, tools=[WEATHER], tool_choice="required")
-    script(monkeypatch, [CALL, CALL, "It is cold."])
+        create(model="tiny", messages=messages, tool_choice="required")
+    script(monkeypatch, [CALL, CALL, "It is cold.", CALL, "It is cold."])
     messages = [user(ASKED)]
     with client.chat.completions.stream(model="tiny", messages=messages, tools=[WEATHER]) as stream:
         stream.until_done()
@@ -97,6 +97,17 @@ def test_the_client_of_openai(
     last = create(model="tiny", messages=messages, tools=[WEATHER])
     assert last.choices[0].message.content == "It is cold."
     assert last.usage.prompt_tokens_details.cached_tokens > 0
+    function: Any = {"type": "function", "strict": False, **WEATHER["function"]}  # type: ignore[dict-item]
+    with client.responses.stream(model="tiny", input=ASKED, tools=[function]) as stream:
+        stream.until_done()
+    begun = stream.get_final_response()
+    (call,) = begun.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "-3 degrees"}
+    ended = client.responses.create(
+        model="tiny", input=[result], tools=[function], previous_response_id=begun.id
+    )
+    assert ended.output_text == "It is cold."
+    assert ended.usage.input_tokens_details.cached_tokens > 0
 
 
 def test_langchain(

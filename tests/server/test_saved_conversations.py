@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import stat
-import subprocess
 import time
 import urllib.request
 from contextlib import suppress
@@ -18,13 +16,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from chatting import babbler
+from listening import serve_program
 from serving import Message, Served, assistant, served, told, user
 from sirchat.cli.serve import _open
 from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
 from sirchat.errors import SessionError
 from sirchat.saved.store import SessionStore
-from warm_python import warm_python
 
 NAMES = ("Anna", "Tom", "Eva")
 ASKED = "What is my name?"
@@ -182,7 +180,6 @@ def post(url: str, messages: list[Message], **fields: Any) -> Any:
     return urllib.request.urlopen(url, json.dumps({"messages": messages, **fields}).encode())
 
 
-@pytest.mark.slow
 def _wait_for_the_end(port: int) -> None:
     """Wait until nothing listens: what was killed may only have passed the signal on."""
     with suppress(OSError):
@@ -191,22 +188,16 @@ def _wait_for_the_end(port: int) -> None:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
     tmp_path: Path, endless: str
 ) -> None:
-    flags = ["-m", endless, "--port", "0", "--budget", "64", "--max-new-tokens", "1000000"]
+    flags = ("-m", endless, "--budget", "64", "--max-new-tokens", "1000000")
     messages = [user("My name is Anna.")]
     memory: list[dict[str, Any]] = []
     for number in (signal.SIGKILL, signal.SIGTERM):
-        with subprocess.Popen(
-            [*warm_python(), "-m", "sirchat", "serve", *flags],
-            env=os.environ | {"SIRCHAT_HOME": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            url = f"{process.stdout.readline().split()[4]}/chat/completions"
-
+        with serve_program(tmp_path, *flags) as (process, address):
+            url = f"{address}/chat/completions"
             with post(url, messages, max_tokens=8) as response:
                 reply = json.load(response)
             memory.append({**reply["sirchat"], "cached": cached(reply)})

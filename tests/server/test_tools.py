@@ -189,9 +189,6 @@ def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"logprobs": True}, "logprobs can't be had with tools"),
         ({"response_format": {"type": "json_object"}}, "can't be had with tools"),
         ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "name"),

@@ -1,0 +1,89 @@
+"""Two replicas of one server on this machine: `python -m tests.replicas model=tiny`.
+
+Ray Serve starts them. Six conversations take five rounds each; then one replica is killed, and each
+conversation takes one round more. The table has, for each reply, how many tokens its conversation
+had seen before, and how many of these were not read again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from sirchat.server.cluster import app, conversation_key, owner
+
+_NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
+_QUESTIONS = ("Where am I from?", "What do I like?", "And what else?", "Who am I?", "Goodbye.")
+_URL = "http://127.0.0.1:8000/v1"
+
+
+def _get(path: str, body: Any = None) -> Any:
+    headers = {"Authorization": f"Bearer {os.environ['SIRCHAT_API_KEY']}"}
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{_URL}{path}", data, headers)) as response:
+        return json.load(response)
+
+
+class Conversation:
+    """One client's conversation; `seen` is how many tokens it has."""
+
+    def __init__(self, name: str) -> None:
+        self.messages = [{"role": "user", "content": f"My name is {name}."}]
+        self.replica = owner(conversation_key({"messages": self.messages}), 2)
+        self.seen = 0
+
+    def ask(self, then: str) -> str:
+        """Ask for a reply; returns how much of the memory was found, and how long it took."""
+        begun = time.monotonic()
+        reply = _get("/chat/completions", {"messages": self.messages})
+        found = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        line = f"{found}/{self.seen}"
+        self.seen = reply["sirchat"]["seen"]
+        said = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+        self.messages += [said, {"role": "user", "content": then}]
+        return f"{line} ({time.monotonic() - begun:.1f} s)"
+
+
+def _kill(number: int) -> None:
+    """Kill the process of a replica."""
+    (name,) = [
+        one["name"]
+        for one in ray.util.list_named_actors(all_namespaces=True)
+        if f"#replica-{number}#" in one["name"]
+    ]
+    ray.kill(ray.get_actor(name, namespace="serve"), no_restart=True)
+
+
+def main() -> None:
+    """Let the conversations go on, and print the table."""
+    given = dict(one.split("=", 1) for one in sys.argv[1:])
+    os.environ.setdefault("SIRCHAT_API_KEY", "key")
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"replicas": "2", "folder": folder, "max_new_tokens": "24", **given}
+        ray.init(log_to_driver=False)
+        serve.run(app(settings))
+        talks = [Conversation(name) for name in _NAMES]
+        for number, question in enumerate(_QUESTIONS):
+            asked = [f"{one.replica}: {one.ask(question)}" for one in talks]
+            sys.stdout.write(f"round {number + 1}  {'  '.join(asked)}\n")
+        files = {one.name: len(list(one.glob("*.sqlite"))) for one in Path(folder).iterdir()}
+        listed = _get("/sirchat/sessions")["data"]
+        sys.stdout.write(f"{len(listed)} conversations in all; files {sorted(files.items())}\n")
+        _kill(0)
+        asked = [f"{one.replica}: {one.ask('Hello again.')}" for one in talks]
+        sys.stdout.write(f"after replica 0 was killed  {'  '.join(asked)}\n")
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

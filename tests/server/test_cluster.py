@@ -1,0 +1,177 @@
+"""Several replicas behind a router, as Ray Serve connects them: each has its own conversations."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from chatting import tiny
+from serving import URL, Message, assistant, system, user
+from sirchat.config.profile import Profile
+from sirchat.errors import UsageError
+from sirchat.server import cluster
+from sirchat.server.app import Limits
+from sirchat.server.cluster import Replica, Router, conversation_key, owner
+
+NAMES = ("Anna", "Tom", "Eva", "Kim", "Leo", "Mia")
+ASKED = "What is my name?"
+KEY = {"Authorization": "Bearer key"}
+
+
+class Handle:
+    """As Ray's handle of a replica; `number` is how often it was asked."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica: Replica | None = replica
+        self.answer, self.number = self, 0
+
+    def options(self, *, stream: bool) -> Handle:
+        assert stream
+        return self
+
+    async def remote(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
+        self.number += 1
+        if self.replica is None:
+            raise RuntimeError("the actor died")
+        async for message in self.replica.answer(pickle.loads(pickle.dumps(scope)), body):
+            yield pickle.loads(pickle.dumps(message))
+
+
+def replica(folder: Path) -> Replica:
+    settings: dict[str, Any] = {"policy": "sink", "budget": 64, "max_new_tokens": 6}
+    return Replica(Profile(**settings), Limits(conversations=4), folder, "key")
+
+
+@pytest.fixture
+def handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Handle]]:
+    monkeypatch.setattr(cluster, "load_model_of", lambda profile: tiny())
+    found = [Handle(replica(tmp_path / str(number))) for number in range(2)]
+    yield found
+    for one in found:
+        if one.replica is not None:
+            one.replica.end()
+
+
+@pytest.fixture
+def client(handles: list[Handle]) -> TestClient:
+    router = Router(*handles)
+    route = Route("/{path:path}", router.__call__, methods=["GET", "POST"])
+    return TestClient(Starlette(routes=[route]), base_url=URL, headers=KEY)
+
+
+def ask(client: TestClient, messages: list[Message]) -> Any:
+    response = client.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def talk(client: TestClient, name: str, rounds: int) -> tuple[list[Message], int]:
+    """A conversation of some rounds, in which nothing is read twice; and the tokens it has seen."""
+    messages, seen = [user(f"My name is {name}.")], 0
+    for _ in range(rounds):
+        reply = ask(client, messages)
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == seen
+        seen = reply["sirchat"]["seen"]
+        messages += [assistant(reply["choices"][0]["message"]["content"]), user(ASKED)]
+    return messages, seen
+
+
+def test_all_requests_of_a_conversation_go_to_the_replica_that_has_it(
+    client: TestClient, handles: list[Handle]
+) -> None:
+    for name in NAMES:
+        talk(client, name, 3)
+    listed = client.get("/v1/sirchat/sessions").json()["data"]
+    assert sorted(one["first"] for one in listed) == sorted(f"My name is {one}." for one in NAMES)
+    assert all(one.number > 3 for one in handles)
+    assert sum(one.number for one in handles) == 3 * len(NAMES) + 2  # each was asked for its list
+
+
+def test_a_replica_that_died_comes_back_with_its_conversations(
+    client: TestClient, handles: list[Handle], tmp_path: Path
+) -> None:
+    talks = [talk(client, name, 2) for name in NAMES[:4]]
+    died, handles[0].replica = handles[0].replica, None
+    assert died is not None
+    died.end()
+    states = [
+        client.post("/v1/chat/completions", json={"messages": messages}).status_code
+        for messages, _ in talks
+    ]
+    assert set(states) == {200, 503}
+    handles[0].replica = replica(tmp_path / "0")
+    for (messages, seen), state in zip(talks, states, strict=True):
+        if state == 503:
+            reply = ask(client, messages)
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == seen
+
+
+def test_what_is_named_by_its_id_is_found_wherever_it_is(client: TestClient) -> None:
+    for name in NAMES[:4]:
+        first = client.post("/v1/responses", json={"input": f"I am {name}."}).json()
+        body = {"input": ASKED, "previous_response_id": first["id"], "stream": True}
+        *_, last = client.post("/v1/responses", json=body).text.strip().split("\n")
+        usage = json.loads(last.removeprefix("data: "))["response"]["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] == first["sirchat"]["seen"]
+        path = f"/v1/sirchat/sessions/{first['sirchat']['id']}"
+        assert client.post(path, json={"pin": name}).json()["events"]
+        assert client.get(path).json()["rows"]
+    assert client.get("/v1/sirchat/sessions/none").status_code == 404
+    response = client.post("/v1/responses", json={"input": "a", "previous_response_id": "none"})
+    assert (response.status_code, response.json()["error"]["param"]) == (
+        404, "previous_response_id",
+    )  # fmt: skip
+
+
+def test_each_replica_checks_the_key_and_the_request(client: TestClient) -> None:
+    del client.headers["Authorization"]
+    for path in ("/v1/models", "/v1/sirchat/sessions", "/v1/sirchat/sessions/a"):
+        assert client.get(path).status_code == 401
+    assert client.get("/health").json() == {"status": "ok"}
+    response = client.post("/v1/chat/completions", content="{", headers=KEY)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, None)
+
+
+def test_how_a_conversation_begins_is_its_key_in_each_shape() -> None:
+    messages = [system("Be kind."), user("Hello.")]
+    key = conversation_key({"messages": messages})
+    parts = [{"type": "text", "text": "Hello."}]
+    more = [assistant("Hi."), user("And now?")]
+    assert key == conversation_key({"messages": [messages[0], {"role": "user", "content": parts}]})
+    assert key == conversation_key({"messages": [*messages, *more], "model": "tiny"})
+    assert key == conversation_key({"instructions": "Be kind.", "input": "Hello."})
+    assert key != conversation_key({"messages": [user("Hello.")]})
+    assert key != conversation_key({"messages": [messages[0], user("Hello!")]})
+    for wrong in ({}, {"messages": 3}, {"messages": ["a", {"role": "user", "content": {}}]}):
+        assert conversation_key(wrong)
+
+
+def test_a_further_replica_takes_its_share_of_the_conversations_and_no_other_moves() -> None:
+    keys = [conversation_key({"prompt": str(number)}) for number in range(600)]
+    before, after = ([owner(key, count) for key in keys] for count in (2, 3))
+    assert all(new in (old, 2) for old, new in zip(before, after, strict=True))
+    assert all(150 < after.count(number) < 250 for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({}, "", "replicas need an API key"),
+        ({"replicas": "0"}, "key", 'replicas can\'t be "0"'),
+        ({"nosuch": "1"}, "key", "nosuch"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(
+    settings: dict[str, str], key: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_API_KEY", key)
+    with pytest.raises(UsageError, match=message):
+        cluster.app(settings)
