@@ -8,6 +8,7 @@
     │   └── DamagedSessionError  the session's file is damaged
     ├── UndoError           a turn can't be undone
     ├── ModelError          the model can't be loaded, or its cache can't be held under a budget
+    ├── LostRankError       a process that has a part of the model has ended
     └── ContextFullError    no more tokens fit in the model's context, and none may be evicted
 
 An error's message is one line. It names the bad value and the allowed values; the attribute `hint`
@@ -94,6 +95,10 @@ class UndoError(SirchatError):
 
 class ModelError(SirchatError):
     """A model can't be loaded, or has no per-token KV cache from which tokens can be evicted."""
+
+
+class LostRankError(SirchatError):
+    """One of the processes that share a model has ended or failed, so nothing can be computed."""
 
 
 class ContextFullError(SirchatError):

@@ -37,7 +37,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
-from sirchat.errors import UndoError
+from sirchat.errors import LostRankError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
 from sirchat.models.model import LoadedModel
@@ -113,9 +113,12 @@ class Session:
         """Keys and values of all tokens that are held or archived, on the CPU.
 
         If they take more than `limit` bytes, returns only those of held tokens; if even those take
-        more, returns None.
+        more, or if a process that has a part of them has ended, returns None.
         """
-        return self._engine.store.rows(limit)
+        try:
+            return self._engine.store.rows(limit)
+        except LostRankError:
+            return None
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
         """The counted attention that these tokens received so far, to be saved in a file."""

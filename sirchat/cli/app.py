@@ -145,11 +145,24 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies a
 
 
 def main() -> None:
-    """Run the command line and exit with its exit code."""
+    """Run the command line and exit with its exit code.
+
+    Started by torchrun, only the first process does so; the others compute what it asks for.
+    """
+    ranks = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    if ranks and os.environ["RANK"] != "0":
+        from sirchat.models.sharded import follow
+
+        sys.exit(follow())
     try:
         _run()
     except SystemExit as leaving:
         leave_opening(leaving)
+        if ranks:
+            from sirchat.models.sharded import end
+
+            if failure := end():
+                _fail(failure, 1)
         raise
     finally:
         leave_terminal()

@@ -13,7 +13,7 @@ from torch import Tensor
 from sirchat.memory.attention import AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
-from sirchat.models.attention_hook import AttentionCall
+from sirchat.models.attention_hook import AttentionCall, OfAllHeads
 
 
 class AttendingModel(Protocol):
@@ -44,6 +44,9 @@ class PassWeights:
             weights = call.mean_weights()  # [m, n]
             self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
 
+    def combine(self, heads: OfAllHeads) -> None:
+        self._sum = None if self._sum is None else heads.mean(self._sum)
+
     def mean(self) -> NDArray[np.float32] | None:
         """The mean weights [m, n] from m queries to n cache rows.
 
@@ -72,6 +75,9 @@ class HighestWeights:
             weights = call.weights()[:, :, self._slots.to(call.keys.device)]  # [H_q, m, k]
             highest = weights.amax(1).mean(0).cpu()
             self._sum = highest if self._sum is None else self._sum + highest
+
+    def combine(self, heads: OfAllHeads) -> None:
+        self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float64] | None:
         """The highest weights [k]; None if the model showed the weights of none of the layers."""

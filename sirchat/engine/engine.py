@@ -80,7 +80,7 @@ class Engine:
         self.ledger = Ledger(seed, unknown_surprisal=self._no_surprisal)
         budget = Budget(settings, self.ledger, model.context_length)
         self.cache = model.new_cache(min(budget.total, 1024) if budget.unbounded else budget.total)
-        self.cache.in_stream = settings.in_stream
+        self.cache.set_positions(in_stream=settings.in_stream)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
         self.contents = CacheContents(budget, self.cache, self.store)
         self.reader = Reader(model, self.cache, self.ledger)
@@ -270,7 +270,7 @@ class Engine:
         sinks = min(self.contents.budget.sinks, total // 2)
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
         cache = self._model.new_cache(min(total, len(stay)))
-        cache.in_stream = self.cache.in_stream
+        cache.set_positions(in_stream=self.cache.in_stream)
         with self._model.several_passes():
             for start in range(0, len(stay), size):
                 at = stay[start : start + size]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -27,7 +26,7 @@ from sirchat.memory.recall import retriever
 from sirchat.memory.recall.base import WordRetriever
 from sirchat.memory.retrieval import LayerQueries, Query, RecallSettings
 from sirchat.memory.segments import Positions
-from sirchat.models.attention_hook import QueryRecorder, observed_by
+from sirchat.models.attention_hook import QueryRecorder
 from sirchat.models.model import LoadedModel
 
 
@@ -71,11 +70,10 @@ def search(
     if not needs.needs_turn or recall.query == "recent":
         of_query = _recent(engine) if needs.needs_turn else np.zeros(0, np.int64)
         return _score(engine, recall, _query(engine, of_query, start, words), model.rotations)
-    checkpoint, recorder = engine.checkpoint(), QueryRecorder()
+    checkpoint, unused = engine.checkpoint(), nullcontext(QueryRecorder())
     with engine.store.unlimited():
         try:
-            attention = partial(observed_by, model.module, recorder, model.layer_numbers)
-            with attention() if needs.needs_queries else nullcontext():
+            with model.recorded_queries() if needs.needs_queries else unused as recorder:
                 for _ in engine.feed(ids[-longest:], roles[-longest:], at):
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)

@@ -8,8 +8,11 @@ exceeds its limit, it deletes whole segments, the one with the lowest mean score
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.index import Index
-from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, SegmentFiles
+from sirchat.memory.key_value_stats import Block, key_value_stats
+from sirchat.memory.ledger import KeyValueStat
+from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, SegmentFiles, merged
+
+if TYPE_CHECKING:  # that module imports this one
+    from sirchat.memory.cache import BoundedCache
 
 
 class Archive:
@@ -28,6 +36,7 @@ class Archive:
         folder: where full segments (blocks of rows) are written; None keeps them in RAM.
 
     Attributes:
+        parts: number of processes that have an equal part of each row; `nbytes` is of all.
         index: search index over the archived rows; None if none was built. Rows removed from
             the archive are removed from the index, too.
     """
@@ -36,7 +45,7 @@ class Archive:
         self.limit = limit
         self._files = SegmentFiles(folder) if folder is not None else None
         self._segments: list[Segment | None] = []
-        self._nbytes = 0
+        self._nbytes, self.parts = 0, 1
         self.clear()
 
     @property
@@ -61,7 +70,7 @@ class Archive:
     @property
     def nbytes(self) -> int:
         """Size of all archived keys and values, in bytes."""
-        return self._nbytes
+        return self._nbytes * self.parts
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -98,6 +107,75 @@ class Archive:
             start = end
             if segment.is_full and self._files is not None:
                 self._files.put(number, segment)
+
+    def add_held(self, cache: BoundedCache, rows: Tensor, positions: Positions) -> None:
+        """Store the held rows of `cache` with the numbers `rows` [k].
+
+        `positions` [k] are their stream positions.
+        """
+        self.add(cache.first_written(rows, positions))
+
+    def add_all(self, other: Archive) -> None:
+        """Store all rows of another archive."""
+        if len(other):
+            self.add(other.fetch(other.positions))
+
+    def fill(
+        self, cache: BoundedCache, rows: Tensor, held: Positions, positions: Positions
+    ) -> None:
+        """Let `cache` hold exactly the rows at `positions` [n].
+
+        Its held rows numbered `rows` [k], at the stream positions `held` [k], are among them; the
+        others come from the archive.
+        """
+        filling = self.fetch(np.setdiff1d(positions, held, assume_unique=True))
+        if len(held):
+            filling = merged(cache.first_written(rows, held), filling)
+        cache.replace(filling)
+
+    def insert_into(self, cache: BoundedCache, start: int, layers: Sequence[Positions]) -> None:
+        """Put extra rows into `cache`, before held row number `start`.
+
+        Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
+        if one of the rows is not archived.
+        """
+        cache.insert(start, [self.fetch(at, layer) for layer, at in enumerate(layers)])
+
+    def statistics(
+        self,
+        cache: BoundedCache,
+        held: Positions,
+        positions: Positions,
+        wanted: Collection[KeyValueStat],
+    ) -> dict[KeyValueStat, NDArray[np.float64]]:
+        """Statistics [n] of the rows at stream `positions` [n], ascending; `wanted` names them.
+
+        `held` are the stream positions of all rows that `cache` holds. A row that is neither held
+        nor archived gets NaN.
+        """
+        blocks = partial(self._ranked_blocks, cache, held, positions)
+        return key_value_stats(wanted, len(positions), blocks, partial(blocks, as_read=True))
+
+    def _ranked_blocks(
+        self, cache: BoundedCache, held: Positions, positions: Positions, *, as_read: bool = False
+    ) -> Iterator[Block]:
+        """Yield the held and archived rows at `positions` in blocks, with keys as first written.
+
+        If `as_read` is true, keys are rotated as attention reads them. If some of the rows are not
+        held, each key is rotated as if the cache held exactly `positions`.
+        """
+        here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
+        slots = torch.from_numpy(np.searchsorted(held, positions[here]))
+        if as_read and len(here) == len(positions):
+            yield Block(here, cache.as_read(slots))
+            return
+        first = [cache.first_written(slots, positions[here])] if len(here) else []
+        archived = self.blocks(np.setdiff1d(positions, held, assume_unique=True))
+        for rows in chain(first, archived):
+            numbers = np.searchsorted(positions, rows.positions)
+            if as_read:
+                rows = cache.rotated(rows, torch.from_numpy(numbers))
+            yield Block(numbers, rows.tensors)
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
@@ -161,13 +239,17 @@ class Archive:
         gone: list[Positions] = []
         while self.limit is not None and self.nbytes > self.limit:
             numbers = [n for n, segment in enumerate(self._segments) if segment is not None]
-            lowest = min(numbers, key=lambda n: self._mean_score(n, score))
-            gone.append(self._positions_in(lowest))
-            self._slots[gone[-1]] = -1
-            self._drop(lowest)
-            if self.index is not None:
-                self.index.remove(gone[-1])
+            gone.append(self.drop(min(numbers, key=lambda n: self._mean_score(n, score))))
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
+
+    def drop(self, number: int) -> Positions:
+        """Delete segment `number`; returns the stream positions [k] of its rows."""
+        gone = self._positions_in(number)
+        self._slots[gone] = -1
+        self._drop(number)
+        if self.index is not None:
+            self.index.remove(gone)
+        return gone
 
     def remove(self, positions: Positions) -> None:
         """Remove these rows, and overwrite their keys and values with zeros.

@@ -18,6 +18,7 @@ do not change it. `begin_pass` removes from it what a pass that was not committe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.memory.archive import Archive
 from sirchat.memory.cache_layers import (
     CachedTensor,
     CacheState,
@@ -83,6 +85,10 @@ class BoundedCache:
     ) -> list[Any]:
         """Empty layers with rows, one for each of `rotations`."""
         return [RowLayer(cursor, rotation, dtype) for rotation in rotations]
+
+    def new_archive(self, limit: int, folder: Path | None) -> Archive:
+        """An empty archive for rows of this cache."""
+        return Archive(limit, folder)
 
     @property
     def length(self) -> int:

@@ -44,7 +44,7 @@ def key_value_stats(
 ) -> dict[KeyValueStat, Floats]:
     """Compute statistics of `count` ranked tokens: an array [count] for each `wanted` name.
 
-    A token that is in no block gets the median of the other tokens; 0 if there are no blocks.
+    A token that is in no block gets NaN.
 
     Args:
         wanted: names of the statistics.
@@ -66,7 +66,7 @@ def key_value_stats(
     if "key_similarity" in wanted:
         for rows, similarity in _similarities(as_read):
             found["key_similarity"][rows] = similarity
-    return {name: _or_median(one) for name, one in found.items()}
+    return found
 
 
 def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]:
@@ -109,8 +109,8 @@ def _norm(x: Tensor, p: int) -> Tensor:
     return norm
 
 
-def _or_median(values: Floats) -> Floats:
-    """The values [n], with NaN replaced by the median of the other values."""
+def median_for_unknown(values: Floats) -> Floats:
+    """The values [n], with NaN replaced by the median of the others; 0 if all are NaN."""
     unknown = np.isnan(values)
     if unknown.any():
         values[unknown] = 0.0 if unknown.all() else np.median(values[~unknown])

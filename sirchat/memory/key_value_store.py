@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +21,9 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import CacheState
-from sirchat.memory.key_value_stats import Block, key_value_stats
+from sirchat.memory.key_value_stats import median_for_unknown
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
-from sirchat.memory.segments import Positions, Rows
+from sirchat.memory.segments import Positions, Rows, merged
 
 UNDO_BYTES = 256 * 2**20
 """While the archive is off, maximum size in bytes of the evicted rows that are kept for undo.
@@ -71,7 +69,7 @@ class KeyValueStore:
         self.cache = cache
         self.ledger = ledger
         self._problems: list[str] = []
-        self._archive = Archive(limit or UNDO_BYTES, folder)
+        self._archive = cache.new_archive(limit or UNDO_BYTES, folder)
         self._archiving = limit > 0
         self._folder = folder
         self._is_full_reported = False
@@ -99,11 +97,10 @@ class KeyValueStore:
             old.limit = limit
             self._shrink()
             return
-        self._archive, self._folder = Archive(limit or UNDO_BYTES, folder), folder
+        self._archive = self.cache.new_archive(limit or UNDO_BYTES, folder)
+        self._folder = folder
         if self._archiving:
-            stored = old.positions
-            if len(stored):
-                self._archive.add(old.fetch(stored))
+            self._archive.add_all(old)
         else:
             self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
         old.close()
@@ -155,8 +152,7 @@ class KeyValueStore:
         Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
         if one of the rows is not archived.
         """
-        rows = [self._archive.fetch(positions, layer) for layer, positions in enumerate(layers)]
-        self.cache.insert(start, rows)
+        self._archive.insert_into(self.cache, start, layers)
 
     @property
     def archive(self) -> Archive:
@@ -221,29 +217,9 @@ class KeyValueStore:
 
         A row that is neither held nor archived gets the median of the other rows.
         """
-        blocks = partial(self._blocks, positions)
-        as_read = partial(blocks, as_read=True)
-        return key_value_stats(wanted, len(positions), blocks, as_read)
-
-    def _blocks(self, positions: Positions, *, as_read: bool = False) -> Iterator[Block]:
-        """Yield the held and archived rows at `positions` in blocks, with keys as first written.
-
-        If `as_read` is true, keys are rotated as attention reads them. If some of the rows are not
-        held, each key is rotated as if the cache held exactly `positions`.
-        """
         held = self.ledger.held_positions
-        here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
-        slots = torch.from_numpy(np.searchsorted(held, positions[here]))
-        if as_read and len(here) == len(positions):
-            yield Block(here, self.cache.as_read(slots))
-            return
-        first = [self.cache.first_written(slots, positions[here])] if len(here) else []
-        archived = self._archive.blocks(np.setdiff1d(positions, held, assume_unique=True))
-        for rows in chain(first, archived):
-            numbers = np.searchsorted(positions, rows.positions)
-            if as_read:
-                rows = self.cache.rotated(rows, torch.from_numpy(numbers))
-            yield Block(numbers, rows.tensors)
+        found = self._archive.statistics(self.cache, held, positions, wanted)
+        return {name: median_for_unknown(values) for name, values in found.items()}
 
     def rows(self, limit: int | None = None) -> Rows | None:
         """All held or archived rows as first written, in order of position, on the CPU.
@@ -262,7 +238,7 @@ class KeyValueStore:
         archived = np.setdiff1d(positions, held, assume_unique=True)
         if not len(archived) or (limit is not None and len(positions) * row_bytes > limit):
             return held_rows
-        return _merged(held_rows, self._archive.fetch(archived))
+        return merged(held_rows, self._archive.fetch(archived))
 
     def load(self, rows: Rows, device: torch.device) -> None:
         """Load saved rows: held rows into the cache on `device`, the others into the archive."""
@@ -294,7 +270,7 @@ class KeyValueStore:
         new = ~self._archive.has(positions)
         if new.any():
             chosen = torch.from_numpy(rows[new])
-            self._archive.add(self.cache.first_written(chosen, positions[new]))
+            self._archive.add_held(self.cache, chosen, positions[new])
             if self._archive.disk_error:
                 self._problems.append(f"the archive is off: {self._archive.disk_error}")
                 self.set_limit(0)
@@ -304,14 +280,11 @@ class KeyValueStore:
 
         The held rows numbered `rows` [k] are among them; the others come from the archive.
         """
-        held = self.ledger.held_positions[rows]
+        held, chosen = self.ledger.held_positions[rows], torch.from_numpy(rows)
         if len(held) == len(positions):
-            self.cache.keep(torch.from_numpy(rows))
-            return
-        filling = self._archive.fetch(np.setdiff1d(positions, held, assume_unique=True))
-        if len(held):
-            filling = _merged(self.cache.first_written(torch.from_numpy(rows), held), filling)
-        self.cache.replace(filling)
+            self.cache.keep(chosen)
+        else:
+            self._archive.fill(self.cache, chosen, held, positions)
 
     def _shrink(self) -> None:
         dropped = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
@@ -322,16 +295,3 @@ class KeyValueStore:
                 "the archive is full: from now on the rows with the lowest surprisal are deleted "
                 "(/set archive_limit raises the limit)"
             )
-
-
-def _merged(one: Rows, other: Rows) -> Rows:
-    """The rows of `one` and `other`, in ascending order of stream position."""
-    positions = np.concatenate([one.positions, other.positions])
-    order = np.argsort(positions)
-    chosen = torch.from_numpy(order)
-    tensors = [
-        torch.cat([a, b.to(a.device)], dim=1).index_select(1, chosen.to(a.device))
-        for a, b in zip(one.tensors, other.tensors, strict=True)
-    ]
-    written_at = np.concatenate([one.written_at, other.written_at])[order]
-    return Rows(positions[order], written_at, tensors)

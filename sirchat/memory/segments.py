@@ -124,6 +124,19 @@ class Rows:
         return Rows(self.positions[start:end], self.written_at[start:end], tensors)
 
 
+def merged(one: Rows, other: Rows) -> Rows:
+    """The rows of `one` and `other`, in ascending order of stream position."""
+    positions = np.concatenate([one.positions, other.positions])
+    order = np.argsort(positions)
+    chosen = torch.from_numpy(order)
+    tensors = [
+        torch.cat([a, b.to(a.device)], dim=1).index_select(1, chosen.to(a.device))
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+    ]
+    written_at = np.concatenate([one.written_at, other.written_at])[order]
+    return Rows(positions[order], written_at, tensors)
+
+
 class Segment:
     """A block of the archive with room for `SEGMENT_ROWS` rows; it is filled from the front.
 

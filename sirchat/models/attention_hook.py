@@ -66,11 +66,28 @@ class AttentionCall:
         return self.weights().mean(0)
 
 
+class OfAllHeads(Protocol):
+    """Brings together what several processes compute, each for its own heads."""
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+
+    def mean(self, one: Tensor) -> Tensor:
+        """The mean of the processes' tensors."""
+
+    def joined(self, one: Tensor, dim: int) -> Tensor:
+        """The processes' tensors, joined along `dim`; only rank 0 gets them."""
+
+
 class AttentionObserver(Protocol):
     """Records what the layers of a hooked model compute."""
 
     def observe(self, call: AttentionCall) -> None:
         """Called once for each layer in each forward pass; copy the tensors that you keep."""
+
+    def combine(self, heads: OfAllHeads) -> None:
+        """Called after a pass in which other processes have recorded the other heads."""
 
 
 class QueryRecorder:
@@ -94,6 +111,12 @@ class QueryRecorder:
         start = call.keys.shape[2] - call.queries.shape[2]
         self._parts.setdefault(call.layer, []).append((call.queries[0].clone(), start))
         self._shape[call.layer] = call.scale, call.keys.shape[1]
+
+    def combine(self, heads: OfAllHeads) -> None:
+        for layer, parts in self._parts.items():
+            scale, own = self._shape[layer]
+            self._parts[layer] = [(heads.joined(one, 0), start) for one, start in parts]
+            self._shape[layer] = scale, own * heads.count
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
         """Each layer's queries without rotation; the list ends before a layer not observed yet.

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -62,9 +61,9 @@ def load_model_of(
         unpack=profile.unpack_dtype,
         trust_remote_code=trust_remote_code,
         progress=progress,
+        cache_type=profile.cache_dtype,
         for_hub=for_hub,
     )
-    model = replace(model, cache_type=profile.cache_dtype)
     use_compiled(model, profile.compile, progress)
     return model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -51,6 +51,7 @@ from sirchat.models.probe import (
     state_kinds,
 )
 from sirchat.models.progress import Progress, no_warnings
+from sirchat.models.ranks import by_torchrun
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
@@ -155,7 +156,16 @@ class LoadedModel:
     @cached_property
     def word_vectors(self) -> WordVectors:
         """Makes vectors of words from the input embeddings; the first access takes a second."""
-        return word_vectors_of(self.module, self.tokenizer)
+        return word_vectors_of(self.embeddings, self.vocab_size, self.tokenizer)
+
+    def embeddings(self, ids: Tensor) -> Tensor:
+        """The input embeddings [n, d] of token ids [n]."""
+        return torch.as_tensor(self.module.get_input_embeddings()(ids.to(self.device)))
+
+    def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Shape and about 64 numbers, on the CPU, of each weight."""
+        weights = (*self.module.parameters(), *packed_buffers(self.module))
+        return [(tuple(one.shape), weight_sample(one.detach())) for one in weights]
 
     @property
     def precision(self) -> str:
@@ -200,6 +210,13 @@ class LoadedModel:
         self.forward([0], self.new_cache(1), observer=recorder)
         once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
         return once if self.has_state else not recorder.is_empty
+
+    @contextmanager
+    def recorded_queries(self) -> Iterator[QueryRecorder]:
+        """Context manager: records the queries of the passes within the block."""
+        recorder = QueryRecorder()
+        with observed_by(self.module, recorder, self.layer_numbers):
+            yield recorder
 
     @cached_property
     def anchors(self) -> Anchors | None:
@@ -340,15 +357,23 @@ def load_model(
     threads: int = 0,
     quantize: Quantize = "auto",
     unpack: UnpackName = "auto",
+    cache_type: CacheTypeName = "auto",
     for_hub: bool = False,
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
     those of transformers, which can generate and be saved. `device`, `dtype`, `threads` and
-    `quantize` are settings of `Profile`; `unpack` is its `unpack_dtype`. Raises ModelError if the
-    model can't be loaded, or if tokens can't be evicted from its cache.
+    `quantize` are settings of `Profile`; `unpack` is its `unpack_dtype`, `cache_type` its
+    `cache_dtype`. Started by torchrun, each process loads its part of the model (see `sharded.py`).
+    Raises ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
     """
+    if by_torchrun():
+        from sirchat.models.sharded import load_sharded
+
+        return load_sharded(
+            name, device, dtype, quantize, threads, cache_type, trust_remote_code, progress
+        )
     target = pick_device(device)
     if target.type == "cpu":
         use_threads(threads)
@@ -373,11 +398,16 @@ def load_model(
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4)
         choose_products(module, unpack)
-        return wrap_model(name, module.eval(), tokenizer)
+        return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
     except ModelError:
         raise
     except Exception as error:  # for damaged files, the libraries raise all kinds of errors
         raise unloadable(name, error) from error
+
+
+def weight_sample(weight: Tensor) -> Tensor:
+    """About 64 of a tensor's numbers, evenly spaced, as float32 on the CPU."""
+    return weight.flatten()[:: max(1, weight.numel() // 64)].float().cpu()
 
 
 def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:

@@ -31,8 +31,12 @@ def hub_parts(
     dtype: torch.dtype,
     progress: Progress | None,
     options: dict[str, Any],
+    ranks: int = 1,
 ) -> tuple[Any, Any]:
-    """Module and tokenizer of a folder, GGUF file or hub id, as transformers reads them."""
+    """Module and tokenizer of a folder, GGUF file or hub id, as transformers reads them.
+
+    If there are several `ranks`, this process reads its part of the weights.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     switch_off_bars()
@@ -43,12 +47,18 @@ def hub_parts(
         config = AutoConfig.from_pretrained(source, **options)
         refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    shared: dict[str, Any] = {}
+    if ranks > 1:
+        from transformers.distributed import DistributedConfig
+
+        shared["distributed_config"] = DistributedConfig(tp_size=ranks)
     with reporting(progress) as reports:
         module = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
             use_safetensors=None if is_gguf else True,
             **options,
+            **shared,
             **reports,
         )
     return module.to(device), tokenizer

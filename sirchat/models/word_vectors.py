@@ -69,9 +69,10 @@ class WordVectors:
         return self._embed(ids).float().cpu()
 
 
-def word_vectors_of(module: Any, tokenizer: Any) -> WordVectors:
-    """A WordVectors object that uses a transformers model's input embeddings."""
-    embeddings = module.get_input_embeddings()
+def word_vectors_of(
+    embed: Callable[[Tensor], Tensor], vocab_size: int, tokenizer: Any
+) -> WordVectors:
+    """A WordVectors object for a model with this tokenizer; `embed` is as in `WordVectors`."""
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
@@ -79,8 +80,7 @@ def word_vectors_of(module: Any, tokenizer: Any) -> WordVectors:
         ]
         return ids
 
-    vocab_size = int(module.get_output_embeddings().out_features)
-    return WordVectors(lambda ids: embeddings(ids.to(module.device)), vocab_size, encode)
+    return WordVectors(embed, vocab_size, encode)
 
 
 def _principal(centred: Tensor, count: int) -> Tensor:

@@ -31,7 +31,6 @@ from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
-from sirchat.models.packed import packed_buffers
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.saved_state import (
     attention_fits,
@@ -52,7 +51,14 @@ from sirchat.saved.store import Head, SavedTurn, SessionStore
 KV_BYTES = 256 * 2**20
 """With the setting `save_kv: auto`, keys and values are saved only up to this size, in bytes."""
 
-_VOLATILE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+_VOLATILE = (
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "distributed_config",
+)
 """Entries of a model's config that depend on how it was saved or loaded, not on the model."""
 
 _TurnFields = tuple[str, str, str]  # role, text and finish of a turn
@@ -75,10 +81,9 @@ def fingerprint(model: LoadedModel) -> str:
     for rotation in (layer.key for layer in model.rotations):
         if rotation is not None:
             digest.update(rotation.inv_freq.numpy().tobytes())
-    for weight in (*model.module.parameters(), *packed_buffers(model.module)):
-        digest.update(str(tuple(weight.shape)).encode())
-        sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
-        digest.update(sample.float().cpu().numpy().tobytes())
+    for shape, sample in model.weight_samples():
+        digest.update(str(shape).encode())
+        digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -1,0 +1,252 @@
+"""A model of which each rank has a part: the weights and the key/value heads are divided.
+
+transformers divides the weights, by the plan of the model's family (`DistributedConfig`). How rank
+0 makes the other ranks compute is in `ranks.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sirchat.errors import ModelError
+from sirchat.memory.archive import Archive
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.hub_cache import HubCache
+from sirchat.models.attention_hook import AttentionObserver, QueryRecorder, observed_by
+from sirchat.models.measuring import CacheTypeName
+from sirchat.models.model import LoadedModel, pick_device, pick_dtype, weight_sample, wrap_model
+from sirchat.models.names import locate, unloadable
+from sirchat.models.parts import hub_parts
+from sirchat.models.probe import refuse_foreign_tokenizer
+from sirchat.models.progress import Progress, no_warnings
+from sirchat.models.ranks import Ranks, on_all_ranks
+from sirchat.models.threads import use_threads
+
+
+class ShardedCache(HubCache):
+    """A cache for the key/value heads of this rank."""
+
+    def new_archive(self, limit: int, folder: Path | None) -> Archive:
+        """An archive for the same heads, in a folder of this rank's own."""
+        own = None if folder is None else folder.with_name(f"{folder.name}-{ranks().rank}")
+        archive = super().new_archive(limit, own)
+        archive.parts = ranks().count
+        return archive
+
+
+@dataclass(frozen=True)
+class ShardedModel(LoadedModel):
+    """The part of a model that this rank has; its logits are those of the whole model."""
+
+    decode_step = None
+    _has_plain_head = False
+
+    def new_cache(self, capacity: int) -> BoundedCache:
+        """An empty cache for the key/value heads of this rank."""
+        return ShardedCache(self.rotations, capacity, self.cache_dtype)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes that the caches of all ranks take for one token."""
+        cache = self.new_cache(1)
+        self.forward([0], cache)
+        return ranks().count * cache.nbytes // cache.capacity
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
+    ) -> Tensor:
+        """As `LoadedModel.forward`; what `observer` has recorded is then that of all heads."""
+        logits = super().forward(
+            ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
+        )
+        if observer is not None:
+            observer.combine(ranks())
+        return logits
+
+    @cached_property
+    def _recordings(self) -> list[tuple[QueryRecorder, ExitStack]]:
+        return []
+
+    def start_recording(self) -> None:
+        """Begin to record queries, on every rank."""
+        stack, recorder = ExitStack(), QueryRecorder()
+        stack.enter_context(observed_by(self.module, recorder, self.layer_numbers))
+        self._recordings.append((recorder, stack))
+
+    def stop_recording(self) -> None:
+        """End what `start_recording` has begun; rank 0 then has the queries of all heads."""
+        recorder, stack = self._recordings.pop()
+        stack.close()
+        recorder.combine(ranks())
+
+    @contextmanager
+    def recorded_queries(self) -> Iterator[QueryRecorder]:
+        """As `LoadedModel.recorded_queries`."""
+        self.start_recording()
+        recorder, _ = self._recordings[-1]
+        try:
+            yield recorder
+        finally:
+            self.stop_recording()
+
+    def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """As `LoadedModel.weight_samples`, of the whole weights."""
+        samples = []
+        for one in self.module.parameters():
+            whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+            samples.append((tuple(whole.shape), weight_sample(whole.detach())))
+        return samples
+
+
+class PartLoader:
+    """Loads models, on every rank.
+
+    Attributes:
+        progress: on rank 0, called with the progress of loading.
+    """
+
+    progress: Progress | None = None
+
+    @no_warnings()
+    def load(
+        self, name: str, dtype: torch.dtype, threads: int, cache_type: CacheTypeName, trust: bool
+    ) -> ShardedModel:
+        """Load the part of the model `name` that this rank has."""
+        count, device = ranks().count, torch.device(ranks().device)
+        if device.type == "cpu":
+            use_threads(threads)
+        options = {"trust_remote_code": trust}
+        try:
+            source, _ = locate(name)
+            module, tokenizer = hub_parts(
+                name, source, device, dtype, self.progress, options, ranks=count
+            )
+            refuse_foreign_tokenizer(module, tokenizer, name)
+            whole = wrap_model(name, module.eval(), tokenizer)
+        except ModelError:
+            raise
+        except Exception as error:  # for damaged files, the libraries raise all kinds of errors
+            raise unloadable(name, error) from error
+        given = {field.name: getattr(whole, field.name) for field in fields(whole)}
+        return ShardedModel(**{**given, "cache_type": cache_type})
+
+
+@cache
+def ranks() -> Ranks:
+    """The processes that share the models; the first call connects them."""
+    return Ranks(PartLoader(), _CLASSES)
+
+
+_CLASSES = {
+    PartLoader: on_all_ranks(PartLoader, ranks, (), ("load",)),
+    ShardedModel: on_all_ranks(
+        ShardedModel,
+        ranks,
+        ("new_cache", "start_recording"),
+        ("forward", "embeddings", "weight_samples", "stop_recording"),
+    ),
+    ShardedCache: on_all_ranks(
+        ShardedCache,
+        ranks,
+        (
+            *("new_archive", "commit", "keep", "insert", "remove_inserted", "replace"),
+            *("set_positions", "grow_to"),
+        ),
+        ("first_written",),
+    ),
+    Archive: on_all_ranks(
+        Archive,
+        ranks,
+        (
+            *("add", "add_held", "add_all", "fill", "insert_into"),
+            *("clear", "close", "drop", "remove", "truncate"),
+        ),
+        ("fetch", "statistics"),
+    ),
+}
+
+
+def load_sharded(
+    name: str,
+    device: Any,
+    dtype: Any,
+    quantize: str,
+    threads: int,
+    cache_type: CacheTypeName,
+    trust_remote_code: bool,
+    progress: Progress | None,
+) -> LoadedModel:
+    """Load a model whose parts are on all ranks; the arguments are those of `load_model`.
+
+    Raises ModelError, before any other rank loads something, for what can't be divided.
+    """
+    source, gguf = locate(name)
+    if gguf or quantize not in ("auto", "none"):
+        what = "a GGUF file" if gguf else f"a model with quantize={quantize}"
+        raise ModelError(
+            f"{what} can't be divided among processes", hint="start sirchat without torchrun"
+        )
+    target = pick_device(device)
+    if target.type != torch.device(ranks().device).type:
+        raise ModelError(
+            f"device {target.type} can't be used under torchrun here",
+            hint=f"leave --device out: {ranks().device} is used",
+        )
+    refuse_heads(name, source, trust_remote_code, ranks().count)
+    loader: PartLoader = ranks().root
+    loader.progress = progress
+    model = loader.load(name, pick_dtype(dtype, target), threads, cache_type, trust_remote_code)
+    if model.has_state:
+        raise ModelError(
+            f"{name} has layers with a state, which can't be divided among processes",
+            hint="start sirchat without torchrun",
+        )
+    return model
+
+
+def refuse_heads(name: str, source: str, trust_remote_code: bool, count: int) -> None:
+    """Raise ModelError if the key/value heads of a model can't be divided among `count` ranks."""
+    from transformers import AutoConfig
+
+    from sirchat.models.hub import only_cached
+
+    here = {} if Path(source).is_dir() else {"local_files_only": only_cached(source)}
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **here)
+    except Exception as error:  # for damaged files, the library raises all kinds of errors
+        raise unloadable(name, error) from error
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % count:
+        raise ModelError(
+            f"the {heads} key/value heads of {name} can't be divided among {count} processes",
+            hint="choose a number of processes that divides the number of heads",
+        )
+
+
+def follow() -> int:
+    """What a rank other than 0 does: compute what rank 0 asks for; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
+    return ranks().follow()
+
+
+def end() -> str:
+    """On rank 0: let the other ranks end; returns what has gone wrong as one line, or ""."""
+    ranks().end()
+    return ranks().failure
