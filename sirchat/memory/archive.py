@@ -189,7 +189,7 @@ class Archive:
                     self._files.wait()  # a pending write would set the old tensors again
                 was_full = segment.is_full
                 segment.erase(rows)
-                gets_more = segment is self._segments[-1] and not segment.is_full
+                gets_more = number == len(self._segments) - 1 and not segment.is_full
                 if segment.is_empty and was_full:
                     self._drop(int(number))
                 elif was_full and self._files is not None:
