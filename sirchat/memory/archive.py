@@ -271,10 +271,15 @@ class Archive:
                     self._files.wait()  # a pending write would set the old tensors again
                 was_full = segment.is_full
                 segment.erase(rows)
+                gets_more = number == len(self._segments) - 1 and not segment.is_full
                 if segment.is_empty and was_full:
                     self._drop(int(number))
                 elif was_full and self._files is not None:
-                    self._files.put(int(number), segment)
+                    # While a file is written, rows must not be added: they would not be in it.
+                    if gets_more:
+                        self._files.drop(int(number))
+                    else:
+                        self._files.put(int(number), segment)
         self._slots[positions] = -1
 
     def truncate(self, seen: int) -> None:

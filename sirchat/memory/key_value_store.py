@@ -271,9 +271,6 @@ class KeyValueStore:
         if new.any():
             chosen = torch.from_numpy(rows[new])
             self._archive.add_held(self.cache, chosen, positions[new])
-            if self._archive.disk_error:
-                self._problems.append(f"the archive is off: {self._archive.disk_error}")
-                self.set_limit(0)
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
         """Let the cache hold exactly the rows at `positions` [n].
@@ -287,6 +284,14 @@ class KeyValueStore:
             self._archive.fill(self.cache, chosen, held, positions)
 
     def _shrink(self) -> None:
+        """Keep the archive within its limit; turn it off if its disk can't be written to.
+
+        A row that the disk did not take is still in RAM. So this can wait until all rows are where
+        they should be, and until what is read without a limit is undone.
+        """
+        if self._archive.disk_error and self._archive.limit is not None:
+            self._problems.append(f"the archive is off: {self._archive.disk_error}")
+            self.set_limit(0)
         dropped = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
         self.ledger.mark_gone(dropped)
         if len(dropped) and self._archiving and not self._is_full_reported:

@@ -114,7 +114,8 @@ def folder_parts(
         from transformers import AutoTokenizer
 
         switch_off_bars()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Without it, transformers may ask on standard input whether to run a folder's code.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return module, tokenizer
 
 

@@ -88,7 +88,20 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
     """Write one `{"role", "content"}` object per line, as UTF-8."""
     for turn in turns:
         record = {"role": turn.role, "content": turn.content}
-        stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        stream.write(json_text(record).encode() + b"\n")
+
+
+_CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def json_text(value: object, indent: int | None = None) -> str:
+    """A value as JSON that can't control a terminal; other characters than ASCII stay as they are.
+
+    JSON itself escapes only the control characters of ASCII; those of Latin-1, and the
+    bidirectional ones, are escaped here.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:

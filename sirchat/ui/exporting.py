@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from sirchat.chat.session import Session
 from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import write_private
 from sirchat.text.text_file import last_fenced, path_named, without_surrogates
+from sirchat.text.transcript import json_text
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
@@ -90,7 +90,7 @@ def _markdown(session: Session) -> str:
 def _json(session: Session) -> str:
     messages = [{"role": turn.role, "content": turn.text} for turn in _said(session)]
     record = {"model": session.model.name, "messages": messages}
-    return json.dumps(record, ensure_ascii=False, indent=1)
+    return json_text(record, indent=1)
 
 
 def _page(session: Session) -> str:

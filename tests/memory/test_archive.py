@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from chatting import babbler, session
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.memory.archive import Archive
-from sirchat.memory.segments import SEGMENT_ROWS, Rows
+from sirchat.memory.ledger import Role
+from sirchat.memory.segments import SEGMENT_ROWS, Rows, SegmentFiles
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
@@ -153,6 +155,36 @@ def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
     archive.close()
 
 
+@pytest.mark.parametrize("removed", ["truncate", "remove"])
+def test_rows_added_while_a_segment_is_written_are_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    """As after an undo: a full segment has room again, and gets rows while the disk is slow."""
+    go_on = threading.Event()
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        copied = {name: one.clone() for name, one in tensors.items()}
+        assert go_on.wait(60)
+        save_file(copied, path)
+
+    with closing(Archive(folder=tmp_path / "a")) as archive:
+        archive.add(rows(list(range(SEGMENT_ROWS))))
+        assert archive._files is not None
+        archive._files.wait()
+        monkeypatch.setattr("sirchat.memory.segments.save_file", slow)
+        last = np.arange(SEGMENT_ROWS - 9, SEGMENT_ROWS)
+        archive.truncate(int(last[0])) if removed == "truncate" else archive.remove(last)
+        archive.add(rows([1000, 1001, 1002]))
+        go_on.set()
+        archive._files.wait()
+        check_fetched(archive, [3, 1000, 1001, 1002])
+        assert not list((tmp_path / "a").iterdir())  # nothing that was removed is still there
+        archive.add(rows(list(range(2000, 2006))))
+        archive._files.wait()
+        assert len(list((tmp_path / "a").iterdir())) == 1
+        check_fetched(archive, [3, 1000, 1001, 1002, 2000, 2005])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -182,11 +214,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def long_chat(**settings: Any) -> tuple[Session, list[str]]:
-    """A chat of about 1,400 tokens, and the texts of its notices."""
+def long_chat(turns: int = 4, **settings: Any) -> tuple[Session, list[str]]:
+    """A chat of about 350 tokens for each turn, and the texts of its notices."""
     chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=8, **settings)
     notices = []
-    for n in range(4):
+    for n in range(turns):
         events = list(chat.ask(f"{n} word " * 110))
         notices += [event.text for event in events if isinstance(event, Notice)]
     return chat, notices
@@ -224,6 +256,36 @@ def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
     assert chat._engine.store.archive_bytes <= 200_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
+
+
+@pytest.mark.parametrize("recall", ["off", "mips"])
+def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
+    home: Path, monkeypatch: pytest.MonkeyPatch, recall: str
+) -> None:
+    """A search is undone, and what a switch restores is restored, before the archive is off."""
+    for module in ("archive", "segments"):
+        monkeypatch.setattr(f"sirchat.memory.{module}.SEGMENT_ROWS", 32)
+    monkeypatch.setattr(SegmentFiles, "put", SegmentFiles._write)  # at once
+    chats = [long_chat(1, archive=place, recall=recall)[0] for place in ("disk", "ram")]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sirchat.memory.segments.save_file", full)
+    notices = []
+    for chat in chats:
+        if recall == "off":
+            chat.switch("/set", policy="random", budget=128)
+        events = list(chat.read_user("What was the word? " * 20))
+        chat.switch("/set", budget=100)
+        events += chat.ask("And now? " * 20)
+        notices += [one.text for one in events if isinstance(one, Notice)]
+    ledgers = [chat._engine.ledger for chat in chats]
+    is_read = [one.column("role") != Role.ASSISTANT for one in ledgers]  # replies may differ
+    ids = [one.column("token_id")[mask] for one, mask in zip(ledgers, is_read, strict=True)]
+    assert ids[0].tolist() == ids[1].tolist()
+    assert [one for one in notices if one.startswith("the archive is off: No space left")]
+    assert chats[0]._engine.store.archived == 0
 
 
 def test_a_disk_that_cannot_be_written_turns_the_archive_off(home: Path) -> None:

@@ -257,6 +257,43 @@ def compare_two(
     print_compared(read_record(first), read_record(second))
 
 
+@bench_app.command("claims")
+def repeat_claims(
+    which: Annotated[
+        str, typer.Argument(help="A part of commands or headings, or all.", metavar="TEXT|all")
+    ] = "",
+    put: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="What a word such as FILE in a command stands for."
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Repeat the commands in sirchat's documents, and show the documents' figures beside new ones.
+
+    Without TEXT, the commands are listed. Some take hours.
+    """
+    from sirchat.lab.bench.claims import claims, repeat
+
+    given = dict(one.partition("=")[::2] for one in put or ())
+    found = [
+        one.put(given)
+        for one in claims()
+        if which in ("", "all") or which.casefold() in f"{one.command} {one.place}".casefold()
+    ]
+    if not found:
+        raise UsageError(f"no document has a command with {which!r}", hint="sirchat bench claims")
+
+    for claim in found:
+        typer.echo(f"{claim.place}: {claim.command}")
+        if which:
+            typer.echo(f"\nas written:\n\n{claim.text}\n\nnow:\n")
+            if status := repeat(claim):
+                typer.echo(f"(it ended with exit code {status})", err=True)
+            typer.echo("")
+
+
 @bench_app.command()
 def make_model(
     shape: Annotated[str, typer.Argument(help="135m, 1b, 4b or 8b.", metavar="SHAPE")],

@@ -1,0 +1,229 @@
+"""What the documents say can be done: every command is one, and figures have a command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from typer.main import get_command
+
+from attacking import MANY
+from command import run
+from sirchat.cli.app import app
+from sirchat.lab.bench.claims import claims, commands_in_blocks, documents
+
+ROOT = Path(__file__).parents[2]
+_INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*sirchat [a-z][^`]*)`")
+_VARIABLE = re.compile(r"[A-Z_]+=")
+_STANDS_FOR = {
+    "N": "20000", "M": "30000", "N,M": "20000,30000", "EARLY,LATE": "2000,3000", "X": "1MiB",
+    "SHAPE": "1b", "NAME=VALUE": "FILE=x",
+}  # fmt: skip
+"""Numbers and names in place of the words that stand for them."""
+
+_ENDLESS = ("serve", "tutorial", "train", "pull", "make-model")
+_WRITES = ("default", "rm", "init")
+
+
+def shown() -> list[str]:
+    """Every command of sirchat in a document, in blocks of code and within text."""
+    found = {
+        " ".join(command.split())
+        for path in documents()
+        for command in _INLINE.findall(path.read_text(encoding="utf-8"))
+    }
+    in_blocks = {line for path in documents() for line in commands_in_blocks(path)}
+    return sorted(found | in_blocks)
+
+
+def simple(line: str) -> list[list[str]]:
+    """The words of each program that a line runs, without variables and redirections."""
+    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
+    reader.wordchars += "@:,+%[]{}!"
+    programs: list[list[str]] = [[]]
+    words = iter(reader)
+    for word in words:
+        if word in ("&&", "|", ";"):
+            programs.append([])
+        elif word in ("<", ">", ">>"):
+            next(words)
+        elif programs[-1] or not _VARIABLE.match(word):
+            programs[-1].append(word)
+    return programs
+
+
+@cache
+def _root() -> Any:
+    return get_command(app)
+
+
+@cache
+def _subcommand(group: Any, name: str) -> Any:
+    return group.get_command(click.Context(group), name)
+
+
+def check_sirchat(words: list[str]) -> None:
+    """Let the command's own parser take the words."""
+    command = _root()
+    words = [_STANDS_FOR.get(word, word) for word in words if word not in ("...", "…")]
+    while hasattr(command, "list_commands") and words:
+        if words[0] not in command.list_commands(click.Context(command)):
+            break
+        command = _subcommand(command, words.pop(0))
+    if "--help" not in words:
+        context = command.make_context("x", words, resilient_parsing=not words)
+        if hasattr(command, "list_commands"):
+            unknown = [one for one in context._protected_args if not one.isupper()]
+            assert not unknown, f"no command {unknown}"
+
+
+def check_python(words: list[str]) -> None:
+    """A module that is there, whose source names each flag; the others are those of `serve`."""
+    assert words[0] == "-m", words
+    if words[1] in ("pytest", "venv", "pip"):
+        return
+    source = (ROOT / words[1].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+    own = re.findall(r'"(--[\w-]+)"', source)
+    rest = iter(words[2:])
+    theirs = []
+    for word in rest:
+        if word in own:
+            next(rest)
+        else:
+            theirs.append(word)
+    check_sirchat(["serve", *theirs])
+
+
+def check_pip(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = [one for word in words for one in re.findall(r"\[(.*?)\]", word)]
+    assert {one for name in named for one in name.split(",")} <= set(extras), words
+
+
+def test_every_command_that_is_shown_is_one() -> None:
+    checks = {"sirchat": check_sirchat, "python": check_python, "pip": check_pip}
+    others, wrong = ("git", "curl", "python3", "."), {}
+    for line in shown():
+        for program, *words in simple(line):
+            try:
+                assert program in checks or program in others, program
+                checks.get(program, len)(words)
+            except Exception as error:
+                wrong[line] = f"{type(error).__name__}: {error}"
+    assert not wrong
+    assert len(shown()) > 60
+
+
+def test_the_reader_of_lines_sees_programs_words_and_variables() -> None:
+    assert simple("A=1 sirchat ask 'x y' < talk.jsonl  # why") == [["sirchat", "ask", "x y"]]
+    assert simple("git diff | sirchat ask -m a/b.gguf") == [
+        ["git", "diff"],
+        ["sirchat", "ask", "-m", "a/b.gguf"],
+    ]
+    for wrong in ("eval recall --polices entropy", "eval recal", "nonsense", "ask --budgt 5"):
+        with pytest.raises(Exception, match=r"--polices|recal|nonsense|budgt"):
+            check_sirchat(wrong.split())
+
+
+def test_every_table_of_results_has_a_command_in_its_section() -> None:
+    lacking = []
+    for path in (one for one in documents() if one.name == "RESULTS.md"):
+        for section in re.split(r"^#+ ", path.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            has_figures = re.search(r"^\|.*\d\.\d.*\|$", section, re.MULTILINE)
+            if has_figures and not _INLINE.search(section):
+                lacking.append(f"{path.parent.name}: {section.splitlines()[0]}")
+    assert not lacking
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the commands in blocks of code read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SIRCHAT_MAX_NEW_TOKENS", "8")
+    talk = (
+        '{"role": "user", "content": "My name is Anna."}\n{"role": "assistant", "content": "Hi."}\n'
+    )
+    Path("talk.jsonl").write_text(talk * 2, encoding="utf-8")
+    return tmp_path
+
+
+def quick() -> list[str]:
+    """Commands in blocks of code that need nothing that is not here, and end soon."""
+    lines = [line for path in documents() for line in commands_in_blocks(path)]
+    return sorted(
+        line
+        for line in lines
+        for words in (simple(line)[-1],)
+        if words[0] == "sirchat" and not set(words) & {*_ENDLESS, "smollm2", "--model", "-m"}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", quick())
+def test_a_command_in_a_block_of_code_runs(line: str, here: Path) -> None:
+    text = Path("talk.jsonl").read_text(encoding="utf-8") if "<" in line else "Hello\n"
+    done = run(*simple(line)[-1][1:], text=text)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_figures_are_repeated_beside_those_that_were_written(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+
+    def note(command: list[str], **options: Any) -> Any:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("sirchat.lab.bench.claims.subprocess.run", note)
+    listed = run("bench", "claims").stdout
+    assert "bench/RESULTS.md, The index: OMP_NUM_THREADS=1 sirchat bench index" in listed
+    assert not ran
+    shown = run("bench", "claims", "bench index").stdout
+    assert "| `mips` | 0.11 |" in shown
+    assert [one[4:] for one in ran] == [
+        ["bench", "index", "--archived", "1000000", "--rounds", "6"]
+    ]
+    assert "--put DIR=VALUE" in run("bench", "claims", "eval grocery --data").stderr
+    done = run("bench", "claims", "eval grocery --data", "--put", "DIR=here")
+    assert done.returncode == 0
+    assert "--data" in ran[-1]
+    assert "here" in ran[-1]
+    assert run("bench", "claims", "nonsense").returncode == 2
+
+
+def minutes() -> list[str]:
+    """Commands beside figures that need no other model, no data and no other program."""
+    found = {one.command for one in claims() if not one.lacking() and "&&" not in one.command}
+    return sorted(
+        one for one in found
+        if not re.search(r"smollm2|\.jsonl|\.gguf|1000000|--out| train |135m", one)
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", minutes() if MANY else [])  # takes half an hour
+def test_a_command_beside_figures_works_for_a_minute(command: str, here: Path) -> None:
+    words = shlex.split(command)
+    at = words.index("sirchat")
+    environ = os.environ | dict(word.split("=", 1) for word in words[:at])
+    program = [sys.executable, "-P", "-m", "sirchat", *words[at + 1 :]]
+    environ["PYTHONPATH"] = str(ROOT)
+    try:
+        done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return
+    assert done.returncode == 0, done.stderr
