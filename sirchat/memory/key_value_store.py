@@ -33,6 +33,9 @@ UNDO_BYTES = 256 * 2**20
 If a turn evicts more, it can't be undone.
 """
 
+_MOST_UNWRITTEN = 2**30
+"""Bytes by which an archive on disk may grow in RAM when the disk can't be written."""
+
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
@@ -74,7 +77,7 @@ class KeyValueStore:
         self._archive = Archive(limit or UNDO_BYTES, folder)
         self._archiving = limit > 0
         self._folder = folder
-        self._is_full_reported = False
+        self._is_full_reported = self._is_disk_reported = False
 
     @property
     def archived(self) -> int:
@@ -96,7 +99,7 @@ class KeyValueStore:
         old, was_on = self._archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
-            old.limit = limit
+            old.limit = self._bounded(limit)
             self._shrink()
             return
         self._archive, self._folder = Archive(limit or UNDO_BYTES, folder), folder
@@ -108,6 +111,12 @@ class KeyValueStore:
             self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
         old.close()
         self._shrink()
+
+    def _bounded(self, limit: int) -> int:
+        """The archive's limit: if the disk can't be written, it grows by at most so much in RAM."""
+        if self._archive.disk_error is None:
+            return limit
+        return min(limit, self._archive.nbytes + _MOST_UNWRITTEN)
 
     def reachable(self) -> Positions:
         """Stream positions [n], ascending, of the rows that can be held: now held or archived.
@@ -295,9 +304,13 @@ class KeyValueStore:
         if new.any():
             chosen = torch.from_numpy(rows[new])
             self._archive.add(self.cache.first_written(chosen, positions[new]))
-            if self._archive.disk_error:
-                self._problems.append(f"the archive is off: {self._archive.disk_error}")
-                self.set_limit(0)
+            if self._archive.disk_error and not self._is_disk_reported:
+                self._is_disk_reported = True
+                self._archive.limit = self._bounded(self._archive.limit or 0)
+                self._problems.append(
+                    "the archive can't be written to disk, so what is evicted now stays in "
+                    f"memory: {self._archive.disk_error}"
+                )
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
         """Let the cache hold exactly the rows at `positions` [n].
