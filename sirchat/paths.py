@@ -20,17 +20,17 @@ from sirchat.errors import UsageError, format_value
 
 def config_dir() -> Path:
     """The folder of the user's settings; it contains the folder of profiles."""
-    return _under_home("config") or _platform().user_config_path
+    return _under_home("config") or _usual("config")
 
 
 def data_dir() -> Path:
     """The folder of the user's data: saved conversations, archives and models."""
-    return _under_home("data") or _platform().user_data_path
+    return _under_home("data") or _usual("data")
 
 
 def state_dir() -> Path:
     """The folder of files that can be deleted without harm: typed lines, compiled programs."""
-    return _under_home("state") or _platform().user_state_path
+    return _under_home("state") or _usual("state")
 
 
 def user_profiles_dir() -> Path:
@@ -157,8 +157,17 @@ def _under_home(part: str) -> Path | None:
     return folder.absolute() / part
 
 
-def _platform() -> PlatformDirs:
-    return PlatformDirs("sirchat", appauthor=False)
+def _usual(part: str) -> Path:
+    try:
+        folder: Path = getattr(PlatformDirs("sirchat", appauthor=False), f"user_{part}_path")
+    except RuntimeError:  # there is no home folder
+        folder = Path("~")
+    if folder.parts[0].startswith("~"):  # would be made in the current folder
+        raise UsageError(
+            "this user has no home folder, where sirchat's files would be",
+            hint="set SIRCHAT_HOME to a folder",
+        )
+    return folder
 
 
 def _package() -> Path:

@@ -220,10 +220,13 @@ def check_rewind(session: Session, count: int) -> list[int]:
 def own_message(session: Session) -> str:
     """Text of the user's last message that can be undone; the model's summaries are skipped.
 
-    Raises UndoError if there is no such message.
+    If no message can be undone, text of the last one. Raises UndoError if there is none.
     """
-    own = [one.text for one in session.undoable if not one.text.startswith(SUMMARY)]
-    if session.undoable and not own:
+    said = [one.text for one in session.undoable] or [
+        turn.text for turn in session.turns if turn.role == "user"
+    ]
+    own = [text for text in said if not text.startswith(SUMMARY)]
+    if said and not own:
         raise UndoError("there is no message of yours to take back, only a summary")
     return own[-1] if own else session.last_said
 
@@ -273,6 +276,17 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
         pinned = np.intersect1d(pinned, point.pinned)
     again = Session(session.model, _profile_at(session, start))
     read_again(again, session.turns[:start], pinned_text(session, pinned), progress)
+    return again
+
+
+def read_whole(session: Session, progress: Progress | None = None) -> Session:
+    """A new session, with the same settings, that has read all turns, and so can undo the last.
+
+    `session` stays as it is.
+    """
+    again = Session(session.model, session.profile)
+    read_again(again, session.turns, pinned_text(session), progress)
+    again.conversation.attempt = session.conversation.attempt  # another reply gets other numbers
     return again
 
 

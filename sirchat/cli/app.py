@@ -273,6 +273,13 @@ def start(
             metavar="[ID|NAME|last]",
         ),
     ] = None,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            help="With --resume: go on in a copy of the chat, which may be open elsewhere.",
+            metavar="NAME",
+        ),
+    ] = None,
     rebuild: Annotated[
         bool,
         typer.Option("--rebuild", help="With --resume: let the model read the chat again."),
@@ -294,18 +301,21 @@ def start(
     about_transcripts = [name for name, used in given.items() if used]
     if server != "off" and context.invoked_subcommand is not None:
         raise misplaced_flag("--server", context.invoked_subcommand)
-    if context.invoked_subcommand == "ask" and not (feed or json_tokens or format != "auto"):
+    is_ask = context.invoked_subcommand == "ask" and branch is None
+    if is_ask and not (feed or json_tokens or format != "auto"):
         # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
         context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust_remote_code}
         return
     if context.invoked_subcommand is not None:
         misplaced = [*flags, *about_transcripts, *["trust_remote_code"] * trust_remote_code]
-        misplaced += ["resume"] * (resume is not None) + ["rebuild"] * rebuild + ["quiet"] * quiet
+        misplaced += ["resume"] * (resume is not None) + ["branch"] * (branch is not None)
+        misplaced += ["rebuild"] * rebuild + ["quiet"] * quiet
         if misplaced:
             raise misplaced_flag(_flag(misplaced[0]), context.invoked_subcommand)
         return
-    if rebuild and resume is None:
-        raise UsageError("--rebuild has no effect without --resume")
+    for name, used in (("--rebuild", rebuild), ("--branch", branch is not None)):
+        if used and resume is None:
+            raise UsageError(f"{name} has no effect without --resume")
     if not sys.stdin.isatty():
         if resume is not None or server != "off":
             flag = "--server" if resume is None else "--resume"
@@ -325,7 +335,7 @@ def start(
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
     options: dict[str, Any] = {"rebuild": rebuild, "trust": trust_remote_code, "debug": debug}
-    open_chat(flags, resume=resume, quiet=quiet, server=server, **options)
+    open_chat(flags, resume=resume, branch=branch, quiet=quiet, server=server, **options)
 
 
 @app.command()

@@ -29,6 +29,7 @@ def open_chat(
     flags: dict[str, Any],
     *,
     resume: str | None,
+    branch: str | None,
     rebuild: bool,
     trust: bool,
     debug: bool,
@@ -38,14 +39,15 @@ def open_chat(
     """Open a chat and talk until the user leaves; `server` says over which server, or off.
 
     A saved chat (`resume`: its id or name) opens with its own settings, then switches to those in
-    `flags`; with `rebuild`, its text is read again with the settings of `flags`.
+    `flags`; with `rebuild`, its text is read again with the settings of `flags`. If `branch` is
+    given, it is copied first, and the copy gets this name.
     """
     _check_server(server, resume, trust)
     later: dict[str, Any] = {}
     if resume is None:
         profile, store = profile_of(flags, loads_model=server in ("auto", "off")), None
     else:
-        profile, store, later = saved_settings(resume, flags, at_once=rebuild)
+        profile, store, later = saved_settings(resume, flags, at_once=rebuild, branch=branch)
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import chat, choose_model
 
@@ -107,16 +109,17 @@ _AT_ONCE = (
 
 
 def saved_settings(
-    ident: str, flags: dict[str, Any], *, at_once: bool
+    ident: str, flags: dict[str, Any], *, at_once: bool, branch: str | None = None
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
     """Settings to open the saved chat `ident` with; its store; settings to switch to afterwards.
 
     With `at_once`, all settings from `flags` are in the first group, else only those of `_AT_ONCE`.
+    With `branch`, the store is that of a copy with this name.
     """
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
     from sirchat.saved.saved_state import saved_profile
-    from sirchat.saved.session_list import open_saved_file
+    from sirchat.saved.session_list import copy_session, open_saved_file
 
     flags = dict(flags)
     trusted = trusted_policies(flags)
@@ -129,7 +132,10 @@ def saved_settings(
     import_typed(str(flags.get("policy", "")))
     first = {key: value for key, value in given.items() if at_once or key in _AT_ONCE}
     rest = {key: value for key, value in given.items() if key not in first}
-    store, damaged = open_saved_file(sessions_dir(), ident)
+    if branch is None:
+        store, damaged = open_saved_file(sessions_dir(), ident)
+    else:
+        store, damaged = copy_session(sessions_dir(), ident, branch), []
     for error in damaged:
         line = displayable_line(
             f"sirchat: {error}; continuing with session {store.name or store.id}"

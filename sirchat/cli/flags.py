@@ -152,9 +152,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_session(incomplete: str) -> list[str]:
     """Names and ids of saved chats that begin with what is typed, for the shell's completion."""
-    from sirchat.saved.session_list import list_sessions
+    from sirchat.saved.session_list import newest_sessions
 
-    saved = list_sessions(sessions_dir()).sessions
+    saved = newest_sessions(sessions_dir())[0].sessions
     names = ["last", *(one.name for one in saved if one.name), *(one.id for one in saved)]
     return [name for name in names if name.startswith(incomplete)]
 

@@ -12,7 +12,7 @@ import typer
 from sirchat import paths
 from sirchat.cli.flags import Debug, complete_session
 from sirchat.errors import SessionError, UsageError, format_value
-from sirchat.paths import open_private, sessions_dir
+from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
@@ -41,18 +41,22 @@ def sessions(context: typer.Context) -> None:
 
 
 @sessions_app.command("list")
-def sessions_list() -> None:
+def sessions_list(
+    every: Annotated[bool, typer.Option("--all", help="List more than the newest 1,000.")] = False,
+) -> None:
     """List the saved chats, newest first."""
     from rich.console import Console
 
-    from sirchat.saved.session_list import list_sessions
+    from sirchat.saved.session_list import newest_sessions
     from sirchat.ui.lists import SessionLines, print_sessions
 
-    listing = list_sessions(sessions_dir())
+    listing, older = newest_sessions(sessions_dir(), None if every else 1000)
     if listing.sessions:
         print_sessions(SessionLines(listing.sessions), Console())
     else:
         typer.echo("there are no saved chats", err=True)
+    if older:
+        typer.echo(f"and {older:,} older ones: sirchat sessions list --all", err=True)
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 
@@ -151,8 +155,11 @@ def sessions_export(
         return
     if file.exists() and not force:
         raise UsageError(f"{file} exists", hint="--force replaces it")
-    with open_private(file, "wb") as stream:
-        stream.write(lines.getvalue())
+    if file.exists() and not file.is_file():  # a device or a pipe stays one
+        with open_private(file, "wb") as stream:
+            stream.write(lines.getvalue())
+    else:
+        write_private(file, lines.getvalue().decode(), replaces=force)
 
 
 @dataclass(frozen=True)

@@ -242,8 +242,8 @@ def init_profile(name: str) -> Path:
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
         paths.private_dir(path.parent)
-        with paths.open_private(path, "x") as file:
-            file.write(f"{_HOW_TO_SET}\n{_yaml(Profile(), mark='#')}")
+        text = f"{_HOW_TO_SET}\n{_yaml(Profile(), mark='#')}"
+        paths.write_private(path, text, replaces=False)
     except FileExistsError:
         raise SettingError(
             f"{path} already exists", hint="edit that file or choose another name"
@@ -336,7 +336,8 @@ def _flag(key: str) -> str:
 
 def _named_profiles() -> dict[str, Path]:
     folders = (paths.shipped_profiles_dir(), paths.user_profiles_dir())
-    return {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+    found = (path for folder in folders for path in folder.glob("*.yaml"))
+    return {path.stem: path for path in found if path.is_file()}  # a pipe would block
 
 
 def _description(path: Path) -> str:

@@ -31,6 +31,9 @@ UNDO_BYTES = 256 * 2**20
 If a turn evicts more, it can't be undone.
 """
 
+_MOST_UNWRITTEN = 2**30
+"""Bytes by which an archive on disk may grow in RAM when the disk can't be written."""
+
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
@@ -72,7 +75,7 @@ class KeyValueStore:
         self._archive = cache.new_archive(limit or UNDO_BYTES, folder)
         self._archiving = limit > 0
         self._folder = folder
-        self._is_full_reported = False
+        self._is_full_reported = self._is_disk_reported = False
 
     @property
     def archived(self) -> int:
@@ -94,7 +97,7 @@ class KeyValueStore:
         old, was_on = self._archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
-            old.limit = limit
+            old.limit = self._bounded(limit)
             self._shrink()
             return
         self._archive = self.cache.new_archive(limit or UNDO_BYTES, folder)
@@ -105,6 +108,12 @@ class KeyValueStore:
             self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
         old.close()
         self._shrink()
+
+    def _bounded(self, limit: int) -> int:
+        """The archive's limit: if the disk can't be written, it grows by at most so much in RAM."""
+        if self._archive.disk_error is None:
+            return limit
+        return min(limit, self._archive.nbytes + _MOST_UNWRITTEN)
 
     def reachable(self) -> Positions:
         """Stream positions [n], ascending, of the rows that can be held: now held or archived.
@@ -284,14 +293,15 @@ class KeyValueStore:
             self._archive.fill(self.cache, chosen, held, positions)
 
     def _shrink(self) -> None:
-        """Keep the archive within its limit; turn it off if its disk can't be written to.
-
-        A row that the disk did not take is still in RAM. So this can wait until all rows are where
-        they should be, and until what is read without a limit is undone.
-        """
-        if self._archive.disk_error and self._archive.limit is not None:
-            self._problems.append(f"the archive is off: {self._archive.disk_error}")
-            self.set_limit(0)
+        """Keep the archive within its limit; note if its disk can't be written to."""
+        archive = self._archive
+        if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
+            self._is_disk_reported = True
+            archive.limit = self._bounded(archive.limit)
+            self._problems.append(
+                "the archive can't be written to disk, so what is evicted now stays in "
+                f"memory: {archive.disk_error}"
+            )
         dropped = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
         self.ledger.mark_gone(dropped)
         if len(dropped) and self._archiving and not self._is_full_reported:

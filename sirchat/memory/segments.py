@@ -234,13 +234,14 @@ class SegmentFiles:
             os.replace(new, path)
             stored = load_file(path)
             segment.tensors = [stored[str(n)] for n in range(len(stored))]
-        except OSError as error:
-            self.error = f"{error.strerror or error}: {self.folder}"
         except Exception as error:  # safetensors raises its own errors for a full disk
-            self.error = f"{error}: {self.folder}"
+            self.error = f"{getattr(error, 'strerror', None) or error}: {self.folder}"
+            with suppress(OSError):
+                new.unlink(missing_ok=True)  # a part of a segment would fill the disk for good
 
     def _delete(self, number: int) -> None:
-        self._path(number).unlink(missing_ok=True)
+        with suppress(OSError):  # the folder is deleted when the program ends
+            self._path(number).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from filelock import FileLock, Timeout
+
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
@@ -76,6 +78,7 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
     step = model.decode_step
     if how == "off":
         return
+    _sweep(compiled_dir())
     if how == "auto":
         if step is not None:
             _use(step, _path(step))
@@ -173,25 +176,40 @@ def _use(step: DecodeStep, path: Path) -> str:
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
     """Compile the program at `path`; returns what went wrong, in one line, or empty text."""
-    worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
+    lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
-        _failure(path).unlink(missing_ok=True)
-        _sweep(private_dir(path.parent))
-        process = subprocess.Popen(
-            [sys.executable, *worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        private_dir(path.parent)
         try:
-            _, stderr = process.communicate(without_weights(step.graph))
-        except BaseException:  # Ctrl-C: the process removes its files
-            process.terminate()
-            process.wait()
-            raise
+            lock.acquire(blocking=False)
+        except Timeout:  # another chat makes it now
+            lock.acquire()
+        else:
+            _failure(path).unlink(missing_ok=True)
+        try:
+            return "" if path.exists() else _problem(path) or _run_worker(step, path, niceness)
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
     except OSError as error:
         return f"compiling fails: {error.strerror or error}"
+
+
+def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
+    """Compile in a process of its own; returns what went wrong, as `_make` does."""
+    worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
+    process = subprocess.Popen(
+        [sys.executable, *worker],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _, stderr = process.communicate(without_weights(step.graph))
+    except BaseException:  # Ctrl-C: the process removes its files
+        process.terminate()
+        process.wait()
+        raise
     if process.returncode == 0 and path.exists():
         return ""
     said = stderr.decode(errors="replace").strip().splitlines()
@@ -204,10 +222,12 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
 def _sweep(folder: Path) -> None:
     """Delete what processes that were killed have left, and programs of an older format."""
     for one in folder.glob(f"{UNFINISHED}*"):
-        if time.time() - one.stat().st_mtime > _LEFT_AFTER:
-            shutil.rmtree(one, ignore_errors=True)
+        with suppress(OSError):  # another process sweeps, too
+            if time.time() - one.stat().st_mtime > _LEFT_AFTER:
+                shutil.rmtree(one, ignore_errors=True)
     for one in folder.glob("*.pt2"):
-        one.unlink(missing_ok=True)
+        with suppress(OSError):
+            one.unlink(missing_ok=True)
 
 
 def _writable_by_others(path: Path) -> Path | None:

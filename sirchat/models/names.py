@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -18,6 +19,9 @@ from sirchat.errors import ModelError, format_value
 
 BUNDLED = ("tiny", "tiny-anchor")
 """Names of the models that come with sirchat."""
+
+_READ_WHOLE = (".json", ".jinja", ".txt", ".model")  # the endings of all files but the weights
+_MOST_BYTES = 2**28  # of such a file
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -85,7 +89,18 @@ def suggestion(name: str) -> str:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Raise ModelError if a folder contains no model."""
+    """Raise ModelError if a folder contains no model, or something that can't be read whole."""
+    for one in folder.iterdir():
+        status = one.stat() if one.exists() else None
+        if status is None or stat.S_ISDIR(status.st_mode):
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"model folder {name!r}: {one.name} is a device or a pipe, not a file")
+        if one.suffix in _READ_WHOLE and status.st_size > _MOST_BYTES:
+            raise ModelError(
+                f"model folder {name!r}: {one.name} has {status.st_size:,} bytes; allowed: up to "
+                f"{_MOST_BYTES:,}"
+            )
     found = sorted(one.name for one in folder.iterdir())
     ggufs = [one for one in found if one.lower().endswith(".gguf")]
     if "config.json" not in found:

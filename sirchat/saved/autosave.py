@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +32,6 @@ from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW
 from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
-from sirchat.saved.database import SUFFIX
 from sirchat.saved.saved_state import (
     attention_fits,
     attention_tensors,
@@ -140,13 +140,18 @@ class Autosave:
         return copy
 
     def begin(self) -> None:
-        """Do the first update, which creates the file; if it fails, delete the file and raise."""
+        """Do the first update, which creates the file; if it fails, delete the file and raise.
+
+        Then it can be called again.
+        """
         try:
             self.update()
         except BaseException:
-            self.abandon()
-            if self.id:
-                remove_session(self._folder / f"{self.id}{SUFFIX}")
+            if self._store is not None and self.id:
+                store, self._store = self._store, None
+                store.close()
+                with suppress(SessionError):
+                    remove_session(store.path)
             raise
 
     def follow(self) -> None:

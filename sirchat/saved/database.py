@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -85,10 +86,48 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
     connection = connect(path)
     try:
         lock(connection)
-        yield connection
+        try:
+            _sign(path)
+            yield connection
+        except BaseException:
+            unsign(path)
+            raise
     except BaseException:
         connection.close()
         raise
+
+
+HOLDER = ".open"
+"""The ending of a file beside a session that says which process has the session open.
+
+The lock alone counts: after a crash, the file is left, and says nothing.
+"""
+
+
+def _sign(path: Path) -> None:
+    """Say in a file beside the session, which is locked, which process has it open, if possible."""
+    holder = {"pid": os.getpid(), "host": platform.node(), "since": time.time()}
+    with suppress(OSError):
+        unsign(path)
+        with paths.open_private(path.with_suffix(HOLDER), "x") as file:
+            json.dump(holder, file)
+
+
+def unsign(path: Path) -> None:
+    """Remove what `locked` wrote; call this while the session is still locked."""
+    with suppress(OSError):
+        path.with_suffix(HOLDER).unlink(missing_ok=True)
+
+
+def _holder(path: Path) -> str:
+    """Which process has a session open, in words; empty if that is not known."""
+    file = path.with_suffix(HOLDER)
+    try:
+        said = json.loads(file.read_bytes()[:1000]) if file.is_file() else {}
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(said["since"])))
+        return f", {int(said['pid'])} on {str(said['host'])[:60]}, since {since}"
+    except (OSError, *UNDECODABLE):
+        return ""
 
 
 def make_durable(connection: sqlite3.Connection) -> None:
@@ -159,8 +198,10 @@ def session_error(path: Path, error: sqlite3.Error) -> SessionError:
     """The SessionError to raise for SQLite's `error` about the file `path`."""
     match result_code(error):
         case sqlite3.SQLITE_BUSY:
+            other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
             return SessionError(
-                f"{path} is in use by another process", hint="close the other chat first"
+                f"{path} is in use by another process{_holder(path)}",
+                hint=f"{other} --branch NAME" if path.suffix == SUFFIX else "try again later",
             )
         case sqlite3.SQLITE_NOTADB:
             return no_session(path)

@@ -65,6 +65,8 @@ class KeysAndValues:
         """The tensors saved with this `stamp`; None if there are none, or they are damaged."""
         from safetensors import SafetensorError, safe_open
 
+        if not self._path.is_file():  # opening a pipe would block
+            return None
         try:
             with safe_open(self._path, "pt") as file:
                 about = file.metadata() or {}

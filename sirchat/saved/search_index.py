@@ -206,7 +206,7 @@ def _bring_up_to_date(
 def _states(folder: Path) -> Iterator[_State]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(SUFFIX):
+            if entry.name.endswith(SUFFIX) and entry.name.isprintable():  # UTF-8, too
                 with suppress(FileNotFoundError):
                     found = entry.stat()
                     yield entry.name[: -len(SUFFIX)], found.st_mtime_ns, found.st_size

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sqlite3
+import time
 import unicodedata
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
+from sirchat import paths
 from sirchat.errors import DamagedSessionError, SessionError, format_value, nearest
 from sirchat.saved.database import (
+    HOLDER,
     SUFFIX,
     UNDECODABLE,
     check_format,
@@ -23,6 +28,7 @@ from sirchat.saved.database import (
     explained,
     is_session,
     lock,
+    new_file,
     no_session,
     refuse_missing,
     result_code,
@@ -32,6 +38,8 @@ from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 _FIRST_LINE = 80  # characters
+_COPIES = 20  # most tries to copy a session that is being written
+_PAUSE = 0.05  # seconds between two of them
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
 
@@ -69,14 +77,18 @@ class Listing(NamedTuple):
 
 def list_sessions(folder: Path) -> Listing:
     """List the sessions in a folder, the last written one first; no file is written or locked."""
-    listing = Listing([], [])
-    for path in _files(folder):
-        try:
-            listing.sessions.append(summary_of(path))
-        except SessionError as error:
-            listing.refused.append(error)
-    listing.sessions.sort(key=lambda session: (session.updated, session.id), reverse=True)
-    return listing
+    return newest_sessions(folder, None)[0]
+
+
+def newest_sessions(folder: Path, most: int | None = 1000) -> tuple[Listing, int]:
+    """Like `list_sessions`, but only the `most` newest files are read; also the number of others.
+
+    With None, all are read.
+    """
+    refused: list[SessionError] = []
+    files = _files(folder)
+    listing = Listing(list(_summaries(files[:most], refused)), refused)
+    return listing, len(files) - len(files[:most])
 
 
 def find_session(folder: Path, ident: str) -> Path:
@@ -86,7 +98,7 @@ def find_session(folder: Path, ident: str) -> Path:
     """
     if ident == "last":
         return _last(folder)
-    found = {path.stem: path for path in _files(folder)}
+    found = {path.stem: path for path in sorted(_files(folder))}
     if ident in found:
         return found[ident]
     names = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
@@ -121,19 +133,55 @@ def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[Damage
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
-    sessions, refused = list_sessions(folder)
-    passed = [error for error in refused if isinstance(error, DamagedSessionError)]
-    for one in [one for one in sessions if not one.in_use] or sessions:
+    refused: list[SessionError] = []
+    for one in _unused_first(_summaries(_files(folder), refused)):
         try:
-            store = SessionStore.open(one.path)
+            return SessionStore.open(one.path), _damaged(refused)
         except DamagedSessionError as error:
-            passed.append(error)
-        else:
-            later = [error for error in passed if _changed(error.path) >= one.updated]
-            return store, later
-    if passed:
-        raise passed[-1]
+            refused.append(error)
+    if damaged := _damaged(refused):
+        raise damaged[-1]
     raise SessionError(f"there is no saved session in {folder}")
+
+
+def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
+    return [error for error in refused if isinstance(error, DamagedSessionError)]
+
+
+def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
+    """Copy the session `ident`, even if another process has it open; returns the copy, open.
+
+    The copy is a branch called `name`, with what was saved until now. This process must not have
+    the session open. Raises SessionError if the name is not allowed, or belongs to another session,
+    and if the session can't be copied.
+    """
+    path, name = find_session(folder, ident), free_name(folder, name, "")
+    for _ in range(_COPIES):
+        copy = new_file(folder, SUFFIX)
+        try:
+            with explained(path):
+                _copy(path, copy)
+            store = SessionStore.open(copy)
+            store.branch(name, path.stem)
+            return store
+        except BaseException as error:
+            with suppress(SessionError):
+                remove_session(copy)
+            if not isinstance(error, DamagedSessionError):
+                raise
+            time.sleep(_PAUSE)  # the other process was writing
+    raise DamagedSessionError(path)
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """Copy a session's file to `copy`, an empty file; its keys and values, too, if possible."""
+    shutil.copyfile(path, copy)
+    with (
+        suppress(OSError),  # a part of a file counts as none
+        path.with_suffix(".safetensors").open("rb") as old,
+        paths.open_private(copy.with_suffix(".safetensors"), "xb") as new,
+    ):
+        shutil.copyfileobj(old, new)
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
@@ -162,7 +210,8 @@ def remove_session(path: Path) -> None:
     with explained(path), closing(connect(path)) as connection:
         _lock_to_remove(connection, path)
         # The session's own file is the last: its name leads to the others.
-        for suffix in (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", SUFFIX):
+        beside = (".safetensors", ".safetensors.new", f"{SUFFIX}-journal", HOLDER)
+        for suffix in (*beside, SUFFIX):
             path.with_suffix(suffix).unlink(missing_ok=True)
     remove_from_index(path)
 
@@ -184,7 +233,14 @@ def export_session(path: Path, stream: BinaryIO) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+    """The files of a folder's sessions, the last written one first."""
+    found = list[tuple[float, str]]()
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):  # it was just removed
+                if entry.name.endswith(SUFFIX) and entry.is_file():
+                    found.append((entry.stat().st_mtime, entry.name))
+    return [folder / name for _, name in sorted(found, reverse=True)]
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
@@ -202,11 +258,34 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _last(folder: Path) -> Path:
-    listed = list_sessions(folder).sessions
-    sessions = [one for one in listed if not one.in_use] or listed
-    if not sessions:
-        raise SessionError(f"there is no saved session in {folder}")
-    return sessions[0].path
+    for one in _unused_first(_summaries(_files(folder), [])):
+        return one.path
+    raise SessionError(f"there is no saved session in {folder}")
+
+
+def _summaries(files: Iterable[Path], refused: list[SessionError]) -> Iterator[SavedSession]:
+    """Yield the entries of session files, each of which is read when it is due.
+
+    The errors for files that can't be read go into `refused`.
+    """
+    for path in files:
+        try:
+            yield summary_of(path)
+        except SessionError as error:
+            if path.exists():  # else it was just removed
+                refused.append(error)
+
+
+def _unused_first(sessions: Iterable[SavedSession]) -> Iterator[SavedSession]:
+    """Yield those that no process has open; if there are none, the others."""
+    others, is_found = list[SavedSession](), False
+    for one in sessions:
+        if one.in_use:
+            others.append(one)
+        else:
+            is_found = True
+            yield one
+    yield from () if is_found else others
 
 
 def _first_few(ids: list[str]) -> str:
@@ -268,14 +347,6 @@ def _unread_summary(path: Path, in_use: bool) -> SavedSession:
     except ValueError:
         created = updated
     return SavedSession(path.stem, "", path, created, updated, "", 0, "", "", in_use, path.stem)
-
-
-def _changed(path: Path) -> datetime:
-    """The time when a file was last written to; in 1970 if it no longer exists."""
-    try:
-        return _local_time(path.stat().st_mtime)
-    except OSError:
-        return _local_time(0)
 
 
 def _local_time(seconds: float) -> datetime:

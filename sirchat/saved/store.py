@@ -11,6 +11,7 @@ for the durability of commits.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from sirchat.saved.database import (
     refuse_missing,
     require,
     sync,
+    unsign,
 )
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.saved.search_index import remove_from_index
@@ -91,6 +93,7 @@ class SessionStore:
         self._connection = connection
         self._kv = KeysAndValues(path)
         with decoding(path):
+            self._file = path.stat()
             self.meta: dict[str, Any] = dict(self._about("meta"))
             require(all(isinstance(value, str) for value in self.meta.values()))
             self.name = str(self._about("name") or "")
@@ -154,11 +157,16 @@ class SessionStore:
         """Close the file and release its lock; a second call does nothing."""
         with suppress(sqlite3.Error):  # an empty journal left behind does no harm
             self._connection.execute("PRAGMA journal_mode=DELETE")
+            unsign(self.path)
         self._connection.close()
 
     def check_place(self) -> None:
         """Raise SessionError if the file was removed; what is written to it would then be lost."""
-        if not self.path.is_file():
+        try:
+            is_there = os.path.samestat(self._file, self.path.stat())
+        except OSError:
+            is_there = False
+        if not is_there:
             raise SessionError(f"{self.path} was removed while it was in use")
 
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
@@ -193,6 +201,14 @@ class SessionStore:
                 self._put_about("name", name)
         self.name = name
         remove_from_index(self.path)
+
+    def branch(self, name: str, origin: str) -> None:
+        """Make this session, a copy of the session with the id `origin`, a branch called `name`."""
+        meta = {"family": origin, **self.meta}
+        with self._transaction(_NONE, _NONE):
+            for key, value in (("meta", meta), ("name", name), ("created", time.time())):
+                self._put_about(key, value)
+        self.meta, self.name = meta, name
 
     def turns(self) -> list[SavedTurn]:
         """All turns in order."""

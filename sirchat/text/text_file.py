@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from sirchat.errors import UsageError, nearest
 
 MOST_FILE_BYTES = 2**20
 """Maximum size, in bytes, of a file that can be put into a message."""
+
+MOST_DATA_BYTES = 2**31
+"""Maximum size, in bytes, of a file with the data of a study or a training."""
 
 
 def is_missing(name: str) -> bool:
@@ -30,6 +35,27 @@ def path_named(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def read_regular(path: Path) -> bytes:
+    """The contents of a data file; a device or a pipe, which may never end, is refused.
+
+    Raises OSError for those, for files of more than `MOST_DATA_BYTES`, and if reading fails.
+    """
+    with _opened(path) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "a device or a pipe, not a regular file")
+        data = file.read(MOST_DATA_BYTES + 1) if status.st_size <= MOST_DATA_BYTES else b""
+        if max(status.st_size, len(data)) > MOST_DATA_BYTES:
+            raise OSError(errno.EFBIG, f"too large; allowed: up to {MOST_DATA_BYTES:,} bytes")
+        return data
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file to read it; a pipe to which nobody writes does not block."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    return open(path, "rb", opener=lambda file, _: os.open(file, flags))
+
+
 def load_text_file(name: str) -> str:
     """Read a UTF-8 file; returns its text with all line ends as `\\n`, without a byte order mark.
 
@@ -39,9 +65,7 @@ def load_text_file(name: str) -> str:
     path = path_named(name)
     try:
         _refuse_special(name, path.stat())  # before it is opened: opening can act on a device
-        # A pipe that took the file's place meanwhile must not block.
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-        with open(path, "rb", opener=lambda file, _: os.open(file, flags)) as file:
+        with _opened(path) as file:  # a pipe may have taken its place meanwhile
             status = os.fstat(file.fileno())
             _refuse_special(name, status)
             data = file.read(MOST_FILE_BYTES + 1)

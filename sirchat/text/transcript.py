@@ -32,6 +32,14 @@ Parsed JSON can take fifty times as much memory.
 """
 
 _MOST_LINES = 500_000  # of a JSON document
+_OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\\]*"\s*:')
+_REFUSED = {
+    "unknown": "neither a message nor a conversation",
+    "broken": "not valid",
+    "deep": "nested too deeply, or has a number that is too long",
+}
+"""Formats that are refused, and what is wrong with such JSON."""
+
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -149,10 +157,10 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     if format == "unfinished":
         seen = list(_limited(rest, name))
         rest = iter(seen)
-        format = _format_of_json(_first_value(_joined(seen, name)))
-    if format == "unknown":
+        format = _format_of_whole(_joined(seen, name))
+    if problem := _REFUSED.get(format):
         raise TranscriptError(
-            f"{name}, line {first[0]}: this JSON is neither a message nor a conversation",
+            f"{name}, line {first[0]}: this JSON is {problem}",
             hint='a message is {"role": ..., "content": ...}; --format lines reads it as text',
         )
     yield from _parsed(rest, name, format)
@@ -161,8 +169,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 def _format_of(first: str) -> str:
     """The format of a transcript with this first line.
 
-    "unfinished" if the line is only the beginning of a JSON value; "unknown" if it is an object
-    that is neither a message nor a conversation.
+    "unfinished" if the line is only the beginning of a JSON value; else a key of `_REFUSED`.
     """
     if _PREFIX.match(first):
         return "text"
@@ -171,18 +178,25 @@ def _format_of(first: str) -> str:
     try:
         value = json.loads(first)
     except json.JSONDecodeError as error:
-        return "unfinished" if error.pos >= len(first.rstrip()) else "lines"
+        return "unfinished" if error.pos >= len(first.rstrip()) else _format_of_broken(first)
     except (ValueError, RecursionError):
-        return "lines"
+        return "deep"
     return _format_of_json(value)
 
 
-def _first_value(text: str) -> object:
+def _format_of_whole(text: str) -> str:
+    """The format of a transcript whose first JSON value has several lines, as in `_format_of`."""
     try:
-        value: object = json.JSONDecoder().raw_decode(text.lstrip())[0]
+        return _format_of_json(json.JSONDecoder().raw_decode(text.lstrip())[0])
+    except json.JSONDecodeError:
+        return _format_of_broken(text)
     except (ValueError, RecursionError):
-        return None
-    return value
+        return "deep"
+
+
+def _format_of_broken(text: str) -> str:
+    """Text that begins with a bracket is text, unless it was to be an object or a list of them."""
+    return "broken" if _OBJECT.match(text) else "lines"
 
 
 def _format_of_json(value: object) -> str:

@@ -21,7 +21,7 @@ from sirchat.memory import recall
 from sirchat.memory.policies import policy_class
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
-from sirchat.saved.session_list import list_sessions
+from sirchat.saved.session_list import newest_sessions
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
@@ -149,7 +149,8 @@ class SlashCompleter(Completer):
 def _saved_chats() -> Iterator[Selection]:
     """Yield names and ids of saved chats, newest first, each with the chat's first message."""
     yield "last", "the chat that was saved last"
-    sessions = [one for one in list_sessions(sessions_dir()).sessions if not one.in_use]
+    listed = newest_sessions(sessions_dir())[0].sessions
+    sessions = [one for one in listed if not one.in_use]
     for one in sessions:
         if one.name and displayable_line(one.name) == one.name:
             yield one.name, shorten(displayable_line(one.first), 60)

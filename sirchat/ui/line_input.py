@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -96,12 +97,16 @@ class _Private(Typed, FileHistory):
     """A history in a file that only the user can read; errors when a line is added are ignored."""
 
     def store_string(self, string: str) -> None:
-        with suppress(OSError):
-            paths.open_private(paths.history_file(), "a").close()
+        with suppress(OSError), _alone(paths.history_file()):
             super().store_string(string)
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        stays = [one for one in self.lines() if not matches(one)]
+        with _alone(paths.history_file()):
+            self._rewrite([one for one in self.lines() if not matches(one)])
+        super().erase(matches)
+
+    def _rewrite(self, stays: list[str]) -> None:
+        """Replace the file by one with only these lines, the newest first."""
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
             paths.history_file().with_name("history.new").unlink(missing_ok=True)  # or a link
@@ -112,7 +117,30 @@ class _Private(Typed, FileHistory):
         finally:
             self.filename = path
             paths.history_file().with_name("history.new").unlink(missing_ok=True)
-        super().erase(matches)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Context manager: inside, no other chat changes the history file, if the system can lock it.
+
+    The file is made if it is missing; raises OSError if it can't be written.
+    """
+    while True:
+        with paths.open_private(path, "a") as file:
+            if sys.platform != "win32":
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(path, file.fileno()):  # else another chat has just replaced it
+                yield
+                return
+
+
+def _is_at(path: Path, opened: int) -> bool:
+    """Whether the open file with this number is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(opened), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:
@@ -128,6 +156,7 @@ def input_history(complain: Callable[[str], None]) -> Typed:
 
 
 if sys.platform != "win32":
+    import fcntl
     import termios
 
 _ESCAPE_SECONDS = 0.05

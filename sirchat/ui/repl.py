@@ -33,7 +33,7 @@ from sirchat.ui.saved_chat import SavedChat, greet_again
 from sirchat.ui.screen import Screen
 from sirchat.ui.status_line import toolbar
 from sirchat.ui.switching import ModelSwitching
-from sirchat.ui.turn_commands import Retry, edited, editor, retry
+from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
 
 _LEAVING = ("exit", "quit", ":q", "bye")
 """Lines that leave other programs; at the first of them, the chat asks whether to leave."""
@@ -172,6 +172,7 @@ class Chat:
             case Send(text):
                 self._send(text, line)
             case Retry() as asked:
+                self._make_undoable()
                 self._turn(lambda stops: retry(self._session, asked, stops))
             case Edit(text):
                 self._edit(text)
@@ -194,9 +195,15 @@ class Chat:
         if changed.strip() in ("", text.strip()):
             self._screen.note("the message is unchanged; /retry generates another reply")
         else:
+            self._make_undoable()
             undo_summaries(self._session)
             self._screen.note("your last message and its reply are replaced by these")
             self._turn(lambda stops: self._session.retry(stops, changed))
+
+    def _make_undoable(self) -> None:
+        session = made_undoable(self._session, self._screen, self._saved_chat)
+        if session is not self._session:
+            self._switch_to(session)
 
     def _changed(self, text: str) -> str:
         """Let the user change `text`; returns the changed text, or "" if the user cancels."""

@@ -23,6 +23,7 @@ from sirchat.saved.session_list import (
     find_session,
     free_name,
     list_sessions,
+    newest_sessions,
     open_saved_file,
     same_name,
 )
@@ -41,7 +42,9 @@ _OF_THE_SESSION = ("description", "seed")
 
 
 class SavedChat:
-    """Saves the chat if its settings say so; stops if writing fails (full disk, for example).
+    """Saves the chat if its settings say so.
+
+    If writing fails (full disk, for example), it says so once, and tries again after each line.
 
     Args:
         session: the current session.
@@ -68,37 +71,65 @@ class SavedChat:
         self._screen = screen
         self._debug = debug
         self._saving = Autosave(session, store)
-        self._is_on = session.profile.save
+        self._failure = ""  # why the last try to write failed
 
     def update(self) -> None:
-        """Write the new part of the chat to disk; after an error, the chat is no longer saved."""
-        if not self._is_on:
-            return
+        """Write the new part of the chat to disk, and what earlier calls could not write."""
+        is_known = bool(self._failure)
+        if not self._is_written() and not is_known:
+            self._screen.error(
+                f"the chat is not saved now: {self._failure}; it goes on, and is saved as soon as "
+                "that works again; /save tries at once"
+            )
+
+    def _is_written(self) -> bool:
+        """Write what is new, if the chat is to be saved; returns whether that worked."""
         try:
-            self._saving.update()
+            if self._session.profile.save:
+                self._write_new()
         except Exception as error:  # the chat goes on after any error
-            self._failed(error, "; /save tries again")
+            if self._debug:
+                raise
+            self._failure = str(error) or type(error).__name__
+        return not self._failure
+
+    def _write_new(self) -> None:
+        if self._saving.id:
+            self._saving.update()
+        else:
+            self._saving.begin()
+        self._note_recovery()
+
+    def _note_recovery(self) -> None:
+        if self._failure:
+            self._failure = ""
+            self._screen.note("the chat is saved again")
 
     @property
     def not_written(self) -> Path | None:
         """The chat's file, if it is out of date because saving has failed; else None."""
-        if self._is_on or not self._saving.id:
+        if not self._failure or not self._saving.id:
             return None
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
 
     def close(self) -> None:
         """Save what is not saved yet, and release the session's file."""
         try:
-            if self._is_on:
-                self._saving.close()
+            if not self._is_written():
+                self._screen.error(f"the end of this chat is not saved: {self._failure}")
+            elif self._session.profile.save:
+                self._saving.save_kv()
         except Exception as error:
-            self._failed(error)
+            if self._debug:
+                raise
+            self._screen.error(f"saved without keys and values: {error}")
         finally:
             self._saving.abandon()
 
     def say_where(self) -> None:
         """Print that the chat is saved, and how to resume it; call this after `close`."""
-        if self._is_on and self._saving.id and self._screen.is_interactive:
+        is_saved = self._session.profile.save and not self._failure
+        if is_saved and self._saving.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: sirchat --resume {self._handle}")
 
     def save(self, name: str | None) -> None:
@@ -137,9 +168,9 @@ class SavedChat:
             store.close()
             raise
         self._saving.abandon()
-        self._session, self._saving, self._is_on = session, saving, session.profile.save
+        self._session, self._saving, self._failure = session, saving, ""
         self._screen.note(f"this chat is session {saving.id}{_name_part(saving)}")
-        if not self._is_on:
+        if not session.profile.save:
             self._screen.note("new messages are not saved, as before; /save starts saving")
         return session
 
@@ -149,10 +180,11 @@ class SavedChat:
         The old chat stays on disk unchanged. After SessionError or UndoError, the old chat goes on.
         """
         name = free_name(sessions_dir(), name, "")
-        if not self._is_on or not self._session.turns:
+        is_saved = self._session.profile.save
+        if not is_saved or not self._session.turns:
             raise SessionError(
                 "a branch needs a saved chat, and this chat is not saved yet",
-                hint="/save saves this chat" if not self._is_on else "send a message first",
+                hint="send a message first" if is_saved else "/save saves this chat",
             )
         check_rewind(self._session, back)
         self._leave("no branch is made")
@@ -212,12 +244,13 @@ class SavedChat:
         """
         folder = sessions_dir()
         if not words:
-            listing = list_sessions(folder)
+            listing, count = newest_sessions(folder)
             for refused in listing.refused:
                 self._screen.error(str(refused))
             if not listing.sessions:
                 self._screen.note("there are no saved chats")
-            return self._picked(listing.sessions)
+            older = f" (and {count:,} older ones)" if count else ""
+            return self._picked(listing.sessions, more=older)
         if words == "last" or begins_an_id(folder, words):
             return words
         try:
@@ -270,12 +303,6 @@ class SavedChat:
             )
         return dropped
 
-    def _failed(self, error: Exception, hint: str = "") -> None:
-        self._is_on = False
-        if self._debug:
-            raise error
-        self._screen.error(f"the chat is not saved any more: {error}{hint}")
-
     def _begin(self) -> None:
         """Write the whole chat, in a new file if the old one can't be written; switch saving on."""
         session, before = self._session, self._session.profile
@@ -283,13 +310,12 @@ class SavedChat:
         try:
             self._write()
         except Exception as error:
-            session.profile, self._is_on = before, False
+            session.profile = before
             raise SessionError(f"the chat can't be saved: {error}") from error
-        self._is_on = True
 
     def _write(self) -> None:
         try:
-            self._saving.update()
+            self._write_new()
         except Exception:
             if not self._saving.id:
                 raise
@@ -301,6 +327,7 @@ class SavedChat:
         old.abandon()
         self._saving = new
         self._screen.note(f"cannot write {old.id}; continuing in a new file")
+        self._note_recovery()
 
     @property
     def _handle(self) -> str:

@@ -16,7 +16,7 @@ from sirchat.chat.conversation import UndoPoint
 from sirchat.chat.events import Event, Notice, Undone
 from sirchat.chat.last_reply import retriever_for_retry, retry_under, settings_for_full
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
-from sirchat.chat.rereading import pins_note, read_before_last, undo_summaries
+from sirchat.chat.rereading import pins_note, read_before_last, read_whole, undo_summaries
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.settings import temporarily
 from sirchat.config.profile import Profile
@@ -49,6 +49,24 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
             after = "" if point is None else _held_then(session, point)
             _report(event.text, session, screen, after=after)
     return None
+
+
+def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
+    """`session`, if its last message can be undone, or if there is none.
+
+    Else (after a resume, or after words were erased) a new session that has read all of the chat
+    again, and is saved in the same file.
+    """
+    if session.undoable or all(turn.role != "user" for turn in session.turns):
+        return session
+    with loading_bar(screen, session.model.name) as progress:
+        again = read_whole(session, progress)
+    with Interrupt():  # Ctrl-C does not stop it halfway
+        saved_chat.replace_session(again)
+    screen.note(f"{again.seen:,} tokens of earlier messages were read again")
+    if pins := pins_note(again):
+        screen.note(pins)
+    return again
 
 
 def _held_then(session: Session, point: UndoPoint) -> str:

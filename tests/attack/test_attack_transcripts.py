@@ -73,7 +73,24 @@ PAST = [
 
 
 @pytest.mark.parametrize("data", PAST, ids=range(len(PAST)))
-@pytest.mark.parametrize("format", ["jsonl", "sharegpt"])
+@pytest.mark.parametrize("format", ["jsonl", "sharegpt", "auto"])
 def test_what_once_hung_or_took_gigabytes_is_refused_at_once(data: bytes, format: str) -> None:
     with pytest.raises(TranscriptError):
         parse_transcript(data, "t", format)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"role": "user", "content": "x"} and more', '{"role": "user"', '{\n"messages": [\n{"role":',
+     ' [ {"from": "human" "value": 1}]', "[" * 100_000],
+)  # fmt: skip
+def test_broken_json_is_not_taken_for_text(text: str) -> None:
+    with pytest.raises(TranscriptError, match="--format lines reads it as text"):
+        parse_transcript(text.encode(), "t")
+    assert parse_transcript(text.encode(), "t", "lines")
+
+
+@pytest.mark.parametrize("text", ["[sigh] well", "[[Paris]] is", "{x: 1}", "{\nint x;\n}", "[1, 2"])
+def test_text_in_brackets_is_text(text: str) -> None:
+    turns = parse_transcript(text.encode(), "t")
+    assert [turn.content for turn in turns] == text.split("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -113,7 +114,17 @@ def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
         assert "in use" in refused.stderr
         with Terminal("--resume", home=tmp_path) as other:
             assert other.ended() == 1
-            assert "in use" in other.text
+            told = "".join(other.text.split())
+            assert f"inusebyanotherprocess,{chat.child._process.pid}on{platform.node()}," in told
+            assert f"sirchat--resume{ident}--branchNAME" in told
+        with Terminal("--resume", ident, "--branch", "other", home=tmp_path) as other:
+            other.ask("What is new?")
+            assert "2 messages" in chat.ask("/stats")
+            assert "4 messages" in other.ask("/stats")
+            assert other.leave() == 0
+        assert '"other"' in chat.ask("/branches") or "other" in chat.text
+    assert run("--branch", "x", "sessions").returncode == 2
+    assert "--branch has no effect without" in run("--branch", "x").stderr
 
 
 def test_no_save_leaves_no_file(tmp_path: Path) -> None:

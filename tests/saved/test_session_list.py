@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import shutil
 import sqlite3
 import time
@@ -38,13 +39,16 @@ except SirchatError as error:
     print(error)
 """
     session = SessionStore.create(tmp_path, {})
-    busy = f"{session.path} is in use by another process (close the other chat first)\n"
-    assert printed(code, session.path) == busy
+    busy = printed(code, session.path)
+    who = f"{os.getpid()} on {platform.node()}, since 20"
+    assert busy.startswith(f"{session.path} is in use by another process, {who}")
+    assert busy.endswith(f"a copy: sirchat --resume {session.id} --branch NAME)\n")
     session.append(said("hi"), rows_at(range(3)), head_at(3))
     assert printed(code, session.path) == busy
     session.close()
     with SessionStore.open(session.path) as session:
-        assert printed(code, session.path) == busy
+        busy = printed(code, session.path)
+        assert who in busy
         session.replace(said("ho"), rows_at(range(3)), head_at(3))
         assert printed(code, session.path) == busy
         list_sessions(tmp_path)

@@ -10,7 +10,9 @@ import pytest
 
 from chatting import answer
 from saved_chats import SAYINGS, Chat, refusal, resumed
+from sirchat.errors import UndoError
 from sirchat.saved.session_list import list_sessions
+from sirchat.ui.turn_commands import Retry, made_undoable, retry
 from terminal import Terminal
 
 
@@ -93,6 +95,38 @@ def test_after_a_resume_a_message_of_this_run_is_undone_exactly() -> None:
     assert "were read again" not in chat.do("/undo")
     assert chat.session.snapshot().rows == before
     assert answer(list(chat.session.ask(SAYINGS[3])))
+
+
+def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder: Path) -> None:
+    chat = _gone_on(temperature=0.0)
+    with pytest.raises(UndoError):
+        _ = chat.session.last_said
+    session = made_undoable(chat.session, chat._screen, chat.saved_chat)
+    assert f"{session.seen:,} tokens of earlier messages were read again" in chat._out.getvalue()
+    before = [(turn.role, turn.text) for turn in chat.session.turns]
+    assert [(turn.role, turn.text) for turn in session.turns] == before
+    assert made_undoable(session, chat._screen, chat.saved_chat) is session
+    list(retry(session, Retry({}), lambda: False))
+    assert [(turn.role, turn.text) for turn in session.turns] == before, "at temperature 0"
+    list(session.retry(text=SAYINGS[4]))
+    chat.saved_chat.close()
+    again, _ = resumed(folder, "trunk")
+    said = [turn.text for turn in again.turns if turn.role == "user"]
+    assert said == [*SAYINGS[:2], SAYINGS[4]]
+
+
+@pytest.mark.slow
+def test_retry_and_edit_right_after_a_resume(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.ask("My name is Anna.")
+        assert chat.leave() == 0
+    for command, name in (("/retry", "Anna"), ("/edit My name is Berta.", "Berta")):
+        with Terminal("--resume", home=tmp_path) as chat:
+            assert "were read again" in " ".join(chat.ask(command).split())
+            assert name in chat.ask("What is my name?")
+            assert "4 messages" in chat.ask("/stats")
+            chat.ask("/undo")
+            assert chat.leave() == 0
 
 
 @pytest.mark.slow

@@ -134,11 +134,12 @@ def _settings(
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
     """The transcript's rounds, and the file's name as error messages show it."""
     from sirchat.lab.studies.side_by_side.compared import rounds_of
+    from sirchat.text.text_file import read_regular
     from sirchat.text.transcript import one_conversation, parse_transcript
 
     name = "standard input" if str(file) == "-" else str(file)
     try:
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     turns = one_conversation(parse_transcript(data, name, format), name)

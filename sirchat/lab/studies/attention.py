@@ -31,6 +31,7 @@ from sirchat.lab.training.probe import SMALL_TALK
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal
 from sirchat.text.template import Template
+from sirchat.text.text_file import read_regular
 
 SEGMENTS = 4
 
@@ -134,7 +135,8 @@ class AttentionStudy(ExtendedByLimit):
         if self.text is None:
             return None
         try:
-            lines = [line for line in Path(self.text).read_text("utf-8").splitlines() if line]
+            text = read_regular(Path(self.text)).decode("utf-8")
+            lines = [line for line in text.splitlines() if line]
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"text {self.text!r} can't be read: {error}") from None
         if len(lines) < self.limit:

@@ -35,6 +35,7 @@ from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import followed_by_reply, read, read_ids
 from sirchat.text.detokenizer import tokens_spelling
+from sirchat.text.text_file import read_regular
 
 CATEGORIES = {
     1: "multi-hop",
@@ -119,12 +120,12 @@ def long_talks(path: Path) -> list[LongTalk]:
 
 def _of_file(path: Path) -> list[LongTalk]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
         entries = content if isinstance(content, list) else [content]
         return [_talk(entry, path.stem) for entry in entries]
     except OSError as error:
         raise SettingError(f"{path} can't be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(
             f"{path} is neither LoCoMo's format nor Realtalk's ({type(error).__name__}: {error})",
             hint="LoCoMo's locomo10.json, or Realtalk's Chat_*.json",

@@ -19,6 +19,7 @@ from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import STORY
 from sirchat.lab.synthetic.rounds import Style
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
+from sirchat.text.text_file import read_regular
 
 TASKS = {
     "stories-3": 3,
@@ -88,10 +89,10 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
     Raises SettingError when the file can't be read, or no conversation is left.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_regular(path).decode("utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
         parsed = [_dialogue(row["turns"], row.get("reference")) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise SettingError(
             f"data {str(path)!r} can't be read: {error}",
             hint="each line must be a JSON object with turns",

@@ -46,6 +46,7 @@ from sirchat.lab.synthetic.dialogue import Dialogue, Mix
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import plain_text_ids
 from sirchat.text.template import Template
+from sirchat.text.text_file import read_regular
 
 _POINTS = 100
 _CHUNK = 64
@@ -253,7 +254,7 @@ def _row(one: Findings) -> tuple[Value, ...]:
 
 def _load_text(path: str) -> str:
     try:
-        return Path(path).read_text("utf-8")
+        return read_regular(Path(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"text {path!r} can't be read: {error}") from None
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from sirchat.errors import SettingError
 from sirchat.lab.studies.choice import Question
 from sirchat.lab.studies.results_log import Record
+from sirchat.text.text_file import read_regular
 
 COMMONSENSE, GROCERY, DIALOGUE = "commonsense", "grocery", "dialogue"
 
@@ -114,14 +115,15 @@ def _question(line: Record, group: str) -> Question:
 def _lines(path: Path, needed: str) -> Iterator[Record]:
     """The JSON objects of a file; raises SettingError, naming the line, for anything else."""
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
+        text = read_regular(path).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "it is not UTF-8")
+        raise SettingError(f"data {str(path)!r} can't be read: {why}") from None
     for number, line in enumerate(text.splitlines(), 1):
         try:
             found = json.loads(line)
             is_valid = isinstance(found, dict) and {"question", needed} <= found.keys()
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             is_valid = False
         if not is_valid:
             raise SettingError(

@@ -32,6 +32,7 @@ from sirchat.lab.studies.results_log import Record
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import Per
+from sirchat.text.text_file import read_regular
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -348,7 +349,7 @@ def data_name(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         for file in sorted(files):
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(hashlib.sha256(read_regular(file)).digest())
     except OSError as error:
         raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
     return f"{path.name} {digest.hexdigest()[:12]}"

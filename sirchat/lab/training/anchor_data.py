@@ -25,6 +25,7 @@ from sirchat.lab.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
 from sirchat.text.anchors import Anchors, plain_text_ids
 from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
+from sirchat.text.text_file import read_regular
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 _HINT = (
@@ -53,7 +54,7 @@ def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
     Raises SettingError for a file that can't be read, TranscriptError for a broken transcript.
     """
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"data {str(path)!r} can't be read: {error}") from None
     if path.suffix == ".jsonl":

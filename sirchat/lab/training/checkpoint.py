@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,20 @@ KEPT_CHECKPOINTS = 2
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, then move each of its files into `folder`.
 
-    A reader finds either the old or the new file, never a partial one.
+    A reader finds either the old or the new file, never a partial one. What a killed training has
+    left of a temporary folder is deleted.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        write(Path(temporary))
-        for file in sorted(Path(temporary).iterdir()):
+    temporary = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    try:
+        write(temporary)
+        for file in sorted(temporary.iterdir()):
             file.chmod(0o644)
             os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def save_checkpoint(

@@ -17,6 +17,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS, Kind
 from sirchat.lab.studies.long_talk import long_talks
 from sirchat.lab.studies.sirllm_files import dailydialog
+from sirchat.text.text_file import read_regular
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 
 OPTIONS = 4
@@ -179,7 +180,7 @@ def load_dialogues(path: Path) -> list[Dialogue]:
     if path.is_dir():
         return _of_weeks(path)
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise SettingError(f"data {str(path)!r} can't be read: {error.strerror}") from None
     if b'"session_1"' in data and path.suffix == ".json":

@@ -1,0 +1,324 @@
+"""A full or missing disk: the chat goes on in memory, says so once, and is saved as soon as it can.
+
+A limit on the size of files stands in for a full disk, as it needs no rights; where a small disk
+can be mounted, the same is done on it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from filelock import FileLock, Timeout
+
+from attacking import attack
+from command import run
+from saved_chats import SAYINGS, Chat, refusal, resumed
+from sirchat.errors import SessionError, SirchatError, UsageError
+from sirchat.models import compiling
+from sirchat.paths import data_dir
+from sirchat.saved import search_index
+from sirchat.saved.database import connect
+from sirchat.saved.search import search_sessions
+from sirchat.saved.session_list import list_sessions
+from sirchat.ui.line_input import input_history
+
+_FAILS, _WORKS = "not saved now", "saved again"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Inside, no file grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[None]:
+    """Inside, the folder is a disk with these options of tmpfs; skips where none can be mounted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except OSError:
+        pytest.skip("there is no mount")
+    if done.returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def shown(chat: Chat, text: str) -> int:
+    return chat._out.getvalue().count(text)
+
+
+def is_saved(chat: Chat) -> bool:
+    """Whether all of the chat, once closed, is in the newest file."""
+    chat.saved_chat.close()
+    return resumed(data_dir() / "sessions", "last")[0].turns == chat.session.turns
+
+
+def test_a_chat_on_a_full_disk_says_so_once_and_is_saved_when_there_is_room(folder: Path) -> None:
+    chat = Chat()
+    with largest_file(2**12):
+        chat.say(*SAYINGS[:3])
+        assert shown(chat, _FAILS) == 1
+        assert not list(folder.iterdir()), "an empty chat would be the last one"
+    chat.say(SAYINGS[3])
+    assert (shown(chat, _FAILS), shown(chat, _WORKS)) == (1, 1)
+    assert is_saved(chat)
+
+
+def test_a_disk_that_fills_later_leaves_what_was_saved_before(folder: Path) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    (path,) = folder.glob("*.sqlite")
+    with largest_file(path.stat().st_size):
+        chat.say(*[f"{words} " * 40 for words in SAYINGS])
+        assert "can't be saved" in refusal(chat, "/branch other")
+        chat.saved_chat.close()
+        assert shown(chat, _FAILS) == 1
+        assert shown(chat, "the end of this chat is not saved") == 1
+    assert resumed(folder, "last")[0].turns == chat.session.turns[:2]
+    assert len(list_sessions(folder).sessions) == 1
+
+
+def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(folder: Path) -> None:
+    chat = Chat(save_kv="on")
+    chat.say(*[f"{words} " * 40 for words in SAYINGS[:2]])
+    (path,) = folder.glob("*.sqlite")
+    with largest_file(path.stat().st_size + 2**12):
+        chat.saved_chat.close()
+    assert shown(chat, "saved without keys and values") == 1
+    assert shown(chat, _FAILS) == 0
+    again, has_kept = resumed(folder, "last")
+    assert (again.turns, has_kept) == (chat.session.turns, False)
+    assert [one.name for one in folder.iterdir()] == [path.name]
+
+
+def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_index, "_TIMEOUT", 0.01)
+    chat = Chat()
+    chat.say(*SAYINGS[:2])
+    assert len(search_sessions(folder, "words", str).hits) == 1
+    with closing(connect(folder / search_index.NAME)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(SessionError, match=r"index is in use by another process \(try again"):
+            search_sessions(folder, "words", str)
+        chat.do("/undo")
+        assert not (folder / search_index.NAME).exists(), "the text must not stay in it"
+    assert len(search_sessions(folder, "words", str).hits) == 1
+    assert is_saved(chat)
+
+
+def test_a_clock_that_goes_back_loses_no_chat(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat()
+    for hours, words in enumerate(SAYINGS):
+        monkeypatch.setattr("time.time", lambda hours=hours: 4e9 - 3600 * hours)
+        chat.say(words)
+        for path in folder.iterdir():
+            os.utime(path, (4e9 - 3600 * hours,) * 2)
+    assert len(search_sessions(folder, "words", str).hits) == 1
+    assert is_saved(chat)
+
+
+def test_a_home_that_goes_away_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    chat, away = Chat(), tmp_path / "away"
+    chat.say(SAYINGS[0])
+    (tmp_path / "data").rename(away)
+    chat.say(*SAYINGS[1:3])
+    assert shown(chat, "was removed while it was in use") == 1
+    away.rename(tmp_path / "data")
+    chat.say(SAYINGS[3])
+    assert shown(chat, _WORKS) == 1
+    assert is_saved(chat)
+
+
+def test_another_file_in_the_place_of_the_chats_is_not_taken_for_it(folder: Path) -> None:
+    chat = Chat()
+    chat.say(SAYINGS[0])
+    (path,) = folder.glob("*.sqlite")
+    copy = path.read_bytes()
+    path.unlink()
+    path.write_bytes(copy)
+    chat.say(SAYINGS[1])
+    assert shown(chat, "was removed while it was in use") == 1
+    chat.do("/save")
+    assert is_saved(chat)
+
+
+@pytest.mark.parametrize("home", ["/dev/null/home", "/proc/home", "read-only"])
+def test_where_no_home_can_be_made_a_chat_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    if home == "read-only":
+        if os.geteuid() == 0:
+            pytest.skip("root writes everywhere")
+        (tmp_path / home).mkdir(mode=0o500)
+        home = str(tmp_path / home)
+    monkeypatch.setenv("SIRCHAT_HOME", home)
+    told: list[str] = []
+    input_history(told.append).append_string("a line")
+    assert len(told) == 1
+    chat = Chat(archive="disk")
+    chat.say(*SAYINGS)
+    assert shown(chat, _FAILS) == 1
+    assert "can't be saved" in refusal(chat, "/save")
+    chat.saved_chat.close()
+    assert shown(chat, "the end of this chat is not saved") == 1
+
+
+def test_without_a_home_folder_the_error_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("SIRCHAT_HOME", "HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(UsageError, match="set SIRCHAT_HOME"):
+        data_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_to_a_full_disk_leaves_the_old_file(folder: Path, tmp_path: Path) -> None:
+    chat = Chat()
+    chat.say(*SAYINGS)
+    assert is_saved(chat)
+    file = tmp_path / "out"
+    file.write_text("old\n")
+    with largest_file(16):
+        done = run("sessions", "export", "last", str(file), "--force")
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+        assert "can't be written" in refusal(chat, f"/export md {file} --force")
+        assert run("sessions", "export", "last", str(tmp_path / "new")).returncode == 1
+        assert run("profiles", "init", "mine").returncode == 2
+    assert file.read_text() == "old\n"
+    assert run("profiles", "init", "mine").returncode == 0
+    assert run("sessions", "export", "last", "/dev/full", "--force").returncode == 1
+    assert Path("/dev/full").is_char_device()
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["out"]
+
+
+def test_an_archive_that_does_not_fit_leaves_no_part_of_a_file(folder: Path) -> None:
+    with largest_file(2**16):
+        chat = Chat(archive="disk", save=False)
+        chat.say(*[f"{words} " * 90 for words in SAYINGS])
+        files = chat.session._engine.store._archive._files
+        assert files is not None
+        files.wait()
+        assert not [one for one in data_dir().rglob("archives/*/*") if one.is_file()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_of_several_chats_compiles_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    made, told, waiting = list[Path](), list[str](), threading.Semaphore(0)
+    path, step = tmp_path / "compiled" / "program.so", Mock()
+
+    class Lock(FileLock):
+        def acquire(self, *arguments: Any, **options: Any) -> Any:
+            try:
+                return super().acquire(*arguments, **options)
+            except Timeout:
+                waiting.release()
+                raise
+
+    def worker(step: object, path: Path, niceness: int) -> str:
+        made.append(path)
+        for _ in range(3):
+            assert waiting.acquire(timeout=60)
+        if fails:
+            compiling._fail(path, "no")
+        else:
+            path.touch()
+        return "no" * fails
+
+    monkeypatch.setattr(compiling, "_run_worker", worker)
+    monkeypatch.setattr(compiling, "FileLock", Lock)
+    chats = [
+        threading.Thread(target=lambda: told.append(compiling._make(step, path))) for _ in range(4)
+    ]
+    for one in chats:
+        one.start()
+    for one in chats:
+        one.join()
+    assert told == ["no" * fails] * 4
+    assert made == [path]
+    assert [one.suffix for one in path.parent.iterdir()] == [".failed" if fails else ".so"]
+
+
+@pytest.mark.parametrize("options", ["size=64k", "size=4m,nr_inodes=3", "size=4m,nr_inodes=4"])
+def test_a_small_disk_is_survived_like_a_limit(folder: Path, options: str) -> None:
+    with small_disk(folder, options):
+        chat = Chat(save_kv="on")
+        chat.say(*[f"{words} " * 60 for words in SAYINGS])
+        chat.saved_chat.close()
+        assert shown(chat, _FAILS) + shown(chat, "without keys and values") == 1
+        listing = list_sessions(folder)
+        assert not listing.refused
+        for one in listing.sessions:
+            turns = resumed(folder, one.id)[0].turns
+            assert turns == chat.session.turns[: len(turns)]
+
+
+def test_a_disk_that_comes_and_goes_at_random_loses_nothing_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talk(random: Random) -> None:
+        home = tmp_path / str(random.random())
+        monkeypatch.setenv("SIRCHAT_HOME", str(home))
+        chat, sessions = Chat(archive=random.choice(["ram", "disk"])), home / "data" / "sessions"
+        for _ in range(random.randrange(1, 5)):
+            with largest_file(random.choice([0, 2**12, 2**15, 2**16, 2**30])):
+                for _ in range(random.randrange(1, 3)):
+                    with suppress(SirchatError):
+                        _act(chat, random)
+        assert shown(chat, _FAILS) - shown(chat, _WORKS) in (0, 1)
+        assert not list_sessions(sessions).refused
+        chat.say("the end")
+        assert shown(chat, _FAILS) == shown(chat, _WORKS)
+        assert is_saved(chat)
+
+    attack(talk, 3)
+
+
+def _act(chat: Chat, random: Random) -> None:
+    match random.randrange(6):
+        case 0:
+            chat.do("/undo")
+        case 1:
+            chat.do(f"/save name {random.randrange(9)}")
+        case 2 if any("words" in text for text in chat.texts):
+            chat.do("/erase words")
+            chat.do("/erase --yes")
+        case _:
+            chat.say(f"{random.choice(SAYINGS)} " * random.choice([1, 40]))

@@ -1,0 +1,209 @@
+"""Pipes, devices, sockets, folders, links in circles and huge files in the place of any file.
+
+Each is refused in one line, or left out, at once: none is waited for, and none is read without end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from attacking import attack
+from chatting import save_babbler
+from command import run
+from saved_chats import resumed, saved
+from sirchat.config.profile_files import list_profiles, load_profile
+from sirchat.errors import SessionError
+from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
+from sirchat.lab.studies.long_talk import long_talks
+from sirchat.lab.studies.needle import dialogues_of_file
+from sirchat.lab.studies.perplexity import _load_text
+from sirchat.lab.studies.sirllm_files import dailydialog
+from sirchat.lab.studies.study import data_name
+from sirchat.lab.training.anchor_data import load_text
+from sirchat.models.listing import find_model, find_models
+from sirchat.models.model import load_model
+from sirchat.saved.search import search_sessions
+from sirchat.saved.session_list import find_session, list_sessions, open_saved_file, remove_session
+from sirchat.saved.store import SessionStore
+from sirchat.text.text_file import load_text_file
+from sirchat.ui.attaching import with_files
+
+_SPARSE = 10 * 2**30  # bytes
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    folder = os.open(path.parent, os.O_RDONLY)  # a socket's path may be short only
+    listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+    os.close(folder)
+    listener.close()
+
+
+def _huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(_SPARSE)
+
+
+def _circle(path: Path) -> None:
+    path.symlink_to(path.with_name(f"{path.name}.other"))
+    path.with_name(f"{path.name}.other").symlink_to(path)
+
+
+def _linked_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+THINGS: dict[str, Callable[[Path], None]] = {
+    "pipe": _pipe,
+    "socket": _socket,
+    "folder": Path.mkdir,
+    "huge": _huge,
+    "circle": _circle,
+    "link to itself as a folder": _linked_to("."),
+    "broken link": _linked_to("nowhere"),
+    "zero": _linked_to("/dev/zero"),
+    "random": _linked_to("/dev/urandom"),
+    "full": _linked_to("/dev/full"),
+    "memory": _linked_to("/proc/self/mem"),
+}
+NAMES = ["x", "\x1b[31mred", "\u202etxt", "a\nb", "\udcff", "é" * 30, "-x", " ", "~", "x@y"]
+
+
+@cache
+def _model(folder: Path) -> Path:
+    return save_babbler(folder)
+
+
+def _in_model(name: str) -> Callable[[Path, Callable[[Path], None]], None]:
+    """Replace a file of a model's folder, and load the model, look for it and list it."""
+
+    def act(path: Path, make: Callable[[Path], None]) -> None:
+        path.mkdir()
+        for one in _model(path.parent.parent / "model").iterdir():
+            if one.name != name:
+                (path / one.name).symlink_to(one)
+        make(path / name)
+        find_models([path])
+        load_model(str(path), device="cpu")
+
+    return act
+
+
+def _as_gguf(path: Path, make: Callable[[Path], None]) -> None:
+    path = path.with_name(f"{path.name}.gguf")
+    make(path)
+    find_models([path.parent])
+    try:
+        find_model(str(path))
+    finally:
+        load_model(str(path), device="cpu")
+
+
+def _as_profile(path: Path, make: Callable[[Path], None]) -> None:
+    profiles = path.parent / "config" / "profiles"
+    profiles.mkdir(parents=True)
+    make(profiles / f"{path.name}.yaml")
+    make(profiles / "default.yaml")
+    list_profiles()
+    if not (profiles / "default.yaml").is_fifo():  # waiting for a pipe that is named is right
+        load_profile(str(profiles / "default.yaml"))
+
+
+def _as_chat(path: Path, make: Callable[[Path], None]) -> None:
+    folder = path.parent / "data" / "sessions"
+    good = find_session(folder, saved(folder, "good", save_kv="on"))
+    strange = folder / f"{path.name}.sqlite"
+    make(strange)
+    make(folder / "search.index")
+    good.with_suffix(".safetensors").unlink()
+    make(good.with_suffix(".safetensors"))
+    assert [one.path for one in list_sessions(folder).sessions] == [good]
+    open_saved_file(folder, "last")[0].close()
+    assert not resumed(folder, "good")[1]
+    for act in (SessionStore.open, remove_session):
+        with pytest.raises(SessionError):
+            act(strange)
+    search_sessions(folder, "words", str)
+
+
+def _as_transcript(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    if path.is_fifo():  # a transcript may come through a pipe, and is waited for
+        return
+    done = run("replay", f"./{path.name}", SIRCHAT_HOME=str(path.parent))
+    assert done.returncode in (1, 2), done
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def _with(read: Callable[[Path], object]) -> Callable[[Path, Callable[[Path], None]], None]:
+    def act(path: Path, make: Callable[[Path], None]) -> None:
+        make(path)
+        read(path)
+
+    return act
+
+
+PLACES: dict[str, Callable[[Path, Callable[[Path], None]], None]] = {
+    **{f"model's {name}": _in_model(name) for name in (
+        "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",
+        "generation_config.json", "chat_template.jinja",
+    )},
+    "gguf": _as_gguf,
+    "profile": _as_profile,
+    "chat": _as_chat,
+    "transcript": _as_transcript,
+    "file to read": _with(lambda path: load_text_file(str(path))),
+    "attached": _with(lambda path: with_files(f'see @"{path}", @{path} and', lambda note: None)),
+    "text of a study": _with(lambda path: _load_text(str(path))),
+    "conversations": _with(load_dialogues),
+    "needle": _with(dialogues_of_file),
+    "questions": _with(dailydialog),
+    "long talk": _with(lambda path: list(long_talks(path))),
+    "training": _with(lambda path: list(load_text(path))),
+    "name of data": _with(data_name),
+}  # fmt: skip
+
+
+def test_a_strange_thing_in_the_place_of_a_file_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.models.listing.BUNDLED", ())
+    monkeypatch.setattr("sirchat.models.listing.PACKAGED", ())
+
+    def meet(random: Random) -> None:
+        folder = tmp_path / str(random.random())
+        folder.mkdir()
+        monkeypatch.setenv("SIRCHAT_HOME", str(folder))
+        monkeypatch.chdir(folder)
+        PLACES[random.choice(sorted(PLACES))](
+            folder / random.choice(NAMES), THINGS[random.choice(sorted(THINGS))]
+        )
+
+    attack(meet, 40)
+
+
+def test_names_of_thousands_of_letters_are_refused_in_a_short_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    name = "a" * 4000
+    for command in (
+        ("replay", name), ("replay", f"/{name}/x"), ("--profile", name), ("--profile", f"./{name}"),
+        ("ask", "x", "--model", f"./{name}.gguf"), ("ask", "x", "--model", f"/{name}"),
+        ("sessions", "show", name), ("sessions", "export", "last", name), ("compare", name),
+    ):  # fmt: skip
+        done = run(*command)
+        assert done.returncode in (1, 2), command
+        assert len(done.stderr) < 1200, command
+        assert len(done.stderr.splitlines()) == 1, done.stderr

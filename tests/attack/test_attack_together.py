@@ -1,0 +1,266 @@
+"""Several programs on the same files, one of them killed: the others go on, nothing is lost.
+
+`SIRCHAT_ATTACK=300` races so many times: on one chat, one history, one download, one home at its
+first use, with archives on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from attacking import FIRST, MANY
+from chatting import tiny
+from fake_hub import FakeHub, fake_hub
+from forked_command import ForkedCommand
+from saved_chats import saved
+from sirchat.chat.session import Session
+from sirchat.errors import DamagedSessionError
+from sirchat.memory.segments import sweep
+from sirchat.paths import tiny_dir
+from sirchat.saved import session_list
+from sirchat.saved.autosave import resume_session
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.session_list import copy_session, find_session, list_sessions
+from sirchat.saved.store import SessionStore
+from sirchat.ui.line_input import input_history
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 20.0  # most processor time of a program
+_MOST = 8 if MANY else 3  # programs at the same time
+_IN_USE = re.compile(rb"in use by another process(, \d+ on \S+, since [\d :-]+)? \(close")
+_LARGE = random.Random(0).randbytes(9 * 2**20)
+_FILES = {"config.json": (tiny_dir() / "config.json").read_bytes(), "model.safetensors": _LARGE}
+
+
+class Wrong(AssertionError):
+    """What a race led to, and should not have."""
+
+
+class Race:
+    """Programs that run at the same time in one home; one of them may be killed.
+
+    Attributes:
+        done: exit code, or -signal, of each program, in order.
+        victim: the index of the killed program; None if none was.
+    """
+
+    def __init__(self, draw: random.Random, home: Path, hub: FakeHub) -> None:
+        self._draw, self.home = draw, home
+        self.sessions = home / "data" / "sessions"
+        self.done: list[int] = []
+        self.victim: int | None = None
+        self.told: list[bytes] = []
+        for name in ("tmp", "cwd"):
+            (home / name).mkdir(parents=True)
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("SIRCHAT_")} | {
+            "SIRCHAT_HOME": str(home), "TMPDIR": str(home / "tmp"), "PAGER": "cat",
+            "TERM": "xterm-256color", "SIRCHAT_MODEL": "tiny", "SIRCHAT_MAX_NEW_TOKENS": "12",
+            "SIRCHAT_COMPILE": "off", "HF_HUB_CACHE": str(home / "hub"),
+            "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+        }  # fmt: skip
+
+    def run(self, commands: Sequence[Sequence[str]], typed: Sequence[str] = ()) -> None:
+        """Start all, kill one at a random moment, and wait for the end of all.
+
+        `typed`: what is typed in the terminal of each; without it, they run between pipes.
+        """
+        with ExitStack() as stack:
+            programs = [
+                stack.enter_context(self._started(one, in_terminal=bool(typed))) for one in commands
+            ]
+            for program, text in zip(programs, typed, strict=False):
+                program.send(text)
+            self.victim = self._draw.choice([None, *range(len(programs))])
+            until = time.monotonic() + self._draw.random() ** 2 * 2
+            while time.monotonic() < until:
+                for program in programs:
+                    program.read(0.005)
+            if self.victim is not None:
+                programs[self.victim].kill(signal.SIGKILL)
+            for command, program in zip(commands, programs, strict=True):
+                code, said = program.ended(SECONDS), program.shown + program.errors
+                if code is None or b"Traceback" in said or b"Error:" in said:
+                    raise Wrong(f"{command}, {code}: {said[-3000:].decode(errors='replace')}")
+                self.done.append(code)
+                self.told.append(said)
+
+    def _started(self, arguments: Sequence[str], *, in_terminal: bool) -> ForkedCommand:
+        program = ForkedCommand(
+            *arguments, environ=self._environ, folder=self.home / "cwd", in_terminal=in_terminal
+        )
+        if not in_terminal:
+            program.close_input()
+        return program
+
+    def pull(self) -> subprocess.Popen[bytes]:
+        """Start a download; the library that does it reads the hub's address as it is imported."""
+        command = [sys.executable, "-m", "sirchat", "models", "pull", "me/small"]
+        env = self._environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "60"}
+        return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def survivors(self) -> list[int]:
+        """The indices of the programs that were not killed."""
+        return [number for number in range(len(self.done)) if number != self.victim]
+
+    def check_home(self) -> list[str]:
+        """Every chat opens and goes on, and nothing lies about; returns what users said."""
+        listing, said = list_sessions(self.sessions), list[str]()
+        if listing.refused:
+            raise Wrong(f"refused: {listing.refused}")
+        for one in listing.sessions:
+            with SessionStore.open(one.path) as store:
+                said += [turn.text for turn in store.turns() if turn.role == "user"]
+                if store.head() is not None:
+                    resume_session(Session(tiny(), saved_profile(store)), store)
+        sweep(self.home / "data" / "archives")
+        left = [*(self.home / "data").glob("archives/*/*")]
+        if self.victim is None:
+            left += [*(self.home / "tmp").iterdir(), *self.sessions.glob("*-journal")]
+            left += [*self.sessions.glob("*.new"), *self.sessions.glob("*.open")]
+        if left:
+            raise Wrong(f"left behind: {left}")
+        return said
+
+
+def one_chat(draw: random.Random, race: Race) -> None:
+    """Questions to one saved chat: each is answered and kept, or refused, and says by whom."""
+    saved(race.sessions, "trip", model=tiny(), save_kv=draw.choice(["on", "off"]))
+    before = race.check_home()
+    questions = [f"question {number}" for number in range(draw.randint(2, _MOST))]
+    race.run([("ask", "--resume", "trip", one) for one in questions])
+    said = race.check_home()
+    if said[: len(before)] != before:
+        raise Wrong(f"{before} became {said}")
+    for number in race.survivors():
+        count, code = said.count(questions[number]), race.done[number]
+        is_refused = code == 1 and _IN_USE.search(race.told[number])
+        if not (code == 0 and count == 1) and not (is_refused and count == 0):
+            raise Wrong(f"exit code {code}, {count} times there: {race.told[number]!r}")
+
+
+def first_use(draw: random.Random, race: Race) -> None:
+    """All kinds of commands in a home that is not there yet."""
+    talk = race.home / "talk.txt"
+    talk.write_text("".join(f"USER: {'some words ' * 20}{n}\n" for n in range(12)))
+    archive = ("--archive", "disk", "--budget", "96")
+    kinds = [("replay", str(talk), *archive), ("sessions",), ("models",), ("profiles", "init", "x"),
+             ("ask", "Hello"), ("sessions", "search", "words"), ("paths",)]  # fmt: skip
+    race.run([draw.choice(kinds) for _ in range(draw.randint(2, _MOST))])
+    for number in race.survivors():
+        if race.done[number] not in (0, 1, 2):
+            raise Wrong(f"exit code {race.done[number]}: {race.told[number]!r}")
+    race.check_home()
+
+
+def chats(draw: random.Random, race: Race) -> None:
+    """Chats in terminals: what was said is saved, and what was typed is in the one history."""
+    count = draw.randint(2, min(5, _MOST))
+    lines = [[f"line {n} of chat {chat}" for n in range(2)] for chat in range(count)]
+    typed = ["".join(f"{one}\r" for one in own) + "/exit\r" for own in lines]
+    flags = ("--archive", "disk", "--budget", "96", "--panel", "off")
+    race.run([flags] * count, typed)
+    said = race.check_home()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIRCHAT_HOME", str(race.home))
+        kept = input_history(lambda complaint: None).lines()
+    for number in race.survivors():
+        if race.done[number] or not {*lines[number]} <= {*said} & {*kept}:
+            raise Wrong(f"{lines[number]} were said, {said} saved, {kept} in the history")
+
+
+def download(draw: random.Random, race: Race) -> None:
+    """One download: one program does it, the others do, too, or say that it is under way."""
+    for count in (draw.randint(2, _MOST), *[1] * 5):  # a busy machine may answer too late
+        pulls = [race.pull() for _ in range(count)]
+        victim = None if count == 1 else draw.randrange(count)
+        if victim is not None:
+            time.sleep(draw.random() ** 2 * 3)
+            pulls[victim].kill()
+            race.victim = victim
+        for number, one in enumerate(pulls):
+            told = one.communicate(timeout=300)[1]
+            busy = b"another process is downloading" in told or b"can't be reached" in told
+            if number != victim and one.returncode != 0 and not (one.returncode == 1 and busy):
+                raise Wrong(f"exit code {one.returncode}: {told!r}")
+            race.done.append(one.returncode)
+        if count == 1 and race.done[-1] == 0:
+            break
+    for snapshot in (race.home / "hub" / "models--me--small" / "snapshots").iterdir():
+        if (snapshot / "model.safetensors").read_bytes() != _LARGE:
+            raise Wrong("the download is damaged")
+
+
+SCENES = (one_chat, one_chat, first_use, chats, download)
+
+
+def test_programs_that_share_their_files_lose_nothing_when_one_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, wrong = Counter[str](), list[str]()
+    with fake_hub({"me/small": _FILES}) as hub:
+        for seed in range(FIRST, FIRST + (MANY or 2)):
+            draw = random.Random(seed)
+            scene = draw.choice(SCENES) if MANY else SCENES[1 + 2 * (seed - FIRST)]
+            home = tmp_path / str(seed)
+            monkeypatch.setenv("SIRCHAT_HOME", str(home))
+            race = Race(draw, home, hub)
+            try:
+                scene(draw, race)
+            except Wrong as error:
+                wrong.append(f"seed {seed}, {scene.__name__}: {error}")
+                if MANY:
+                    print(wrong[-1], flush=True)  # noqa: T201
+            counts[f"{scene.__name__} {'killed' if race.victim is not None else 'whole'}"] += 1
+            counts["programs"] += len(race.done)
+            shutil.rmtree(home)
+            if len(wrong) == 12:
+                break
+    if MANY:
+        print(dict(counts))  # noqa: T201
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("torn", [2, 10**6])
+def test_a_copy_made_in_the_middle_of_a_write_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: int
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    monkeypatch.setattr(session_list, "_PAUSE", 0)
+    folder = tmp_path / "data" / "sessions"
+    ident, copy = saved(folder, "trip", save_kv="on"), session_list._copy
+    path, tries = find_session(folder, ident), list[Path]()
+
+    def torn_copy(old: Path, new: Path) -> None:
+        copy(old, new)
+        tries.append(new)
+        if len(tries) <= torn:
+            content = bytearray(new.read_bytes())
+            content[-2048:] = bytes(2048)
+            new.write_bytes(content)
+
+    monkeypatch.setattr(session_list, "_copy", torn_copy)
+    if torn > 2:
+        with pytest.raises(DamagedSessionError, match=str(path)):
+            copy_session(folder, "trip", "other")
+        assert {one.stem for one in folder.iterdir()} == {ident}
+        return
+    with copy_session(folder, "trip", "other") as branch, SessionStore.open(path) as store:
+        assert branch.turns() == store.turns()
+        assert (branch.name, branch.meta["family"]) == ("other", ident)
+        new = branch.path.with_suffix(".safetensors")
+        assert new.read_bytes() == path.with_suffix(".safetensors").read_bytes()
+        assert {one.stem for one in folder.iterdir()} == {ident, branch.id}
