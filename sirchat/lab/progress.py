@@ -35,7 +35,7 @@ class ProgressPace:
         return is_due
 
     def left(self, done: float) -> str:
-        """Text like `, 3 min left`: the time left at the last `is_due`; empty at start and end."""
+        """Text like `, 3 min left`, as of the last call of `is_due`; empty at start and end."""
         if not self._before < done < self._total:
             return ""
         seconds = (self._now - self._started) / (done - self._before) * (self._total - done)

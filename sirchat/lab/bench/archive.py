@@ -28,9 +28,10 @@ class ArchiveUse:
         place: where the archive was, `ram` or `disk`.
         tokens: number of tokens read.
         limit: the archive's limit in bytes.
-        archive: the most bytes of keys and values that were in the archive.
-        disk: the most bytes of the archive's files.
-        memory: growth of the process's memory in bytes, at most; None where it is unknown.
+        archive: largest size of the keys and values in the archive, in bytes.
+        disk: largest size of the archive's files, in bytes.
+        memory: largest growth of the process's memory after the archive was half full, in bytes;
+            None if it is unknown.
         archived: number of tokens in the archive at the end.
         seconds: duration of the whole run.
     """
@@ -48,7 +49,8 @@ class ArchiveUse:
 def bench_archive(model: LoadedModel, tokens: int, limit: int) -> Iterator[ArchiveUse]:
     """Read `tokens` random ids under the entropy policy at budget 1,024, and measure the archive.
 
-    Yields the use of an archive in memory, then of one on disk; each may take `limit` bytes.
+    Yields two results: first for an archive in memory, then for an archive on disk. Each archive
+    may take `limit` bytes.
     """
     for place in ("ram", "disk"):
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +96,7 @@ def resident_memory() -> int:
 
 
 def most_memory() -> int:
-    """The most resident memory that this process ever had, in bytes; 0 where it is not reported."""
+    """The highest resident memory of this process so far, in bytes; 0 where it is not reported."""
     try:
         status = Path("/proc/self/status").read_text("ascii", "replace")
     except OSError:

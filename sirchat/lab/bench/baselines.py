@@ -32,10 +32,10 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Generate greedily until a cache is full, again and again; each time, yield seconds a token.
+    """Yield, without end, the seconds per token of greedy generation until the cache is full.
 
-    The cache is a static one of transformers. The prompt and the first token do not count. On a
-    GPU, transformers chooses to compile the step.
+    The cache is a static cache of transformers. The prompt and the first token do not count. On a
+    GPU, transformers compiles the decode step by itself.
     """
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -101,9 +101,10 @@ _COLUMNS = 1024
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Bytes of the weights that a decode step reads: all of them, as they are stored.
+    """Bytes of the weights that a decode step reads, as they are stored.
 
-    Embeddings count only if the output head shares them; in a mixture, all experts count.
+    Embeddings count only if the output head shares them. All other weights count, and so all
+    experts of a mixture-of-experts model.
     """
     module = model.module
     head = module.get_output_embeddings()
@@ -113,13 +114,13 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def _sizes(module: nn.Module) -> dict[int, int]:
-    """Bytes of each tensor of a module by its address, so that a shared tensor counts once."""
+    """Bytes of each tensor of a module, by the tensor's address; a shared tensor counts once."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     return {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds to read `size` bytes on the device, once.
+    """Yield, without end, the seconds that the device takes to read `size` bytes.
 
     A float32 matrix of that size is multiplied with a vector, which reads the matrix once.
     """

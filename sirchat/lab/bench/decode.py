@@ -46,9 +46,9 @@ def bench_decode(
 ) -> Iterator[Ratio]:
     """Yield one ratio after another: decode and prefill, compared with other ways to do them.
 
-    Decode is compared with plain loops, with reading the weights once, and with itself: without an
-    archive, and early in a stream. Early is after the first number of tokens in `options.seen`;
-    decode after each of the other numbers is compared with it.
+    Decode is compared with plain loops, with reading the weights once, and with decode without an
+    archive. Decode late in a stream is compared with decode early in it. Early means after the
+    first number of tokens in `options.seen`, and late means after each of the other numbers.
 
     Args:
         model: the model that is measured.
@@ -126,7 +126,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Yield what `blocks` yields, seconds per token, measured without the compiled step."""
+    """Run `blocks` without the compiled step, and yield the seconds per token that it yields."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -273,9 +273,9 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 def reply_times(
     model: LoadedModel, options: BenchOptions, count: int, length: int
 ) -> tuple[float, float]:
-    """Read `count` ids into an empty cache, generate a token, then `length` more.
+    """Read `count` ids into an empty cache, generate one token, then generate `length` more tokens.
 
-    Returns the seconds until the first token, and the seconds for each of the others.
+    Returns the seconds until the first token, and the seconds per token for the other tokens.
     """
     engine, ids = _engine(model, options), some_ids(model, count)
 
@@ -307,8 +307,9 @@ def _engine(
 
 
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare decode under each of three policies that use attention weights with one that doesn't.
+    """Compare decode with and without attention weights, for three policies that use them.
 
+    The other side of each ratio is decode under a policy that does not use them.
     Raises ModelError for a model that does not expose its attention weights.
     """
     if not model.exposes_attention:

@@ -2,7 +2,7 @@
 
 The archive is like that of a long chat. It has the tokens of generated conversations, like those
 that the bundled model was trained on. The conversations are read in batches by plain forward
-passes, each from position 0, and all of their tokens but the sinks are archived. So keys, values
+passes, each from position 0. All of their tokens are archived, except the sinks. So keys, values
 and surprisals are real, and no chat has to run. The queries are user turns of other generated
 conversations, each read after the earlier turns of its conversation.
 """
@@ -76,7 +76,7 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """For each retriever, compare the time of a search with an index with that of an exact search.
+    """Compare, for each retriever, the time of a search with an index and of an exact search.
 
     The archive has `rows` tokens. Raises UsageError if faiss is not installed, or the model is not
     `tiny`.
@@ -91,7 +91,8 @@ def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterato
     archive_note = (
         f"{rows:,} rows: {TOKENS - SINKS} of each of {-(-rows // (TOKENS - SINKS)):,} generated "
         f"conversations, read side by side in plain passes in {seconds:.0f} s, {model.dtype}, "
-        f"{archive.nbytes / 2**20:,.0f} MiB; questions are the last user turns of others\n"
+        f"{archive.nbytes / 2**20:,.0f} MiB; questions are the last user turns of other "
+        "conversations\n"
     )
     asked = list(questions(model, options.rounds))
     names = [name for name in retriever_names() if retriever(name).index_probes]
@@ -183,7 +184,7 @@ def _ids(renderer: Renderer, rng: Random) -> list[int]:
 
 
 def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
-    """The indices where the last user turn with a reply begins, and where that reply begins."""
+    """Two indices: where the last user turn with a reply begins, and where its reply begins."""
     end = max(at for at, one in enumerate(ids) if one == renderer.roles["assistant"])
     return max(at for at in range(end) if ids[at] == renderer.roles["user"]), end
 

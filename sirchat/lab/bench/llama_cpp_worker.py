@@ -1,9 +1,10 @@
 """Runs llama-cpp-python for `peers.py`, in another process and maybe another Python.
 
 It imports nothing of sirchat. It reads commands from stdin, one JSON list per line, and answers
-each with a number. The answer is in seconds for ["load", path, threads, rows, rearranges], ["read",
-ids] (into an empty cache), and ["decode", ids] (one by one, after the ids in the cache); in bytes
-for ["resident"], the memory of the process, and ["peak"], its highest value so far.
+each with a number. The answer to ["load", path, threads, rows, rearranges], to ["read", ids] (into
+an empty cache) and to ["decode", ids] (one by one, after the ids in the cache) is the time in
+seconds. The answer to ["resident"] is the memory of the process in bytes, and the answer to
+["peak"] is its highest value so far.
 """
 
 import json

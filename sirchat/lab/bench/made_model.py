@@ -1,7 +1,7 @@
 """Writes a GGUF file of a given shape with random weights, to measure sizes that are not bundled.
 
-The weights are written in parts, so a file of any size takes little memory. They are of the size
-that a trained model's weights have: logits are finite, and the model's text is nonsense.
+The weights are written in parts, so that a file of any size takes little memory. They are about as
+large as the weights of a trained model, so that logits are finite. The model's text is nonsense.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from sirchat.paths import tiny_dir
 CONTEXT = 8192
 """The context length that the file states, in tokens."""
 
-_HEAD = "Q6_K"  # of embeddings and the output head, as in most four-bit files
+_HEAD = "Q6_K"  # type of embeddings and output head, as in most four-bit files
 _FACTORS = {
     "Q4_0": {0: 0.0043},
     "Q4_1": {0: 0.0043, 2: -0.0325},
     "Q4_K": {0: 8e-5, 2: 6e-4},
     "Q6_K": {208: 1.5e-5},
 }
-"""For each type of block, at which bytes float16 factors lie, and values that give weights of mean
-0 and standard deviation 0.02, about, if all other bits are random."""
+"""For each type of block, the offsets of its float16 factors in bytes, and values for the factors.
+With these values, weights have about mean 0 and standard deviation 0.02 if all other bits are
+random."""
 _PART = 1 << 24  # bytes that are written at once
 
 Shape = Mapping[str, Any]
@@ -37,10 +38,11 @@ Shape = Mapping[str, Any]
 
 
 def write_model(path: Path, shape: Shape, kind: str = "Q4_K") -> Path:
-    """Write a model of `shape` to `path`, its matrices in blocks of type `kind`; returns the path.
+    """Write a model of `shape` to `path`, with matrices in blocks of type `kind`; returns the path.
 
-    It has the tokenizer and the chat template of `tiny`, with unused tokens up to the shape's
-    vocabulary. Raises SettingError if a value is not allowed or the file can't be written.
+    The model has the tokenizer and the chat template of `tiny`. Unused tokens fill the vocabulary
+    up to the size that the shape has. Raises SettingError if a value is not allowed or the file
+    can't be written.
     """
     if kind not in FOUR_BIT:
         raise SettingError(f"--type {kind!r} is none of {', '.join(FOUR_BIT)}")

@@ -1,4 +1,4 @@
-"""Compares what `sirchat models fit` says of a model with the memory that it takes once loaded."""
+"""Compares the memory that `sirchat models fit` states for a model with what the model takes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class MemoryMeasure:
-    """What a part of a model takes, in bytes.
+    """The memory that a part of a model takes, in bytes.
 
     Attributes:
         name: the part.
-        said: what `sirchat models fit` says.
+        said: the memory that `sirchat models fit` states.
         tensors: the sum of the sizes of all tensors.
-        grew: by how much the process grew.
+        grew: how much the memory of the process grew.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What drawing the live panel costs while the model generates: decoding with and without it.
+"""Measures the cost of drawing the live panel: decoding with the panel and without it.
 
 Both sides show an endless reply on a terminal of 120 columns whose output is thrown away. What
 counts is the time from one token to the next, drawing included.
@@ -55,9 +55,9 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Yield the seconds per token of one stretch of an endless reply after another.
+    """Generate an endless reply, and yield the seconds per token of each block of it.
 
-    A stretch (a block) takes BLOCK_SECONDS.
+    A block is a stretch of the reply that takes at least BLOCK_SECONDS.
     """
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))

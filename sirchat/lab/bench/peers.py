@@ -3,7 +3,7 @@
 Each runs in its own process, with this Python or another one. llama.cpp reads the
 same GGUF file through llama-cpp-python. SirLLM's code (arXiv 2405.12528,
 github.com/Zoeyyao27/SirLLM) needs transformers 4.33. It has no loop that generates token by token:
-it reads whole turns, with the surprisal of each token, and evicts before each of them.
+it reads whole turns, with the surprisal of each token, and evicts before each turn.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class LlamaCpp(Worker):
         path: a GGUF file.
         rows: number of tokens for which llama.cpp's cache has room.
         python: a Python that has llama-cpp-python.
-        tries: whether to rearrange the weights when loading; the values are tried in turn.
+        tries: ways to load the model, tried in order until one works: True rearranges the weights,
+            False does not.
 
     Raises SettingError if it can't be run.
 

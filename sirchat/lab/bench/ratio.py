@@ -219,7 +219,7 @@ def bench_model(
 
 
 def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
-    """A float32 copy in transformers, for the plain loop; None if `model` is one, or on a GPU."""
+    """A float32 model of transformers for the plain loop; None if `model` is one or on a GPU."""
     is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
     if model.device.type != "cpu" or is_one:
         return None

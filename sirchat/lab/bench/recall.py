@@ -1,9 +1,9 @@
-"""What recall costs: the time of the search, and of a turn with and without recall.
+"""Measures what recall costs: the time of the search, and of a turn with and without recall.
 
-The searched chats are long, and no model has read them: they have texts of generated dialogues and
-their ids, but surprisals drawn at random, and keys and values of zero. Retrievers that compare
-words take the same time for such a chat as for one that was read. Retrievers that compare keys do
-not; `sirchat bench index` measures them.
+The searched chats are long, and no model has read them. Their texts and ids are those of generated
+dialogues, but their surprisals are random numbers, and their keys and values are zero. A retriever
+that compares words takes the same time for such a chat as for a chat that was read. A retriever
+that compares keys may take another time; `sirchat bench index` measures these retrievers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _QUESTION_SEED = 1
 def bench_recall(
     model: LoadedModel, options: BenchOptions, sizes: Sequence[int], retrievers: Sequence[str]
 ) -> Iterator[Ratio]:
-    """For each archive size and retriever: the time of a turn with recall and of one without.
+    """Compare, for each archive size and retriever, the time of a turn with and without recall.
 
     The note of each ratio has the median time of the search alone. Raises UsageError for a model
     without a tokenizer.
@@ -59,7 +59,7 @@ def bench_recall(
 
 
 def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
-    """Time turns that are asked and undone, alternately with recall and without."""
+    """Compare the times of turns with recall and without; each turn is asked, and then undone."""
     searches: list[float] = []
 
     def seconds(recall: str) -> Iterator[float]:
@@ -94,7 +94,8 @@ def _question(number: int) -> str:
 def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
     """A session with `tokens` tokens of generated dialogues, which the model has not read.
 
-    It holds the newest tokens, as many as the budget allows; the others are archived.
+    The cache holds the newest tokens, half as many as the budget allows. The other tokens are
+    archived.
     """
     session = Session(model, profile)
     as_text = cache(session.template.as_text)
@@ -128,7 +129,7 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
 
 
 def _said() -> Iterator[tuple[str, str]]:
-    """Role and text of user turns and replies in turn, without end: 300 conversations, repeated."""
+    """Role and text of user turns and replies of 300 conversations, repeated without end."""
     said: list[tuple[str, str]] = []
     for number in range(300):
         for message in dialogue(Random(f"long chat/{number}"), 30, _MIX):
@@ -138,7 +139,7 @@ def _said() -> Iterator[tuple[str, str]]:
 
 
 def _zeros(model: LoadedModel, count: int) -> Rows:
-    """Keys and values of zero for `count` tokens, which take no memory yet."""
+    """Keys and values of zero for `count` tokens; all tokens share the memory of one token."""
     cache = model.new_cache(1)
     model.forward([0], cache)
     cache.commit(1)

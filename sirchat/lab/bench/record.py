@@ -1,4 +1,4 @@
-"""Records of measurements, with the machine on which they were made; two records side by side."""
+"""Reads and compares records of measurements, and describes the machine for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sirchat.models.measuring import cpuinfo, processor
 from sirchat.models.threads import physical_cores
 
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
-"""Instructions on which the speed of products and of attention depends, the newest first."""
+"""CPU instructions that matrix products and attention are faster with, the newest first."""
 
 
 class TwoValues(NamedTuple):
@@ -28,7 +28,7 @@ class TwoValues(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """The processor, what speeds depend on, and the versions that were measured."""
+    """What speeds depend on: the processor, its features, the GPU, the system, and the versions."""
     said = cpuinfo("flags", "Features").split()
     return {
         "processor": processor(),
@@ -63,14 +63,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[TwoValues]:
-    """Each measurement that one of the records has, in the order of the first."""
+    """Each measurement of the first record, in its order, then those that only the second has."""
     ours, theirs = dict(values(first)), dict(values(second))
     for name in dict.fromkeys([*ours, *theirs]):
         yield TwoValues(name, ours.get(name, float("nan")), theirs.get(name, float("nan")))
 
 
 def values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Name and value of each measurement: a ratio, or seconds and bytes where there is none."""
+    """Name and value of each measurement: the median ratio or, without a ratio, sirchat's value."""
     for command, measured in record.get("benchmarks", {}).items():
         for one in measured.get("results", ()):
             value = one.get("median", one.get("ours"))

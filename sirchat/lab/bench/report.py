@@ -104,7 +104,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Print to stdout the measurements of two records, and the second's share of the first."""
+    """Print to stdout the measurements of two records, and the second divided by the first."""
     table = Table("measured", "first", "second", "second / first", box=None)
     for one in compare_records(first, second):
         table.add_row(one.name, *(f"{x:.3f}" for x in (*one[1:], one.second / (one.first or 1))))
@@ -115,7 +115,7 @@ def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
-    """Print to stdout what `model` was said to take, and what it took."""
+    """Print to stdout the memory that `models fit` states for `model`, and what `model` took."""
     if as_json:
         print_json({"model": model, "results": [asdict(one) for one in measured]})
         return

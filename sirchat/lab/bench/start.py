@@ -1,4 +1,4 @@
-"""Times the start of sirchat and llama.cpp in fresh processes, until prompt and first token."""
+"""Times the start of sirchat and llama.cpp in fresh processes: loading, prompt, first token."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _NAMES: dict[str, tuple[str, str, float]] = {
     "load": ("loading the model", "s", 1.0),
     "first": (f"from the start of the process to the first token after {SHORT}", "s", 1.0),
     "resident": ("memory after the first token", "MiB", 2.0**20),
-    "peak": ("most memory until then", "MiB", 2.0**20),
+    "peak": ("most memory until the first token", "MiB", 2.0**20),
     "paste": ("first token after {long:,} in an empty cache", "s", 1.0),
     "decode": (f"each of {REPLY} tokens after them", "ms", 0.001),
-    "most": ("most memory until then", "MiB", 2.0**20),
+    "most": ("most memory until the end", "MiB", 2.0**20),
 }
 _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
     "prompt": ("from the start of the process to the prompt", "s", 1.0),
@@ -66,12 +66,12 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 def bench_start(
     profile: Profile, rounds: int, peer: LlamaCpp | None, long: int, *, with_chat: bool
 ) -> list[StartMeasure]:
-    """Time the start of sirchat, and of llama.cpp if there is a `peer`, `rounds` times in turn.
+    """Time `rounds` starts of sirchat and, in turn with them, of llama.cpp if there is a `peer`.
 
-    A first start of each, which fills the disk's cache, does not count. Then a text of `long`
-    tokens is read. With `with_chat`, a chat is started, too, if the system has pseudo-terminals and
-    the model a tokenizer. Raises ModelError, with a message of one line, if the model can't be
-    started.
+    One more start of each comes first: it fills the disk's cache, and does not count. After each
+    start, a text of `long` tokens is read. With `with_chat`, chats are started, too, if the system
+    has pseudo-terminals and the model has a tokenizer. Raises ModelError, with a message of one
+    line, if the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     model, how = profile.model, (profile.device, profile.dtype, profile.quantize)

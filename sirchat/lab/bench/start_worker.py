@@ -15,9 +15,9 @@ class StartFigures(TypedDict):
         load: time to load the model.
         first: time from the start of the process to the first token after a short message.
         paste: time to the first token after a long text.
-        decode: time for each token of the reply to it.
-        resident: memory after the first token of the short message.
-        peak: the most memory until then.
+        decode: time for each token of the reply to the long text.
+        resident: memory after the first token of the reply to the short message.
+        peak: the most memory until that token.
         most: the most memory until the end.
     """
 

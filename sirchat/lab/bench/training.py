@@ -21,10 +21,10 @@ _SEQUENCE = 20
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """Compare a training step with a dense mask with one without a mask; yields ratios.
+    """Compare training steps with a dense mask and without a mask; yields ratios.
 
-    On a GPU, also compares a block mask with the dense one. A step is on a row of `tokens` ids:
-    forward and backward in bfloat16, AdamW in float32.
+    On a GPU, steps with a block mask are compared with steps with the dense mask, too. A step
+    trains on one row of `tokens` ids: forward and backward in bfloat16, AdamW in float32.
     """
     model.module.float()  # as in `sirchat train anchor`
     on_gpu = model.device.type == "cuda"

@@ -213,7 +213,7 @@ def memory(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare what `sirchat models fit` says of a model with the memory that it takes.
+    """Compare the memory that `sirchat models fit` states for a model with what the model takes.
 
     The model is loaded, and its KV cache filled to the length of its context.
     """
@@ -247,7 +247,7 @@ def measure_all(
 @bench_app.command("compare")
 def compare_two(
     first: Annotated[Path, typer.Argument(help="A record that `bench all --json` has printed.")],
-    second: Annotated[Path, typer.Argument(help="Another one, of another machine for example.")],
+    second: Annotated[Path, typer.Argument(help="Another record, of another machine for example.")],
     debug: Debug = False,
 ) -> None:
     """Show two records of `sirchat bench all --json` side by side."""
@@ -305,7 +305,7 @@ def make_model(
     ] = "Q4_K",
     debug: Debug = False,
 ) -> None:
-    """Write a GGUF file with random weights, to measure models of a size that is not here.
+    """Write a GGUF file with random weights, to measure models of sizes that are not bundled.
 
     The shapes are those of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B; the tokenizer is
     that of `tiny`. Embeddings and output head are stored as Q6_K. The model's text is nonsense.
@@ -314,7 +314,7 @@ def make_model(
     from sirchat.lab.bench.ratio import SHAPES
 
     if shape not in SHAPES:
-        raise UsageError(f"{shape!r} is no shape", hint=f"the shapes are {', '.join(SHAPES)}")
+        raise UsageError(f"{shape!r} is not a shape", hint=f"the shapes are {', '.join(SHAPES)}")
     if path.exists():
         raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
     write_model(path, SHAPES[shape], type)
@@ -348,7 +348,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decoding under policies that use attention, against decoding without."""
+    """Compare decoding under policies that use attention with decoding under one that does not."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
@@ -441,7 +441,7 @@ def training(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a training step with anchors: with its attention mask against without a mask."""
+    """Measure a training step with anchors, with its attention mask and without a mask."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.training import bench_training

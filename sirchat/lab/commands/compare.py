@@ -108,14 +108,14 @@ _NOTHING_EVICTED = (
 
 
 def with_notes(found: "Comparison") -> "Comparison":
-    """The comparison, with a note if nothing was evicted under any of several settings."""
+    """The comparison, with a note if it has several settings and none of them evicted anything."""
     if len(found.settings) < 2 or has_evicted(found):
         return found
     return replace(found, notes=(*found.notes, _NOTHING_EVICTED))
 
 
 def has_evicted(found: "Comparison") -> bool:
-    """Whether any setting held, after any round, fewer tokens than it had read."""
+    """Whether a setting held, at the end of some round, fewer tokens than it had read."""
     return any(one.held < one.seen for setting in found.settings for one in setting.rounds)
 
 

@@ -91,9 +91,10 @@ def study(
 ) -> Callable[[Callable[..., "Study"]], None]:
     """Register a function that builds a study as the command `name` of `app`.
 
-    The function's first argument is what to compare, from flags with the defaults `compares`; if
-    `compares` is None, the first argument is the profile. Other parameters are the command's
-    options. The command also runs under its `former` name, with a note about the new name.
+    The function's first argument says what to compare; it is made from flags whose defaults are
+    `compares`. If `compares` is None, the first argument is the profile instead. The function's
+    other parameters are the command's options. The command also runs under its `former` name, with
+    a note about the new name.
     """
 
     def register(build: Callable[..., "Study"]) -> None:

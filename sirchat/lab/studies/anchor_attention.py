@@ -2,7 +2,8 @@
 
 The user states several facts, each in its own round, and asks for one of them. The conversation is
 read in one forward pass under the mask of equation (4). The question and its answer attend to
-anchors: which share of these weights goes to the anchors of the round that stated the fact?
+anchors. The study measures which share of this attention goes to the anchors of the round that
+stated the fact.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class AnchorAttention(ExtendedByLimit):
     def worker(self, model: LoadedModel) -> RunUnit:
         """A function that reads the conversation with a given key and measures attention.
 
-        Its record has, by layer, which share of the attention to anchors each round receives.
+        Its record has, for each layer, the share of the attention to anchors that each round gets.
 
         Raises SettingError for a model without anchors.
         """

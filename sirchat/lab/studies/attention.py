@@ -1,4 +1,4 @@
-"""Surprisal against attention (SirLLM, section 3.2, Figure 3): do surprising tokens get more of it?
+"""Do surprising tokens receive more attention than others (SirLLM, section 3.2, Figure 3)?
 
 The first tokens of many texts are read without a cache. The tokens of each text, except the first
 (a sink) and the last (which receives no attention), are divided into four segments by surprisal,
@@ -89,7 +89,7 @@ class AttentionStudy(ExtendedByLimit):
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean attention weight and rank of each part of the prompt, over all layers; a plot."""
+        """Mean attention weight and rank of each segment, over all layers; and a plot."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
         ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
@@ -145,7 +145,7 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """The attention that the first token receives, then the mean of each segment [1 + SEGMENTS].
+    """Attention [1 + SEGMENTS]: what the first token receives, then the mean of each segment.
 
     The other tokens, except the last one, are sorted by surprisal and divided into four segments of
     equal size. `received` [n] is the attention that each token receives, `nats` [n] its surprisal.
@@ -156,7 +156,7 @@ def mean_by_segment(received: Floats, nats: Floats) -> Floats:
 
 
 def attention_received(weights: Tensor) -> Tensor:
-    """The mean weight [n - 1] that each token receives from later ones; `weights` are [H, n, n]."""
+    """The mean weight [n - 1] that each token receives from later tokens; `weights`: [H, n, n]."""
     mean = weights.float().mean(0)  # [n, n]
     later_tokens = torch.arange(len(mean) - 1, 0, -1)
     return mean.tril(-1).sum(0)[:-1] / later_tokens
@@ -181,7 +181,7 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """Context manager: the model, switched to eager attention, which returns attention weights."""
+    """Context manager: switch the model to eager attention, which returns attention weights."""
     original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

@@ -30,7 +30,8 @@ class Question:
 
     Attributes:
         text: the question, with its options if they are listed.
-        replies: one for each option; none is a prefix of another. A single reply needs no choice.
+        replies: one for each option; none is a prefix of another. If there is only one, nothing is
+            chosen: the conversation continues with it.
         right: index of the right reply.
         group: name of the group that this question is counted in.
         stem: the question without listed options, for the scoring `text`; empty if there is none.
@@ -75,8 +76,9 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
     """Ask without listing options, and continue with the text of the chosen option.
 
-    Returns two indices. The chosen option has the greatest sum of log-probabilities of its tokens;
-    the second index is of the option with the greatest mean, which does not favour short options.
+    Returns two indices: first that of the chosen option, which has the greatest sum of its tokens'
+    log-probabilities; then that of the option with the greatest mean of them, which does not favour
+    short options.
     """
     asked = question.unlisted
     scores = _scores(session, asked)

@@ -1,4 +1,4 @@
-"""Facts that the user states are asked for later, word for word: in one topic, or in several.
+"""Two studies in which the user states facts and asks for them later, word for word.
 
 Facts: the user states several facts, small talk follows, and each fact is asked for at several
 distances. The facts of a conversation share one cache. A round is read in one piece, user turn and
@@ -6,9 +6,10 @@ reply together. A question is undone before the next, so that no question helps 
 An answer is wrong if any of its tokens is wrong. The mean surprisal of the rounds after the facts
 gives the perplexity of the text that follows.
 
-Topics: each is a few facts, followed by small talk. At the end the facts of the last topic are
-asked for, as after a change of topic, and the facts of the first topic, as in a conversation that
-returns to its beginning. Decay helps to recall the last topic, and harms the first.
+Topics: each topic is a few facts, followed by small talk. At the end the user asks for the facts of
+the last topic, as after a change of topic, and for the facts of the first topic, as in a
+conversation that returns to its beginning. Decay helps to recall the last topic, and makes it
+harder to recall the first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Facts(Grid):
 
     Attributes:
         facts: numbers of facts to test; the facts of a conversation are of different kinds.
-        between: distances to test: rounds of small talk between the last fact and the questions.
+        between: distances to test: numbers of rounds of small talk between the last fact and the
+            questions.
 
     Raises SettingError for a number of facts or a distance out of range.
     """
@@ -81,7 +83,7 @@ class Facts(Grid):
         ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns which answers were right, for each of `between`."""
+        """Run conversation `unit`; returns which answers were right at each distance."""
         count, number = map(int, unit.split())
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
@@ -97,7 +99,7 @@ class Facts(Grid):
         return FactsDialogue(statements, small_talk, questions)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting, number of facts, and `between`; the perplexity."""
+        """The share of right answers by setting, number of facts and distance; the perplexity."""
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -138,8 +140,8 @@ class FactsDialogue:
 def share_right(findings: Findings, count: int, between: int) -> Estimate:
     """The share of right answers for `count` facts, asked `between` rounds after the facts.
 
-    Questions of one conversation are not independent, so the interval covers two intervals:
-    Wilson's over questions, and Student's over conversations.
+    Questions of one conversation are not independent, so the interval covers both Wilson's
+    interval over questions and Student's interval over conversations.
     """
     records = [one for one in findings.records if one["facts"] == count]
     return share_over_seeds([one["right"][str(between)] for one in records])
@@ -167,7 +169,7 @@ def _run(model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[i
 
 
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
-    """Ask a question as round `number`, then undo it; returns if every token was right."""
+    """Ask a question as round `number`, then undo it; returns whether every token was right."""
     question, answer = one
     checkpoint = engine.checkpoint()
     expected = [*template.assistant(answer.text).ids, template.closing[0]]
@@ -194,7 +196,7 @@ class Topics(Grid):
     Attributes:
         topics: number of topics.
         facts: number of facts in each topic.
-        between: rounds of small talk after the facts of each topic.
+        between: number of rounds of small talk after the facts of each topic.
 
     Raises SettingError if the topics together have more facts than there are kinds of fact.
     """

@@ -93,11 +93,11 @@ def paired_interval(
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
     """The mean of all values, with its 95 % interval; a cluster is, for example, a conversation.
 
-    The interval is from resampling clusters, then values in each: the hierarchical bootstrap
-    (Davison and Hinkley, Bootstrap Methods and their Application, 1997, section 3.8). It suits few
-    clusters whose values are themselves a sample: even a single cluster gets an interval. To
-    compare two settings, give the differences of their values. The interval of fewer than two
-    values is infinite; the mean of none is NaN.
+    The interval is that of the hierarchical bootstrap (Davison and Hinkley, Bootstrap Methods and
+    their Application, 1997, section 3.8). It resamples clusters, then the values in each cluster,
+    and suits few clusters whose values are themselves a sample: even a single cluster gets an
+    interval. To compare two settings, give the differences of their values. The interval of fewer
+    than two values is infinite, and the mean of no values is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)

@@ -51,11 +51,11 @@ class Locomo(Grid):
         data: LoCoMo's file, or a file or a folder of Realtalk's.
         conversations: numbers of the conversations to run, from 0 in the data; empty for all.
         reply_tokens: largest number of tokens of a reply; 0 for no replies, and so no F1.
-        retrievers: names of the retrievers to compare, after all questions were answered.
+        retrievers: names of retrievers, which are compared after all questions were answered.
         counts: numbers of tokens that a retriever restores; each number is measured.
 
-    Raises SettingError for data that can't be read, a number that no conversation has, an unknown
-    retriever, and a count above what a setting can recall.
+    Raises SettingError for data that can't be read, for the number of a conversation that does not
+    exist, for an unknown retriever, and for a count of more tokens than a setting can recall.
     """
 
     data: str = ""
@@ -240,7 +240,10 @@ def held(question: Record) -> float | None:
 
 
 def abstains(question: Record) -> float | None:
-    """1 if the reply says that nothing was mentioned, else 0; None if not adversarial."""
+    """1 if the reply to an adversarial question says that nothing was mentioned, else 0.
+
+    None for any other question.
+    """
     value: float | None = question["abstains"]
     return value
 
@@ -272,7 +275,7 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """Table: each setting minus the first one, minus `sink` at the same budget, minus `full`."""
+    """A table of differences from the first setting, `sink` at the same budget, and `full`."""
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):

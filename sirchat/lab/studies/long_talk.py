@@ -196,7 +196,7 @@ def _same_session(first: str, last: str) -> bool:
 
 
 def _in_words(date: str) -> str:
-    """Realtalk's `29.12.2023, 22:42:04` as `22:42 on 29 December, 2023`; others unchanged."""
+    """Realtalk's `29.12.2023, 22:42:04` as `22:42 on 29 December, 2023`; other dates unchanged."""
     try:
         at = datetime.strptime(date, "%d.%m.%Y, %H:%M:%S")
     except ValueError:
@@ -214,7 +214,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Side:
-    """The text of one turn, and where each message is in it: (id, start, end) in characters."""
+    """The text of a turn, and (id, start, end) of each message in it, counted in characters."""
 
     text: str = ""
     messages: tuple[tuple[str, int, int], ...] = ()
@@ -263,12 +263,12 @@ def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
     """Read a whole conversation; returns each message's token positions, by the message's id.
 
-    After the first round, user turn and reply are read in one piece, which takes a third of the
-    time; nothing is recalled while reading. The session is then in the same state as if the rounds
-    had been read one by one, except that they can't be undone. Names and dates are not among the
-    tokens of a message.
+    After the first round, each user turn and its reply are read in one piece, which takes a third
+    of the time. Nothing is recalled while reading. The session is then in the same state as if the
+    rounds had been read one by one, except that they can't be undone. A message's positions do not
+    include the speaker's name or a date before the message.
 
-    Raises ContextFullError under a policy that evicts nothing, if the conversation does not fit.
+    Raises ContextFullError if the policy evicts nothing and the conversation does not fit.
     """
     first, *rest = rounds_of(talk)
     read(session, first.user.text, first.reply.text)

@@ -1,8 +1,8 @@
 """SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
-from the project's own question bank. Few-shot rows (the paper's Table 4) ask every question in an
-empty cache, into which only the n previous questions and their right answers have been read.
+from the project's own question bank. In few-shot rows (the paper's Table 4) the cache is emptied
+before every question, and only the n previous questions with their right answers are read into it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class MultipleChoice(Grid):
         scoring: how an option is chosen.
         shots: numbers of shots (examples before each question); each number adds a few-shot row
             below the rows of the settings.
-        data: a folder with the released files, or a file like them; None for generated
+        data: a folder with the released files, or a file in their format; None for generated
             conversations.
-        answered: whether the right reply follows each question of general knowledge, which then
-            is not scored.
+        answered: whether every question of general knowledge is followed by its right reply,
+            instead of being scored.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -93,7 +93,7 @@ class MultipleChoice(Grid):
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; the record says of each chosen option whether it was right.
+        """Run conversation `unit`; the record says which of the chosen options were right.
 
         The values are grouped by `Question.group`. Under the scoring `text`, the record also says
         for each question whether the option with the highest mean log-probability per token was

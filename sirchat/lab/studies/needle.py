@@ -30,7 +30,8 @@ TASKS = {
     "lines-10": 10,
 }
 """The size of each task: for stories, the number of stories; for facts, the number of rounds of
-small talk after the fact; for items, the number of facts in a row; for lines, that of lines."""
+small talk after the fact; for items, the number of facts in a row; for lines, the number of lines.
+"""
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
@@ -104,7 +105,7 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
 
 
 def scored_part(text: str) -> str:
-    """The part of an answer, complete or not, that is scored: in a story, from the hero on.
+    """The part of an answer, or of its beginning, that is scored; of a story, from its hero on.
 
     The number of a story is not scored: it precedes the hero, and the bundled model copies only
     what follows a word.
@@ -117,7 +118,10 @@ def scored_part(text: str) -> str:
 
 
 def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Numbered stories, each with a hero; the second of three is asked for, as in the paper."""
+    """Numbered stories, each with a hero; the user asks for one of them.
+
+    Of three stories this is the second, as in the paper; of more, never one of the last two.
+    """
     stories: dict[str, tuple[str, str]] = {}
     while len(stories) < count:
         fact = draw_fact(talk.rng, STORY, Style())
@@ -130,7 +134,7 @@ def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _items(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Facts of different kinds in a row; one of them, never one of the last two, is asked for."""
+    """Facts of different kinds in a row; the user asks for one of them, never for the last two."""
     style = Style.draw(talk.rng)
     facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
@@ -140,7 +144,7 @@ def _items(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _lines(rng: Random, count: int) -> NeedleDialogue:
-    """Lines such as `Line 3: 270328`; one of them, never one of the last two, is asked for."""
+    """Lines such as `Line 3: 270328`; the user asks for one of them, never for the last two."""
     numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
     target = rng.randrange(count - 2)
     return NeedleDialogue(

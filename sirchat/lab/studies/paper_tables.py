@@ -11,7 +11,7 @@ from sirchat.lab.studies.report import Table, Value
 _POLICIES = ("sink", "random", "interval", "entropy")
 _SHOTS = ("sink", "1-shot", "2-shot", "3-shot", "entropy")
 
-# By model: per cent right under sink, random, interval and entropy; the decay of entropy.
+# For each model: per cent right under sink, random, interval and entropy; then entropy's decay.
 _DAILYDIALOG = {
     "Yi-6b": ((76.90, 71.10, 65.20, 83.85), 0.7),
     "Yi-34b": ((85.35, 82.17, 70.70, 90.35), 0.7),
@@ -19,7 +19,8 @@ _DAILYDIALOG = {
     "Vicuna-13b": ((71.10, 69.27, 62.05, 71.40), 0.6),
 }
 
-# By model: ACCc and ACCg under the same policies; for two models the paper has only two.
+# For each model: ACCc and ACCg under the same policies. For two models the paper has results of
+# only two policies.
 _GROCERY: dict[str, tuple[tuple[float, float] | None, ...]] = {
     "Yi-6b": ((71.33, 25.73), (70.33, 77.55), (63.98, 21.72), (72.44, 99.27)),
     "Vicuna-7b": ((50.84, 28.65), (50.97, 85.04), (47.21, 23.72), (51.04, 96.17)),
@@ -34,8 +35,8 @@ _FEW_SHOT = {
     "Vicuna-13b": ((60.10, 24.45), (55.34, 22.26), (58.94, 26.46), (60.44, 27.01), (60.23, 97.08)),
 }
 
-# By model and policy: per cent of rounds won against the players who prefer paper, rock and
-# scissors, and against all; the decay.
+# For each model and policy: per cent of rounds won against the players who prefer paper, rock and
+# scissors, and against all players; then the decay.
 _ROCK_PAPER_SCISSORS = {
     "Yi-6b": (
         ((31.10, 30.90, 46.45, 36.15), 1.0),
@@ -107,7 +108,7 @@ def rock_paper_scissors() -> Table:
 
 
 def retrieval() -> Table:
-    """Retrieval-Augmented StreamingLLM, Table 1: 1 if the only reply of Llama 2 was right, or 0."""
+    """Retrieval-Augmented StreamingLLM, Table 1: 1 if Llama 2's only reply was right, else 0."""
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
         ("tokens restored", "20", "50", "200"),

@@ -1,9 +1,10 @@
 """Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
 
-The text is a file, read without a template in rounds of 64 tokens, or synthetic dialogue, read as a
-chat, or real talk, read by a session turn by turn, with recall if the setting has it. The surprisal
-of a token depends on the tokens held when it was read. `full` reads on beyond the context length of
-the model, as in the paper. Anchor tokens that a model asks for are inserted, but not counted.
+The text is one of three: a file, which is read without a template in rounds of 64 tokens; synthetic
+dialogue, which is read as a chat; or real talk, which a session reads turn by turn, with recall if
+the setting has it. The surprisal of a token depends on the tokens held when it was read. `full`
+reads on beyond the context length of the model, as in the paper. Anchor tokens that a model asks
+for are inserted, but not counted.
 
 Some parts of a text are harder than others. Several readings even this out: each starts later in
 the same text and ends with the part before its start, so each part is read at different places.
@@ -84,7 +85,7 @@ class Perplexity(Grid):
 
     @property
     def without_effect(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Settings that change nothing: those of replies, and without `data` those of a chat."""
+        """Settings that change nothing: settings of replies and, without `data`, of a chat."""
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
     def parameters(self) -> Record:
@@ -201,7 +202,7 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts in the order of a reading: from the reading's start on, then those before it."""
+    """The parts in the order of a reading: from its start on, then the parts before its start."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
@@ -217,7 +218,7 @@ def _count(ids: Sequence[int], model: LoadedModel) -> int:
 
 
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
-    """The first `count` ids that are not anchors, with the anchors among and after them."""
+    """The first `count` ids that are not anchors, with the anchors before and right after each."""
     return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
 
 

@@ -1,8 +1,8 @@
-"""Compares policies in four studies: facts, SirLLM's shopping lists, its games, and an ablation.
+"""Compares policies in four studies: facts, SirLLM's shopping lists and games, and an ablation.
 
 The study `facts` runs with every policy and every budget, and also measures the perplexity of the
-text after the facts. The others run with one budget only. In the ablation, each policy runs with
-one of its switches turned off.
+text after the facts. The other studies run with one budget only. In the ablation, each policy runs
+with one of its switches turned off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Policies:
         data: a folder with SirLLM's released files, or one file, if only one part needs a file;
             None for generated lists and random moves.
 
-    Raises SettingError for an unknown part or budget `at`, and any error that the parts raise.
+    Raises SettingError for an unknown part, for an `at` that is not a budget of the settings, and
+    any error that the parts raise.
     """
 
     settings: tuple[Profile, ...]
@@ -141,10 +142,7 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of the setting, one for each switch of its policy that is on.
-
-    In the copy, this switch is off.
-    """
+    """Copies of the setting: for each switch of its policy that is on, one with the switch off."""
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

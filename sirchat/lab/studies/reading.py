@@ -37,8 +37,8 @@ def read_ids(
 ) -> None:
     """Read ids [n] as round `number`, and make room for `to_come` more ids of that round.
 
-    The round stays open: the caller closes it. `roles` [n] are the roles of the ids, by default the
-    user's. Raises ContextFullError when the ids do not fit under a policy that evicts nothing.
+    The round stays open: the caller closes it. `roles` [n] are the roles of the ids; by default all
+    are the user's. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
     for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):
@@ -69,7 +69,7 @@ def read_system(engine: Engine, template: Template, user: str, setting: Profile)
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
-    """The ids of a round: user turn, reply, closing tokens; `first`: whether it begins the chat."""
+    """The ids of a round: user turn, reply, closing tokens; `first`: if the round is the first."""
     user_turn = template.opening(user)[1] if first else template.user(user)
     return followed_by_reply(template, user_turn, reply)
 

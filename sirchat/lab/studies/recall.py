@@ -81,7 +81,7 @@ class RecallStudy(Grid):
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns reply, whether it is right, number of held tokens."""
+        """Run conversation `unit`; returns the reply, whether it is right, and how much is held."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:

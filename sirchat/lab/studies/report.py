@@ -294,7 +294,7 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """The row; each value in a column of `wide` is replaced by the three that `expand` returns."""
+    """The row, in which `expand` replaces each value in a column of `wide` with three values."""
     return [
         one
         for number, value in enumerate(row)

@@ -70,7 +70,7 @@ def _difference(there: Record, here: Record) -> str:
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """The JSON objects in a file, one a line, except a last line that an interruption cut off."""
+    """The JSON objects in a file, one per line; an incomplete last line is left out."""
     if not path.exists():
         return []
     text = path.read_text("utf-8")

@@ -7,11 +7,11 @@ and undone in every cell: with n tokens recalled by a retriever, with the base b
 more recent tokens instead, and with all tokens restored. `full` reads the same conversation
 separately.
 
-Privacy (Retrieval-Augmented StreamingLLM, 1): an old turn states something private, which is then
-evicted. The more tokens are recalled, the more of this can be extracted from the model. Privacy is
-measured by asking for the private answer: its surprisal in nats per token, and how often the model
-generates it word for word. Utility is how often the model chooses the right option of a question
-that needs no memory, with the same number n of recalled tokens.
+Privacy (Retrieval-Augmented StreamingLLM, section 1): an old turn states something private, which
+is then evicted. The more tokens are recalled, the more of the private text can be extracted from
+the model. Privacy is measured by asking for the private answer: its surprisal in nats per token,
+and how often the model generates it word for word. Utility is how often the model chooses the right
+option of a question that needs no memory, with the same number n of recalled tokens.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class Privacy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, and asks once with each number in `counts`."""
+        """A function that reads a conversation, then asks with each number of recalled tokens."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
@@ -332,7 +332,7 @@ class Privacy(ExtendedByLimit):
         """By number of recalled tokens: surprisal of the private answer, and two shares.
 
         The shares: how often the model gives the private answer word for word, and how often it
-        answers a question right that needs no memory.
+        chooses the right answer to a question that needs no memory.
         """
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []

@@ -126,7 +126,7 @@ class RockPaperScissors(Grid):
         return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of rounds won against each player, and its difference from the last setting.
+        """The share of rounds won against each player, and the difference from the last setting's.
 
         The difference is a mean over pairs of matches against the same moves.
         """

@@ -32,7 +32,7 @@ MOVES_OF = "rock_paper_scissors_dominant_"
 
 
 def move_files(player: str) -> tuple[str, ...]:
-    """The paths within a folder at which the file of a player's moves may be."""
+    """The paths, within a folder, where the file with a player's moves may be."""
     name = f"{MOVES_OF}{player}.jsonl"
     return f"rock_paper_scissors/{name}", name
 
@@ -40,7 +40,7 @@ def move_files(player: str) -> tuple[str, ...]:
 def find(data: str, names: Sequence[str]) -> Path | None:
     """The path `data` if it is not a folder; else the first of the files `names` in it, or None.
 
-    Also looks into the folder's own `data/`, as in a copy of the authors' repository.
+    Its subfolder `data/` is searched, too, as in a copy of the authors' repository.
     """
     path = Path(os.path.expanduser(data))
     if not path.is_dir():
@@ -72,7 +72,7 @@ def dailydialog(path: Path) -> list[list[Question]]:
 
 
 def grocery(path: Path) -> list[list[Question]]:
-    """The conversations in a file of Grocery Shopping: what to buy, questions, what it was."""
+    """The conversations in a file of Grocery Shopping, each a list of questions."""
     return _conversations(
         path,
         lambda name: name.rpartition("_")[2],

@@ -5,9 +5,9 @@ setting. Each unit has a key, and returns a record: a dict with its results. `ru
 in order or several at once, and makes a report of their records.
 
 `run` can write the records to a results log, to resume an interrupted study. The log's first line
-has the parameters that all units share; a later run can add units only if it has the same ones. The
-name of a unit in the log says everything else that its record depends on. So a study can be
-extended by further settings, seeds and units, and finished units are not run again.
+has the parameters that all units share. A later run can add units only if these parameters are the
+same. The name of a unit in the log says everything else that its record depends on. So a study can
+be extended by further settings, seeds and units, and finished units are not run again.
 """
 
 from __future__ import annotations
@@ -267,8 +267,9 @@ def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
     """The share of right answers; `answers` says for each seed which answers were right.
 
     With one seed the interval is Wilson's. With several, the share is the mean of the seeds'
-    shares, and the interval covers two others: Wilson's over all answers together, and Student's
-    over the seeds' shares, which shows how much the random choices matter. NaN for no answers.
+    shares, and the interval covers two intervals: Wilson's over all answers, and Student's over
+    the seeds' shares, which shows how much the random choices matter. The share of no answers is
+    NaN.
     """
     pooled = share([one for of_seed in answers for one in of_seed])
     shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]

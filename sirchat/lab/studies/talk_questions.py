@@ -79,17 +79,17 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """How many evidence tokens that are not held (missing) each retriever would restore.
+        """How many of the missing evidence tokens (those not held) each retriever would restore.
 
         Recall is switched on, and the budget is raised by the largest of `counts`, so that the
         policy itself still holds as many tokens as before. Each retriever ranks the tokens once for
-        each question; for each n of `counts`, the first n count as restored.
+        each question. For each n in `counts`, the first n tokens count as restored.
 
         Returns:
             By question number, retriever and n: `share`, the share of the missing tokens that are
-            restored; `any` (`all`), 1 if at least half of the missing tokens of some (every)
-            message are restored. Adversarial questions, and those with all evidence held, are left
-            out.
+            restored; `any`, 1 if some message gets back at least half of its missing tokens, else
+            0; `all`, the same for every message. Adversarial questions are left out, and so are
+            questions whose evidence is all held.
         """
         session, most = self.session, max(counts)
         own = session.profile
@@ -208,7 +208,7 @@ def token_f1(reply: str, answer: str) -> float:
 def multi_answer_f1(reply: str, answer: str) -> float:
     """The mean F1 of the parts of the answer, each compared with the best part of the reply.
 
-    Commas separate the parts of both.
+    Commas separate the parts, in the answer and in the reply.
     """
     said = [part.strip() for part in reply.split(",")]
     return fmean(max(token_f1(one, part) for one in said) for part in answer.split(","))
@@ -228,8 +228,8 @@ def reply_score(question: TalkQuestion, reply: str) -> float:
 def abstains(reply: str, options: tuple[str, str]) -> bool:
     """Whether the reply to an adversarial question says that nothing was mentioned about it.
 
-    `options` are the two that the question lists as (a) and (b). As in LoCoMo's code, a reply of
-    one or three characters names an option: (a) if it is `a` or `(a)`, else (b).
+    `options` are the two options that the question lists as (a) and (b). As in LoCoMo's code, a
+    reply of one or three characters names an option: (a) if it is `a` or `(a)`, else (b).
     """
     said = reply.strip().lower()
     if len(said) in (1, 3):

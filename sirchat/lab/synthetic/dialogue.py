@@ -123,7 +123,11 @@ class Dialogue:
     jokes: list[str] = field(default_factory=list)
 
     def messages(self, rounds: int) -> Iterator[Message]:
-        """Yield `rounds` rounds, then questions for the facts not asked for yet, at most six."""
+        """Yield `rounds` rounds, then questions for at most six facts that were not asked for.
+
+        The shares `apart` and `series` of the mix decide how often a conversation is instead one of
+        `far_apart` or `several_stories`.
+        """
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
         if self.mix.apart and self.rng.random() < self.mix.apart:
@@ -157,7 +161,7 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield stories with numbers, then questions about some of them, or about one not told."""
+        """Yield numbered stories, then questions about some of them, or about a fact never told."""
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
         while len(self.facts) < count:
@@ -212,7 +216,7 @@ class Dialogue:
         return self.tell_one(fact, style)
 
     def correct(self, style: Style | None = None) -> Round:
-        """A round in which the user corrects a told fact; an unrelated round if none can be."""
+        """A round in which the user corrects a told fact; an unrelated round if no fact can be."""
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if not old:
@@ -222,7 +226,8 @@ class Dialogue:
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
         """A random fact that can be told: new, or sometimes a new value of an old fact.
 
-        With `joined`: a new fact of another kind, for the same message. None if eight draws fail.
+        With `joined`, it is a new fact of another kind, to be told in the same message as `joined`.
+        Returns None if eight draws fail.
         """
         for _ in range(8):
             fact = self.draw(style)

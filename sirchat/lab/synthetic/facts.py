@@ -84,7 +84,8 @@ class FactKind:
 
     Attributes:
         key: the kind's name.
-        value, subject: draw a random value and subject; a kind may have no subject.
+        value, subject: functions that draw a random value and a random subject; `subject` is None
+            if the kind has no subject.
         tells, updates: user messages that tell a fact, or replace an earlier value.
         asks, answer: user messages that ask for a fact, and the right answer.
         acks: replies to `tells`, which restate the value or merely agree.

@@ -90,7 +90,7 @@ class Style:
 
 
 def reply(user: str, assistant: str, recall: str | None = None) -> Round:
-    """A round with this user message and this reply; `recall` is that of the reply."""
+    """A round with this user message and this reply; `recall` says what the reply recalls."""
     return Message("user", user), Message("assistant", assistant, recall)
 
 
@@ -180,8 +180,8 @@ def outcome(ours: str, theirs: str) -> str:
 def game(rng: Random) -> Iterator[Round]:
     """A match of rock-paper-scissors, with a question about the user's habits now and then.
 
-    The reply wins against the choice that the user made most often; if several choices were made
-    equally often, against the user's last one.
+    The reply wins against the choice that the user made most often. If several choices were made
+    equally often, the user's last choice counts, if it is one of them.
     """
     options = list(BEATS)
     rng.shuffle(options)

@@ -1,9 +1,9 @@
 """AnSAN: further trains any causal language model to compress text into anchor tokens.
 
-Each sequence (a sentence or a round) ends with an anchor, which must represent all of it. As in
-Anchor-based LLMs, section 4: next-token loss under the attention mask of equation (4). In the
-`<AC>` variant the anchor is a new token, whose embedding starts as the mean of all others. This
-uses transformers' Trainer with our own masks and loss; the model's code is unchanged.
+Each sequence (a sentence or a round) ends with an anchor, which must represent all of it. The loss
+is the next-token loss under the attention mask of equation (4), as in Anchor-based LLMs, section 4.
+In the `<AC>` variant the anchor is a new token, whose embedding starts as the mean of all others.
+The training uses transformers' Trainer with our own masks and loss; the model's code is unchanged.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class AnchorOptions:
         per: where the anchors of variant `ac` are placed, such as behind each `sentence`.
         attention: see `Attention`; `flex` needs a GPU.
         scratch: start from new random weights of the model's shape (section 7.2).
-        sinks: number of first tokens of each document that all its tokens attend to.
+        sinks: number of tokens at a document's start that all its later tokens attend to.
         mix: mix of rounds in synthetic dialogue.
         tokens: number of tokens in a training row.
         batch: number of rows in a training step.
-        steps: number of steps. If None: with `minutes`, train until the time is over; without,
+        steps: number of steps. If None, train until `minutes` are over; without `minutes`, train
             for one epoch of the data (synthetic dialogue: 1,000 steps).
         minutes: limit on the training time of all runs together, not counting the time to save;
             the data is repeated until then. None for no limit.

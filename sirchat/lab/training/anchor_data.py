@@ -161,14 +161,14 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into documents of token ids, with anchors if there are any."""
+    """Turns texts and conversations into documents of token ids, with the given anchors, if any."""
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
     def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """The ids of a conversation as in a chat, without replies before the first user turn."""
+        """A conversation as ids, as in a chat; replies before the first user turn are left out."""
         ids: list[int] = []
         weight: list[float] = []
         system, template = None, self._template
@@ -240,7 +240,7 @@ class TalkRows(Dataset[Row]):
 class TextRows(Dataset[Row]):
     """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
 
-    `load_text` lists the formats of files, and the errors of a file that can't be read. Raises
+    `load_text` lists the formats of files, and the errors for a file that can't be read. Raises
     SettingError if all files together do not fill one row.
     """
 

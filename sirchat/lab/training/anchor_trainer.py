@@ -27,7 +27,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     """transformers' Trainer, but it reads rows in order, and stops when `clock` is over its limit.
 
     Args:
-        sinks: number of first tokens of each document that all its tokens attend to.
+        sinks: number of tokens at a document's start that all its later tokens attend to.
         attention: how attention is computed.
         clock: counts the seconds of training.
         schedule: the learning-rate schedule.
@@ -205,7 +205,7 @@ class TrainingClock:
         self._start = self._now() - self.seconds
 
     def finish_step(self, device: torch.device | None = None) -> None:
-        """Read the time when a step ends; if several processes train, all use that of the first.
+        """Read the time at the end of a step; several processes all use the time of the first one.
 
         `device` is the device of this process.
         """

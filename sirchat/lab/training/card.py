@@ -147,7 +147,7 @@ def anchor_card(
 
 
 def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
-    """Yield the lines of a Markdown table of recall: a row a kind of fact, a column a distance.
+    """Yield the lines of a Markdown table of recall, by kind of fact (rows) and distance (columns).
 
     A distance is a number of rounds between fact and question. The last rows are means.
     """

@@ -65,7 +65,10 @@ def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Average the model's weights with those saved at the phase's start, which weigh `share`."""
+    """Average the model's weights with those saved at the phase's start.
+
+    `share` is the share of the saved weights in the average.
+    """
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
     for now, then in zip(model.parameters(), before.parameters(), strict=True):

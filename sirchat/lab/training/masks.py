@@ -2,10 +2,11 @@
 
 Text is divided into sequences, and each ends with its anchor. A token attends to its own sequence,
 and to the anchors of earlier sequences. An anchor attends to its own sequence only, so that the
-anchor's keys and values must represent all of the sequence. Beyond the equation, documents in one
-row do not attend to each other; the first `sinks` tokens of a document are visible to all of it, as
-in a cache with sinks; and tokens marked as kept are visible like anchors (section 6.1, where the
-whole source text is kept).
+anchor's keys and values must represent all of the sequence.
+
+Three rules are added to the equation. Documents in one row do not attend to each other. The first
+`sinks` tokens of a document are visible to all of it, as in a cache with sinks. Tokens marked as
+kept are visible like anchors (section 6.1, where the whole source text is kept).
 
 Other masks imitate a budget: they hide the tokens that a policy would evict, because evictions
 leave gaps in a cache. A model trained with such gaps learns to represent a fact in the tokens that
@@ -43,9 +44,9 @@ def visible(
 
     Args:
         is_anchor: bool [B, T].
-        document: int [B, T], the number of each token's document; None for one document a row.
+        document: int [B, T], number of each token's document; None for one document in each row.
         is_kept: bool [B, T], further visible tokens; None for none.
-        sinks: number of first tokens of each document that are visible to all of it.
+        sinks: number of tokens at each document's start that are visible to all of it.
     """
     rows, length = is_anchor.shape
     document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
@@ -115,7 +116,7 @@ class Gaps:
 
 
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
-    """Draw a random budget for each row, and hide tokens beyond it from each user turn on.
+    """Draw a random budget for each row, and hide the tokens that it evicts at each user turn.
 
     user: the id of the token that begins a user turn.
 
@@ -140,7 +141,7 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
 def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
-    """The mask [tokens, tokens] after evictions of the lowest scores at each position in `turns`.
+    """The mask [tokens, tokens] if tokens of lowest score are evicted at each position in `turns`.
 
     Each eviction goes down to `budget` tokens; sinks and the most recent tokens are kept.
     Evicted tokens are never restored.
@@ -167,7 +168,8 @@ def lost_answers(
 ) -> NDArray[np.bool_]:
     """Mark the tokens of each answer that can't be known under the mask `visible`.
 
-    That is so if a token of the fact's value is hidden and can't be guessed from the others.
+    An answer can't be known if a token of the fact's value is hidden and can't be guessed from the
+    value's other tokens.
     """
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):

@@ -58,8 +58,8 @@ def matches(
 ) -> list[bool]:
     """Whether greedy decoding gives each dialogue's answer, word for word, with its end token.
 
-    One forward pass over all dialogues: the argmax at every answer token, given the right tokens
-    before it, under the mask of `visible`.
+    This takes one forward pass over all dialogues, under the mask of `visible`. It compares the
+    argmax at every answer token, given the right tokens before it.
     """
     longest = max(len(one.ids) for one in dialogues)
     device = next(model.parameters()).device

@@ -61,7 +61,7 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def build_tokenizer(seed: int, vocab_size: int, dialogues: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer with chat template on generated dialogues (`dialogues`: their number)."""
+    """Train a tokenizer on `dialogues` generated dialogues, and set its chat template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=learn_bpe(sample_texts(seed, dialogues), vocab_size),
         bos_token=BOS,
@@ -82,10 +82,10 @@ TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, for the length of dialog
 class Rendered:
     """One conversation as ids, as the chat template writes it.
 
-    For each token i: `answer[i]` is true if it belongs to a reply (end token included). Replies
-    that recall a fact are counted from 1: `span[i]` is the number of the one that the token belongs
-    to, or 0. Facts are counted from 1: `fact[i]` is the number of the fact whose value the token
-    states or recalls, or 0.
+    `answer[i]` is true if token i belongs to a reply (end token included). `span[i]` is 0 unless
+    token i belongs to a reply that recalls a fact; then it is the number of that reply, counted
+    from 1. `fact[i]` is 0 unless token i states or recalls the value of a fact; then it is the
+    number of that fact, counted from 1.
     """
 
     ids: list[int]
@@ -170,8 +170,8 @@ class Renderer:
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
     """For each token of a message, whether it is part of the value that the message states.
 
-    `offsets`: start and end of each token in the text. All are true in a reply, and where the text
-    does not contain the value.
+    `offsets`: start and end of each token in the text. The result is true for all tokens of a
+    reply, and of a text that does not contain the value.
     """
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
@@ -183,8 +183,12 @@ def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:
     """For each answer that recalls a fact, whether it is right in every token.
 
-    correct: bool [rows, tokens], the argmax is the target; span: int [rows, tokens], 0 for none.
-    Returns bool [answers]. With the right tokens before each argmax, this equals greedy decoding.
+    correct: bool [rows, tokens], whether the argmax is the target.
+
+    span: int [rows, tokens], the number of the answer that a token belongs to, or 0.
+
+    Returns bool [answers]. An answer is right in every token if greedy decoding generates it, and
+    only then.
     """
     rows = span + torch.arange(len(span))[:, None] * (span.max() + 1)
     keys, index = torch.unique(rows[span > 0], return_inverse=True)

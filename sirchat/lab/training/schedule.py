@@ -13,7 +13,7 @@ SizeName = Literal["micro", "small", "medium"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's shape, and the sizes that its training has."""
+    """A model's shape, and the sizes of its training."""
 
     hidden: int
     layers: int
@@ -126,7 +126,7 @@ FAR_APART = Phase(800, (Stage(1.0, 1536, _APART, gaps=0.3),), peak=0.5)
 
 # Several stories in a row, as in the retrieval paper: which hero did what, and in which story.
 _SERIES = replace(_APART, apart=0.35, series=0.3)
-# The mean of the weights before and after recalls more than either.
+# The mean of the weights before and after this phase recalls more than either of them.
 STORIES = Phase(400, (Stage(1.0, 1024, _SERIES, gaps=0.3),), peak=0.5, keep=0.4)
 
 # Again facts told long before the question, and facts never told, stories included.
@@ -163,8 +163,8 @@ _DISTANT = replace(
     _MORE, tell=0.24, ask=0.3, quiz=0.3, story=0.12, untold=0.06, subjects=0.15, apart=0.5,
     long_values=0.5,
 )  # fmt: skip
-# The weights after it recall better over long distances, those before it over short ones, and the
-# mean over both.
+# The weights after this phase recall better over long distances, the weights before it over short
+# distances, and their mean over both.
 DISTANT = Phase(450, (Stage(1.0, 1024, _DISTANT),), peak=0.4, keep=0.3, gathered=_ROUNDS)
 
 ANCHOR_PHASES = (ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, VALUES, MORE_VALUES, DISTANT)

@@ -39,11 +39,11 @@ PENALTY = 100.0
 REQUEST = "Repeat everything that was said before, word for word."
 """What the user asks for before a conversation is read again; KVzip's prompt asks the same."""
 
-_LENGTH = 1000  # tokens of a conversation, at most
-_ROOM = 64  # tokens of the context for the request
-_HELD_OUT = 4  # one conversation of so many
-_LEAST = 1e-9  # a weight of zero still has a logarithm
-_SINKS = 4  # first tokens of a conversation, which are never evicted, and unlike all others
+_LENGTH = 1000  # largest number of tokens of a conversation
+_ROOM = 64  # tokens of the context that stay free for the request
+_HELD_OUT = 4  # every fourth conversation is held out
+_LEAST = 1e-9  # the least weight, so that a logarithm is finite
+_SINKS = 4  # first tokens of a conversation: never evicted, and unlike all others
 _MIX = Mix(tell=0.15, ask=0.2, repeat=0.04, story=0.1)
 
 Source = Literal["given", "generated"]
@@ -51,7 +51,7 @@ Source = Literal["given", "generated"]
 
 @dataclass(frozen=True)
 class ScorerOptions:
-    """What `sirchat train scorer` was asked for.
+    """The options of `sirchat train scorer`.
 
     Attributes:
         model: name of the model.
@@ -129,7 +129,7 @@ class Ridge:
         mean, mean_y = self._x / self._count, self._y / self._count
         covariance = self._xx - self._count * mean.outer(mean)
         deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
-        deviation[deviation <= 1e-6 * mean.abs()] = 1  # constant, but for rounding
+        deviation[deviation <= 1e-6 * mean.abs()] = 1  # x is constant, apart from rounding
         scaled = covariance / deviation.outer(deviation)
         wanted = (self._xy - self._count * mean * mean_y) / deviation
         weight = torch.linalg.solve(scaled + penalty * torch.eye(len(mean)), wanted) / deviation
@@ -141,7 +141,7 @@ class ScorerTrainer:
 
     Args:
         model: the model.
-        options: what was asked for.
+        options: the options of the training.
 
     Raises ModelError for a model that does not expose its attention weights, and SettingError for
     layers that it does not have, or for data without conversations.
@@ -205,7 +205,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
-    """Yield conversations of `options.tokens` tokens in all: the data's, then synthetic ones."""
+    """Yield conversations of `options.tokens` tokens in all: from the data, then synthetic."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
     given = [one for file in options.data for one in load_dialogues(file)]
@@ -250,7 +250,7 @@ def observed(
 ) -> tuple[Tensor, Tensor]:
     """What a scorer is fitted to: hidden states [m, layers x d], and log scores [m] in float64.
 
-    Both have one row for each of the m tokens of `ids` [n] that are no sinks. The model reads
+    Both have one row for each of the m tokens of `ids` [n] that are not sinks. The model reads
     `ids`, then `request`, then `ids` again. A token's score is the highest attention weight that
     the token received while `ids` were read again.
     """
@@ -275,7 +275,7 @@ def explained(found: Floats, wanted: Floats) -> float:
 
 
 def spearman(found: Floats, wanted: Floats) -> float:
-    """The correlation of the ranks of `found` [n] and `wanted` [n]; equal ones rank in order."""
+    """The correlation of the ranks of `found` [n] and `wanted` [n]; equal values rank in order."""
     ranks = [np.argsort(np.argsort(one)) for one in (found, wanted)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 

@@ -46,8 +46,8 @@ class ToldFact:
         round: number of the round, from 0, whose user turn tells the fact, or corrects it.
         told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
-        question: the user turn that asks for it.
-        replies: the replies to choose from, four of them.
+        question: the user turn that asks for the fact.
+        replies: the four replies to choose from.
         right: index of the right reply.
         corrected: whether another value was told before; that value is one of the wrong options.
     """
@@ -113,7 +113,7 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Draw distinct numbers below `last`: for each fact n, `counts[n]` numbers that ascend."""
+    """Draw distinct round numbers below `last`: `counts[n]` ascending numbers for each fact n."""
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:

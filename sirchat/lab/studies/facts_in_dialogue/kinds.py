@@ -1,7 +1,7 @@
 """Kinds of facts that a user may tell in a chat: how each is told, asked for and answered.
 
 `{v}` is the value that is asked for, `{who}` is a person or thing that the fact is about.
-Wordings vary between first and third person, long and short, lists and numbers.
+The wordings vary: first or third person, long or short, with or without lists and numbers.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """Where in `ids`, a user turn's text, the fact's sentence is, and where the fact's value is."""
+    """The slices of `ids`, the text of a user turn, with the fact's sentence and with its value."""
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
@@ -196,14 +196,15 @@ def asked(
 ) -> Record:
     """Ask for a fact, score the answer, and undo the turn.
 
-    `statement` and `value` are the stream positions of the tokens that tell the fact.
+    `statement` has the stream positions of the sentence that tells the fact, and `value` those of
+    the fact's value in it.
 
     Returns a record:
         kind, corrected: as in the fact.
         right: whether the right reply is the likeliest of the fact's replies.
         nats: surprisal of the right reply.
-        told, held: shares of the statement and of the value that are held when the reply begins,
-            restored tokens included.
+        told, held: which shares of the tokens in `statement` and in `value` are held when the reply
+            begins, restored tokens included.
         said: whether the greedy reply contains the value; None without a reply.
         restored: number of tokens that are held because they were restored.
     """
@@ -244,12 +245,14 @@ def _summary(session: Session, way: str) -> str:
 
 
 def says(reply: str, value: str) -> bool:
-    """Whether a reply contains a value as whole words, in upper or lower case."""
+    """Whether a reply contains a value as whole words; upper and lower case are the same."""
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
 
 
 REFERENCE = "entropy"
-"""The policy that others are compared with at the same budget; if not run, the first policy."""
+"""The policy that the others are compared with, at the same budget.
+
+If it is not run, the others are compared with the first policy."""
 
 _COLUMNS = (
     "setting",
@@ -272,10 +275,11 @@ def tables(
 ) -> tuple[Table, ...]:
     """One table for each length.
 
-    The column `nats gained` is the right reply's surprisal closed-book (asked without the
-    conversation) minus its surprisal under the setting; `nats below full` is its surprisal under
-    the setting minus that under `full`, if `full` was run. For each of the `ways` to make a
-    summary, a column has the share of the values that stand in it.
+    The column `nats gained` is the surprisal of the right reply closed-book (asked without the
+    conversation) minus its surprisal under the setting. The column `nats below full` is its
+    surprisal under the setting minus its surprisal under `full`; it is empty if `full` was not run.
+    For each of the `ways` to make a summary, one more column has the share of the values that the
+    summary contains.
     """
     return tuple(_table(findings, settings, length, ways) for length in lengths)
 
@@ -322,7 +326,10 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The results that a setting is compared with: those of `_name(settings)` at its budget."""
+    """The results that a setting is compared with; None if there are none.
+
+    They are those of the policy `_name(settings)`, without options, at the setting's budget.
+    """
     if setting.policy == "full":
         return None
     wanted = _name(settings)
@@ -342,6 +349,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` of `reference` with its first seed, once for each seed of `one`."""
+    """The values of `key` in `reference`, of its first seed, repeated for each seed of `one`."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

@@ -47,7 +47,7 @@ class HarnessAdapter:
         self.truncated = 0
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """For each continuation its log-probability, in nats, and whether greedy decoding gives it.
+        """Each continuation's log-probability, in nats, and whether greedy decoding generates it.
 
         Raises UsageError for a continuation that adds no token.
         """
@@ -64,14 +64,14 @@ class HarnessAdapter:
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """For each text its log-probability, in nats, after the BOS (or else EOS) token."""
+        """The log-probability of each text, in nats, after the BOS token (or else EOS)."""
         return [
             self._rolling_log_probability(self._texts.encode(*one.args, special=False))
             for one in requests
         ]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """For each context the greedy reply, up to the first of the task's stop strings.
+        """The greedy reply to each context, up to the first of the task's stop strings.
 
         Raises SettingError for a task that samples its replies.
         """
@@ -122,7 +122,7 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """A context, without its start if `more` further ids would exceed the context length."""
+        """A context; its start is cut off if `more` further ids would exceed the context length."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -166,7 +166,7 @@ class TextReader:
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
         """An engine that has read ids [n], n > 0; the last round has room for `reply` more ids.
 
-        Raises ContextFullError when the ids do not fit under a policy that evicts nothing.
+        Raises ContextFullError if the policy evicts nothing and the ids do not fit.
         """
         engine = open_engine(self.model, self.setting)
         size = self.piece or len(ids)

@@ -90,7 +90,7 @@ class LmEval:
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs `model` on the task, and under the setting, that a key names.
+        """A function that runs `model` on the task of a given key, under the setting of that key.
 
         Raises SettingError for a budget above the model's context length.
         """

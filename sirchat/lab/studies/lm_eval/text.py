@@ -1,8 +1,8 @@
 """Encodes text as lm-eval's adapter for Hugging Face models does, so that results are comparable.
 
-Two things differ. Text never becomes a control token: where a document contains the text of a
-control token, this is encoded as plain text, or left out when the chat template renders the
-document. And no text begins with two BOS tokens.
+Two things differ. First, text never becomes a control token: if a document contains the text of a
+control token, this text is encoded as plain text, or left out if the chat template renders the
+document. Second, no text begins with two BOS tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class TextEncoder:
     lm-eval, or, in a chat, after each reply and after the system prompt.
 
     Attributes:
-        prefix: the id (BOS, else EOS) that takes the place of an empty context.
+        prefix: the id that stands for an empty context: BOS or, without BOS, EOS.
 
-    Raises ModelError for a tokenizer with neither BOS nor EOS, or, with `chat`, no chat template.
+    Raises ModelError if the tokenizer has neither BOS nor EOS, or if `chat` is true and the
+    tokenizer has no chat template.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class TextEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _encode_as_plain_text(self, text: str) -> Ids:
-        """The ids of a text, where the text of a control token is split like any other text."""
+        """The ids of a text; the text of a control token is encoded like any other text."""
         ids = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             chat_template=_CONTENT_ONLY,

@@ -1,6 +1,6 @@
 """Runs one transcript under several settings, round by round.
 
-Every setting answers every user turn, undoes it, and reads the turn again with the reply that the
+Every setting answers every user turn, undoes both, and reads the turn again with the reply that the
 conversation continues with: the transcript's or, if it has none, the answer of `full`. So all
 settings read the same ids, and their predictions can be compared token by token. With `own`, each
 setting continues with its own answers; then the ids differ, and only answers are compared.
@@ -66,7 +66,7 @@ def compare(
         advance: called whenever a setting has finished a round.
         stopped: called before each round; the comparison ends when it returns true.
 
-    Raises SettingError for a setting that this model, or the system prompt, does not allow.
+    Raises SettingError for a setting that does not fit the model or the system prompt.
     """
     if transcript.system is not None:
         where = f"{file}, system turn"
@@ -157,10 +157,10 @@ class ComparedSession:
     def continue_with_reply(
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
-        """Let the model answer a user turn, undo this, then read the user turn and a given reply.
+        """Let the model answer a user turn, undo both, then read the turn with the final reply.
 
-        The given reply is `reply` or, if `reply` is None, the model's answer. Returns the given
-        reply, which the next session then reads too. If an error ends this session, returns
+        The final reply is `reply` or, if `reply` is None, the model's answer. Returns the final
+        reply, so that the next session reads it, too. If an error ends this session, returns
         `reply` unchanged.
         """
         with self._ends_on_error(reference):
@@ -206,9 +206,9 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a round. The reference session records its predictions in `reference`; every other
-        session compares its own with these.
+        """Read a round, and record its predictions or compare them with those in `reference`.
 
+        The reference session records its predictions there, and every other session compares.
         Returns the positions read, or an empty range if `reference` has no predictions.
         """
         start, agreement = self._session.seen, None
@@ -301,7 +301,7 @@ class RecordingModel(LoadedModel):
         return logits
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
-        """Run the pass as `forward` does; returns the surprisal of the ids and the last logits."""
+        """Run `forward`; returns the surprisal of the ids, and the last logits."""
         return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
@@ -324,7 +324,10 @@ class Predictions:
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """Log-probabilities [m, V] after `count` tokens from `start`; fewer at the round's end."""
+        """The predictions after each of `count` tokens from `start`: log-probabilities [m, V].
+
+        m is `count`, or less if the round ends before.
+        """
         end = min(start + count, self._end)
         return torch.cat(
             [
@@ -344,7 +347,7 @@ class Agreement:
         """KL divergence of the next token's distribution, by position of the token before it."""
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Compare logits [m, V] of the m tokens from `position` on; newer results replace older."""
+        """Compare logits [m, V] of the m tokens from `position` on; older results are replaced."""
         found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
         self.nats |= enumerate(found, position)
 

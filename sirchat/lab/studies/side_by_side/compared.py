@@ -36,7 +36,7 @@ class Rounds:
 
 
 def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
-    """Pair user turns with replies as `sirchat replay --feed` does; `name` is the file in errors.
+    """Pair user turns with replies as `sirchat replay --feed` does; errors name the file `name`.
 
     A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
     that follows no user turn, and for a transcript without user turns.
@@ -65,11 +65,11 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
 
 
 Span = tuple[int, int | None]
-"""A time when a token was held: its start and end, in tokens read; end None if still held."""
+"""A time in which a token was held: start and end, in tokens read; no end if it is still held."""
 
 
 class HeldSpans:
-    """The spans in which each token was held, updated by events; time counts the tokens read."""
+    """The spans in which each token was held, kept up to date by events; time is in tokens read."""
 
     def __init__(self) -> None:
         self._ended: dict[int, list[tuple[int, int]]] = {}
@@ -115,7 +115,7 @@ class Answer:
         text: the answer.
         ids, tokens: id and text of each of its tokens, except closing tokens.
         finish: why it ended; see `events.Finish`.
-        tokens_in, seconds_in: number of prompt tokens read for it, and prefill time.
+        tokens_in, seconds_in: number of prompt tokens read before the answer, and prefill time.
         seconds_out: decode time.
     """
 
@@ -139,7 +139,7 @@ class RoundResult:
             if both answers are the same, or `full` has no answer.
         same: whether both answers are the same; None if `full` has no answer.
         nats: mean KL divergence from `full`, in nats, over the round's tokens; None if unmeasured.
-        held, seen: number of tokens held after the round, and number read so far.
+        held, seen: number of tokens held after the round, and number of tokens read so far.
         shares: for every turn so far, how many of its tokens are held.
         turns: indices, in `shares`, of this round's turns.
         cache_bytes: memory of the cached keys and values.
@@ -163,7 +163,7 @@ class Token:
 
     Attributes:
         id, text, turn, role, surprisal: as in the events; surprisal in nats.
-        nats: KL divergence of the next token's prediction from `full`, in nats; None if unmeasured.
+        nats: KL divergence from `full` in predicting the next token, in nats; None if unmeasured.
         held: the spans of the stream in which the token was held.
     """
 

@@ -145,7 +145,7 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """For each property a list of all tokens' values; spans in `held` are start, end, start, ..."""
+    """The values of all tokens, in one list for each property; a span is two numbers in `held`."""
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
