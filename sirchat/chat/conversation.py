@@ -16,7 +16,7 @@ UNDO_STATE_BYTES = 1 << 28
 
 
 def undo_depth(has_archive: bool, state_bytes: int) -> int:
-    """How many user turns can be undone; `state_bytes` is the size of one state of the model."""
+    """How many user turns can be undone; one state of the model takes `state_bytes` bytes."""
     if not has_archive:
         return 1
     return max(1, min(UNDO_DEPTH, UNDO_STATE_BYTES // max(1, state_bytes)))

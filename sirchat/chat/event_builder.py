@@ -164,7 +164,7 @@ class EventBuilder:
         return events
 
     def clamped(self, recall_n: int | str) -> list[Notice]:
-        """A notice if the budget lets recall restore fewer than `recall_n` tokens, a number."""
+        """A notice if `recall_n` is a number and the budget lets recall restore fewer tokens."""
         settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
         if settings.recall is None or not settings.policy.bounded:
             return []

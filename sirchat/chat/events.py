@@ -25,7 +25,8 @@ class TokenRow:
         position: index in the stream, from 0.
         surprisal: in nats; null for the first token of the stream.
         decayed_surprisal: the surprisal times the decay factors of the rounds since, in nats.
-        score: the policy's score: low ones are evicted first; null for a policy without scores.
+        score: the policy's score; tokens with low scores are evicted first. Null for a policy
+            without scores.
         arrival_key: the token's own random number, uniform in [0, 1).
         flags: names of the token's other properties, such as `sink` and `pinned`.
         attention: attention received so far; null if attention was never counted.
@@ -50,8 +51,11 @@ class TokenRow:
 
     @property
     def shown_rank(self) -> float:
-        """`rank_key` rounded to nine digits. Without this, rounding errors, which differ between
-        processors, could change the order in which tokens of one word are shown."""
+        """`rank_key`, rounded to nine digits.
+
+        Rounding errors differ between processors. Without rounding, they could change the order in
+        which tokens of one word are shown.
+        """
         return float(f"{self.rank_key:.9g}")
 
 
@@ -152,7 +156,7 @@ class Restored(Event):
 
 @dataclass(frozen=True)
 class RecalledTurn:
-    """An earlier turn, of index `turn`, of which recall restored `tokens` tokens.
+    """An earlier turn, of index `turn`; recall restored `tokens` tokens of it.
 
     `words` are words that this turn shares with the new turn, the rarest first; empty if recall did
     not compare words.
@@ -188,7 +192,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """The setting `what` changed; `restored`: number of archived tokens restored by this change."""
+    """The setting `what` changed; this restored `restored` archived tokens."""
 
     kind: ClassVar[str] = "switch"
     what: str

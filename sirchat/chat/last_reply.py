@@ -66,8 +66,8 @@ class AttentionPaid:
     Attributes:
         start: stream position of the reply's first token.
         held: positions of the tokens in the cache when the reply ended; None if not known.
-        shares: by position, the attention that each held token got, divided by the mean of these
-            tokens. None if the model exposes no attention.
+        shares: by position, the attention that each held token got; 1 is the mean of these tokens.
+            None if the model exposes no attention.
     """
 
     start: int
@@ -82,8 +82,9 @@ def attention_paid(
 
     To measure it, the reply is read once more; this changes nothing. The first `sinks` tokens and
     the chat template's tokens are left out: models attend to these whatever the text is. `at_reply`
-    is the number of tokens seen when the last reply ended, and the positions held then. If nothing
-    was read or undone since, only those positions count; else all that are held now.
+    has the number of tokens seen when the last reply ended, and the positions that were held then.
+    Only these positions count, if nothing was read or undone since then; otherwise all tokens that
+    are held now count.
     """
     ledger, (seen, held_then) = engine.ledger, at_reply
     then = frozenset(held_then.tolist()) if seen == engine.ledger.seen else None
@@ -105,10 +106,11 @@ def attention_paid(
 
 
 def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...]] | None:
-    """Of all turns before turn `asked`, the one with the most words in common: index and words.
+    """Find the turn before turn `asked` that has the most words in common with it.
 
-    Rare words count more, and come first; common English words do not count. A turn that ends with
-    a question mark counts half. None if no earlier turn shares a word.
+    Returns the turn's index and the common words. Rare words count more, and come first; common
+    English words do not count. A turn that ends with a question mark counts half. None if no
+    earlier turn shares a word.
     """
     texts = [_telling(turn.text) for turn in turns[:asked]]
     wanted = _telling(turns[asked].text)
@@ -186,9 +188,9 @@ def retry_under(
 
 
 def retriever_for_retry(session: Session, name: str) -> str:
-    """The retriever for `/retry recall NAME`: `name`, if given.
+    """The retriever for `/retry recall NAME`: `name`, if it is given.
 
-    Else the one that the chat uses, or, if recall is off, the best one.
+    Otherwise it is the chat's retriever or, if recall is off, the best one.
     """
     usual = session.profile.recall
     return name or (recall.BEST if usual == "off" else usual)

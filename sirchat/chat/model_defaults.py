@@ -33,10 +33,10 @@ MOST_BUDGET = 4096
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """The profile, in which this model's defaults replace the settings that the user did not set.
 
-    The bundled models keep the built-in defaults. For others, the budget becomes half of the
-    model's context, at most 4,096 tokens, but not less than the built-in budget if the context is
-    that long. Recall is switched on, unless the policy, the archive or the settings of recall rule
-    it out.
+    The bundled models keep the built-in defaults. For other models, the budget becomes half of the
+    model's context, but at most 4,096 tokens. It is not less than the built-in budget, if the
+    context is that long. Recall is switched on, unless the policy, the archive or the settings of
+    recall rule it out.
     """
     if model.name in BUNDLED:
         return profile

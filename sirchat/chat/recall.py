@@ -1,4 +1,4 @@
-"""Recall: searches the archive, by keys and by words, and restores the tokens that fit a turn."""
+"""Recall: searches the archive, by keys and by words, and restores tokens relevant to a turn."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class Recall:
     def turns(self) -> tuple[RecalledTurn, ...]:
         """The turns of the tokens that recall restored and that are held now, in order.
 
-        Each has the words that it shares with the new turn; none after an undo or a resume.
+        Each comes with the words that it shares with the new turn; these are not known after an
+        undo or a resume.
         """
         of_rows = self._engine.ledger.column("turn")[self._engine.contents.recalled_positions]
         turns, counts = np.unique(of_rows, return_counts=True)
@@ -65,7 +66,9 @@ class Recall:
         self._index, self._shared, self._indexed = WordIndex(), {}, ([], [])
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: list[Turn]) -> list[Event]:
-        """Restore archived tokens that fit a turn, and evict those restored for the turn before.
+        """Restore the archived tokens that are relevant to a turn.
+
+        The tokens that were restored for the turn before are evicted.
 
         Args:
             turn: the turn under way.
@@ -115,7 +118,7 @@ class Recall:
         return events
 
     def _index_for(self, needs: Retriever) -> TurnIndex:
-        """The word index of the kind that a retriever needs; a new one if the kind changes."""
+        """The word index for a retriever; made anew if the present one is of another kind."""
         wanted = WideIndex if needs.wide_words else WordIndex
         if not isinstance(self._index, wanted):
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()
@@ -132,7 +135,7 @@ class Recall:
 
 
 def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:
-    """The scores in `found` of these positions, all of which it has; empty if `found` is None."""
+    """The scores of these positions, which must all be in `found`; empty if `found` is None."""
     if found is None or not len(positions):
         return ()
     at = np.searchsorted(found.positions, positions)

@@ -1,7 +1,7 @@
 """Reads a conversation again, in a new session or up to an earlier turn, or copies a session.
 
-What the user pinned is then pinned again, by its place in the text, as the tokens may be others.
-Each turn keeps its number.
+Afterwards, the parts of the text that the user had pinned are pinned again. They are found by their
+place in the text, because their tokens may be different now. Each turn keeps its number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PinnedText:
 
 
 def own_pins(session: Session) -> Positions:
-    """Stream positions of the tokens that the user pinned; those of `pin_system` are not."""
+    """Stream positions of the tokens that the user pinned, without those that `pin_system` pins."""
     pinned, prompt = session.limits.ledger.pinned_positions, session.conversation.system
     if not session.profile.pin_system:
         return pinned
@@ -56,7 +56,7 @@ def own_pins(session: Session) -> Positions:
 
 
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """Where the tokens at the positions `pinned` are in the text; by default, the user's pins."""
+    """The parts of the text that the tokens at `pinned` spell; by default, the user's pins."""
     at = own_pins(session) if pinned is None else pinned
     found = []
     for index in np.unique(session.limits.ledger.column("turn")[at]).tolist():
@@ -76,9 +76,9 @@ class _Spelled:
 
     Attributes:
         positions: stream positions [n] of the tokens.
-        bounds: [n + 1], where each token begins in `spelled`, and at last where all end.
+        bounds: [n + 1], the index in `spelled` at which each token begins; the last one is its end.
         spelled: what the tokens spell.
-        text: the turn's text. Erased words may be missing in one of the two alone.
+        text: the turn's text. Erased words may be missing in only one of `spelled` and `text`.
     """
 
     positions: Positions
@@ -99,7 +99,7 @@ class _Spelled:
         )
 
     def positions_of(self, one: PinnedText) -> Positions:
-        """The tokens that spell a part of the text; empty if they do not."""
+        """Positions of the tokens that spell a pinned part of the text; empty if there are none."""
         part = self.text[one.start : one.end]
         start = _counterpart(part, self.text, one.start, self.spelled)
         if not part or start < 0:
@@ -108,9 +108,10 @@ class _Spelled:
 
 
 def _counterpart(part: str, text: str, at: int, other: str) -> int:
-    """Where `part`, which is at index `at` of `text`, is in `other`; -1 if it is nowhere.
+    """The index in `other` of `part`, which is at index `at` of `text`; -1 if it is not there.
 
-    If it is in both several times, they are taken in order.
+    If `part` occurs several times in both texts, the first occurrence in one corresponds to the
+    first in the other, and so on.
     """
     if text == other:
         return at
@@ -128,10 +129,12 @@ def read_again(
 ) -> None:
     """Let `session`, a new one, read what was said, and pin again what the user had pinned.
 
-    Each turn keeps its index. Of several system prompts, each is read in its turn, and evicted by
-    the next; the last one becomes the session's own prompt, if it has one. Nothing is generated.
-    `session.conversation.repinned` has the numbers of tokens that are pinned again, and that no
-    longer have room. `progress` is called after each turn. Raises like `Session.read_user`.
+    Each turn keeps its index. If there are several system prompts, each is read in its turn, and
+    evicted by the next. In place of the last one, the session's own prompt is read, if the session
+    has one. Nothing is generated.
+
+    `session.conversation.repinned` gets two numbers of tokens: those that are pinned again, and
+    those that could not be. `progress` is called after each turn. Raises like `Session.read_user`.
     """
     wanted, lost, done = session.profile, 0, 0
     prompts = [number for number, turn in enumerate(turns) if turn.role == "system"]
@@ -171,7 +174,10 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
 
 
 def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
-    """Pin these parts of turn `index`; returns how many tokens are no longer or not pinned."""
+    """Pin these parts of turn `index`; returns how many of the user's pinned tokens are lost.
+
+    A token is lost if its text is no longer there, or if there is no more room for pins.
+    """
     if not parts:
         return 0
     turn = _Spelled.of(session, index)
@@ -182,7 +188,7 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 
 
 def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
-    """Let the user's pins be the tokens `wanted`, of which the newest stay if not all have room.
+    """Make the tokens `wanted` the user's pins; if not all have room, only the newest of them.
 
     `more` tokens will be pinned next. Returns how many of `wanted` are not pinned.
     """
@@ -200,7 +206,10 @@ def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
 
 
 def pins_note(session: Session) -> str:
-    """A line on what was pinned again when the chat was read anew; empty if nothing had been."""
+    """A line on how many tokens were pinned again when the chat was read anew.
+
+    Empty if the user had pinned nothing.
+    """
     again, lost = session.conversation.repinned
     if not again + lost:
         return ""
@@ -244,8 +253,8 @@ def undo_summaries(session: Session) -> None:
 def rewind(session: Session, count: int) -> bool:
     """Undo the last `count` user turns, and all turns after the first of these turns.
 
-    If possible, the turns are undone exactly. Otherwise the session is reset and reads the text of
-    all earlier turns again; returns whether it was reset.
+    If possible, the exact state before these turns is restored. Otherwise the session is reset and
+    reads the text of all earlier turns again. Returns whether it was reset.
 
     Raises UndoError, changing nothing, if there are fewer user turns.
     """
@@ -301,8 +310,8 @@ def _profile_at(session: Session, start: int) -> Profile:
 def copied(session: Session, limit: int | None = None) -> Session | None:
     """A second session in the same state, in which nothing is read again; both go on separately.
 
-    Of archived tokens, the copy has those that fit into `limit` bytes, as a saved chat has. None if
-    even the held tokens don't fit.
+    If the held and archived tokens take more than `limit` bytes, the copy has only the held ones.
+    Returns None if even these take more.
     """
     rows = session.rows(limit)
     if rows is None:

@@ -157,7 +157,7 @@ class Session:
 
     @property
     def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns whose tokens recall restored, in order; after an undo without shared words."""
+        """The turns whose tokens recall restored, in order; without shared words after an undo."""
         return self._recall.turns
 
     @property
@@ -269,7 +269,7 @@ class Session:
         yield from self._events.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each reply's tokens; of an empty reply, those of its end tokens."""
+        """Log-probabilities of each reply's tokens; for an empty reply, those of the end tokens."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.reader.score_continuations(written)
 
@@ -310,10 +310,11 @@ class Session:
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin the tokens of `target` (a text, `last`, `turn N`), and `around` beside each.
+        """Pin or unpin the tokens of `target`, which is a text, `last` or `turn N`.
 
-        Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
-        changing nothing, if the pins would leave too little room.
+        `around` is the number of tokens before, and after, each of them that are included. Archived
+        tokens are restored. Raises UsageError if nothing matches, and SettingError, changing
+        nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
         events = self._events.moved(self._now.last, self._engine.contents.pin(positions, pinned))
@@ -388,7 +389,7 @@ class Session:
         return self._events.ended(self._now)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """The memory now; if `strongest` is given, only this number of tokens, of highest score."""
+        """The memory now; if `strongest` is given, a short snapshot with this many tokens."""
         return take_snapshot(
             self._engine,
             self.profile,

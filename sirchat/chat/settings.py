@@ -60,7 +60,7 @@ def _fits(value: object, default: object) -> bool:
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError, naming `source`, if they differ in a setting fixed for a chat."""
+    """Raise SettingError, naming `source`, if a setting that is fixed in a chat would change."""
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))
@@ -68,7 +68,7 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
 
 
 def hint_for_fixed(name: str, wanted: object) -> str:
-    """The hint: how to get the value `wanted` of a setting that can't change in a running chat."""
+    """A hint for a setting that can't change in a running chat: how to get the value `wanted`."""
     if name == "save":
         return "/save saves this chat from now on" if wanted else "start sirchat with --no-save"
     return f"start sirchat with --{name}"
@@ -202,9 +202,9 @@ def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if the policy hides tokens that the model's state read.
+    """Raise SettingError, naming `source`, if the policy hides tokens and the model has a state.
 
-    An anchor attends to its own sequence only, but a state has read all tokens.
+    With such a policy, an anchor attends to its own sequence only, but a state has read all tokens.
     """
     if model.has_state and build_policy(profile).compacts_at_anchors:
         raise SettingError(

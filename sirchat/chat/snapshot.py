@@ -54,7 +54,7 @@ def score_unit(engine: Engine) -> str:
 
 
 def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """By name, the factors [n] of the policy's scores of the tokens at `positions` [n]."""
+    """The factors [n] of the policy's scores of the tokens at `positions` [n], by name."""
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}
@@ -74,9 +74,9 @@ def _as_if_held(
 ) -> dict[str, Floats]:
     """The arrays [n] that `compute` returns for the rows at `positions` [n], by name.
 
-    `compute` gets a whole table of rows, because a score may depend on the other held rows. For
-    held rows, the table has the held rows without those that recall restored; for restored rows,
-    all held rows; for other rows, the held rows and those at `positions`.
+    A score may depend on the other held rows, so `compute` gets a whole table of rows. For held
+    rows, this table has the held rows without those that recall restored. For rows that recall
+    restored, it has all held rows. For other rows, it has the held rows and all of `positions`.
     """
     held = engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
@@ -191,9 +191,9 @@ def take_snapshot(
 ) -> Snapshot:
     """Take a snapshot of the memory as it is now; `roles` has the role of each turn.
 
-    If `strongest` is given, it is a short snapshot for the compact panel: only this number of
-    tokens, those of the highest scores outside the chat template, and nothing that takes longer the
-    longer the conversation is.
+    If `strongest` is given, it is a short snapshot for the compact panel. A short snapshot has only
+    `strongest` tokens: those with the highest scores outside the chat template. It leaves out
+    everything that takes longer to compute the longer the conversation is.
     """
     ledger = engine.ledger
     held = ledger.held_positions
@@ -270,7 +270,8 @@ def _at(scores: Floats | None, slots: Positions) -> Floats | None:
 def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None) -> Positions:
     """The slots [k] (indices among the held tokens) that a snapshot shows, ascending.
 
-    All, or, if `strongest` is given, this many: the highest in `order` [n], without the template's.
+    If `strongest` is None, these are all slots. Otherwise they are this many of the tokens outside
+    the chat template: those with the highest values in `order` [n].
     """
     if strongest is None:
         return np.arange(len(held))

@@ -38,9 +38,10 @@ def summary(
     """Make a summary of everything that was said, also of what is no longer in the cache.
 
     The session does not change. `way` is a key of `WAYS`. Yields progress, and returns the text of
-    the summary; empty if it was interrupted, or if nothing fits. A summary has at most a quarter of
-    the budget's tokens, and a third of the chat's, or 64 if that is more. Raises UsageError if
-    nothing was said yet, and SettingError if the budget is too small.
+    the summary; the text is empty if it was interrupted, or if nothing fits. A summary has at most
+    a quarter of the budget's tokens. It also has at most a third of the chat's tokens, or at most
+    64 if that is more. Raises UsageError if nothing was said yet, and SettingError if the budget is
+    too small.
     """
     said = [turn for turn in _said(session) if turn.text.strip()]
     if not said:

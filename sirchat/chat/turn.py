@@ -1,7 +1,8 @@
 """One turn while it is read or generated: its ids go to the engine, and its events are yielded.
 
-The chat template ends each turn with certain ids, which are noted as pending until they are read.
-If an error cuts the turn off, they are read before the next turn: the chat keeps to its template.
+The chat template ends each turn with certain ids; these are noted as pending until they are read.
+If an error cuts the turn off, they are read before the next turn, so that the chat always follows
+its template.
 """
 
 from __future__ import annotations
@@ -135,7 +136,10 @@ class OpenTurn:
             yield Notice(str(failure))
 
     def ending_as(self, records: Iterator[Generated], finish: Finish) -> Iterator[Generated]:
-        """Yield the records of a reply that is generated again; it ends for the reason `finish`."""
+        """Yield the records of a reply that is generated again, without the record of its end.
+
+        `finish` is recorded as the reason why the reply ended.
+        """
         for record in records:
             if isinstance(record, Stopped):
                 self.stats.finish = finish
@@ -168,7 +172,7 @@ class OpenTurn:
         yield Delta(said[-1])
 
     def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the template ids that end a reply, end the round, and, if set, evict reasoning."""
+        """Read the template ids that end a reply, and end the round; evict reasoning if wanted."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:

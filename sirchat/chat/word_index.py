@@ -261,7 +261,10 @@ class WideIndex(TurnIndex):
         return np.sqrt(total).astype(np.float64)
 
     def _longest_postings(self, asked: Sequence[Sequence[str]]) -> int:
-        """The most turns that a term may be in: a search then reads at most `_MOST` entries."""
+        """The largest number of turns that a term may be in to be counted.
+
+        With this limit, a search reads at most `_MOST` entries.
+        """
         terms = [self._terms.get(term) for words in asked for term in _terms(words)]
         known = [*terms, *(self._words.get(word) for words in asked for word in words)]
         total = 0
@@ -355,7 +358,7 @@ class _Lengths(NamedTuple):
 
 
 class _Near(NamedTuple):
-    """A word's vector; its cosines to the nearest of the first `compared` words of the index."""
+    """A word's vector; its cosines to the nearest words among the first `compared` of the index."""
 
     vector: Floats
     compared: int
@@ -374,7 +377,7 @@ class _Sums:
         self._order = np.zeros(turns + 2, np.int64)
 
     def of(self, found: Sequence[tuple[_Fields, float]]) -> tuple[NDArray[np.int64], Floats]:
-        """Turns [k], in any order; the weighted count [k] of all these words in each of them."""
+        """Turns [k], in any order, and the weighted count [k] of all the words `found` in each."""
         at = np.concatenate([fields.turns for fields, _ in found]).astype(np.int64) + 1
         told, asked = (
             np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])
@@ -398,9 +401,10 @@ def _accumulate(
     norms: Floats,
     weight: float,
 ) -> None:
-    """Add to the scores [n] of all turns what one term adds: the words `found`, each with a weight.
+    """Add to the scores [n] of all turns the part that one term contributes.
 
-    `norms` [n] correct for the lengths of the turns; `weight` is that of the whole term.
+    The term consists of the words `found`, each with a weight. `norms` [n] correct for the lengths
+    of the turns; `weight` is the weight of the whole term.
     """
     turns, counts = sums.of(found)
     having = float(np.minimum(counts, 1).sum(dtype=np.float64))
@@ -409,7 +413,7 @@ def _accumulate(
 
 
 def _pooled(told: Floats, asked: Floats) -> Floats:
-    """Counts [n] of a word in each turn, with shares of the counts of the turns beside it added."""
+    """Counts [n] of a word in each turn, plus shares of the counts in the turns beside it."""
     own, after, before = _shares(told, asked)
     own[1:] += after[:-1]
     own[:-1] += before[1:]
@@ -434,7 +438,7 @@ _Counts = dict[str, tuple[int, int]]
 
 
 def _counted(text: str) -> tuple[_Counts, _Counts]:
-    """How often each term, and each word, is in a text's statements and in its questions."""
+    """For each term, and for each word, how often it is in a text's statements and questions."""
     terms, words = (Counter[str](), Counter[str]()), (Counter[str](), Counter[str]())
     for sentence in _SENTENCE.findall(text):
         found, is_question = words_of(sentence), sentence.rstrip().endswith(("?", "？"))

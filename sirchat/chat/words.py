@@ -129,10 +129,10 @@ _LATEST = 8
 
 @dataclass(frozen=True)
 class EvictedText:
-    """A turn of which not all tokens are in the cache.
+    """A turn that has tokens that are not in the cache.
 
-    It has `tokens` tokens, not counting the template's; `held` of them are held. `words`: its words
-    with an evicted token, unless the same word is held elsewhere; the most surprising first.
+    It has `tokens` tokens, not counting the template's; `held` of them are held. `words` are its
+    words with an evicted token, unless the same word is held elsewhere; the most surprising first.
     """
 
     index: int
@@ -143,7 +143,7 @@ class EvictedText:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
-    """The turns of which not all tokens are in the cache, in order."""
+    """The turns that have tokens that are not in the cache, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
@@ -230,12 +230,12 @@ def positions_of(
 ) -> Positions:
     """Positions [k], ascending, of the tokens that `target` names, chosen from `among`.
 
-    `last` is the last user turn, `turn N` the turn of index N. All else, and anything in quotes, is
-    a text, which is searched in every turn for whole words, ignoring case. Tokens of the chat
-    template never match.
+    `last` is the last user turn, `turn N` the turn of index N. Everything else, and anything in
+    quotes, is a text, which is searched in every turn for whole words, ignoring case. Tokens of the
+    chat template never match.
 
     Args:
-        target: what the user typed; positions name themselves, and then there may be none.
+        target: what the user typed; or stream positions, and then the result may be empty.
         ledger: the conversation's ledger.
         texts: gives the text of each token.
         roles: role of each turn.
@@ -243,7 +243,7 @@ def positions_of(
         around: number of tokens of the same turn, before and after each, to include.
 
     Raises:
-        UsageError: nothing matches.
+        UsageError: nothing matches what the user typed.
     """
     if not isinstance(target, str):
         return np.intersect1d(target, among)
@@ -279,7 +279,10 @@ def _with_neighbours(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """Positions of every occurrence of `text` in the tokens at `said`; none spans a gap."""
+    """Positions of every occurrence of `text` in the tokens at `said`.
+
+    An occurrence in which a token is missing does not count.
+    """
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
     at = said.tolist()

@@ -45,7 +45,7 @@ _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings from a file of an earlier version, with the names and values that are used today."""
+    """The settings from a file of an earlier version, with today's names and values."""
     renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
@@ -374,9 +374,9 @@ class Profile(BaseModel):
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """The error for settings `keys` that don't fit together, because they break `rule`, a text.
+    """Make the error for settings that don't fit together: the settings `keys` break `rule`.
 
-    `merged` turns it into a SettingError.
+    `rule` is a sentence. `merged` turns the error into a SettingError.
     """
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 

@@ -173,7 +173,7 @@ def resolve(
 
 
 def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
-    """The `module:Class` policies that files may name: those that the command line names."""
+    """The `module:Class` policies that the command line names; files may name only these."""
     return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
 
 
@@ -221,7 +221,7 @@ def show(profile: Profile) -> str:
 
 
 def _yaml(profile: Profile, mark: str = "") -> str:
-    """All settings of `profile` as YAML, with the text `mark` put before each line with a value."""
+    """All settings of `profile` as YAML; each line with a value begins with the text `mark`."""
     values = profile.model_dump()
     return "\n".join(
         f"# {field.description}\n{mark}{yaml_line(key, values[key])}"
@@ -232,8 +232,8 @@ def _yaml(profile: Profile, mark: str = "") -> str:
 def init_profile(name: str) -> Path:
     """Create a profile in the user's folder; returns its path.
 
-    It has every setting with its default, but as a comment. Only the user can read the file. Raises
-    SettingError if the name is invalid or taken, or the file can't be written.
+    The file lists every setting with its default, as comments. Only the user can read the file.
+    Raises SettingError if the name is invalid or taken, or the file can't be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise SettingError(
@@ -294,7 +294,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise SettingError if a variable's name is similar to that of a setting, but not equal."""
+    """Raise SettingError if a variable's name is nearly, but not exactly, that of a setting."""
     known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
     for variable in sorted(environ):
         name = variable.removeprefix("SIRCHAT_")

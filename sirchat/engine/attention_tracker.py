@@ -50,7 +50,7 @@ class PassWeights:
     def mean(self) -> NDArray[np.float32] | None:
         """The mean weights [m, n] from m queries to n cache rows.
 
-        None if the model showed the weights of none of the layers.
+        None if the model has shown no attention weights of these layers.
         """
         if self._sum is None:
             return None
@@ -62,7 +62,8 @@ class HighestWeights:
     """Observes the highest attention weight that each of k rows receives in one forward pass.
 
     Args:
-        layers: numbers of the layers that are observed; the result is a mean over them and heads.
+        layers: numbers of the layers that are observed; the result is the mean over these layers
+            and all heads.
         slots: cache slots [k] of the rows.
     """
 
@@ -80,7 +81,7 @@ class HighestWeights:
         self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float64] | None:
-        """The highest weights [k]; None if the model showed the weights of none of the layers."""
+        """The highest weights [k]; None if the model has shown no weights of these layers."""
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 
 
@@ -118,7 +119,7 @@ class AttentionTracker:
 
     @property
     def _shared_rows(self) -> int:
-        """Number of rows in the cache that all layers share: all but inserted rows."""
+        """Number of rows in the cache that all layers share: all rows except inserted ones."""
         return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:

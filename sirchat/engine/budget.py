@@ -38,8 +38,8 @@ Ctrl-C is handled only between passes.
 class Budget:
     """How many rows one conversation may hold in the cache, under its `settings`.
 
-    `context_length` is the model's, in tokens. It is the budget of a policy that never evicts, and
-    the maximum within a turn if rows are evicted only between turns.
+    `context_length` is the model's maximum, in tokens. It is the budget of a policy that never
+    evicts, and the maximum within a turn if rows are evicted only between turns.
     """
 
     settings: CacheSettings
@@ -73,8 +73,10 @@ class Budget:
     def reserve(self) -> int:
         """Number of rows of the budget that are set aside for recalled tokens; 0 without recall.
 
-        If its size is automatic, it is 0 while all tokens ever read are held, and from then on
-        until `full_reserve` rows are free, which the next turn sees to.
+        If the setting `recall_n` is a number, this is always `full_reserve`. If it is `auto`, this
+        is 0 until a token has been evicted and `full_reserve` rows are free; recalled rows count as
+        free. `make_room_for_turn` frees them when a turn does not fit beside all tokens read so
+        far.
         """
         recall, size = self.settings.recall, self.full_reserve
         is_fixed = recall is None or recall.n is not None
@@ -85,7 +87,7 @@ class Budget:
 
     @property
     def full_reserve(self) -> int:
-        """Number of rows for recalled tokens once the budget is too small for all tokens read."""
+        """Number of rows for recalled tokens once not all tokens read fit in the budget."""
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
@@ -149,8 +151,8 @@ class Budget:
     def most_protected(self, at: Positions | None = None) -> int:
         """Maximum number of rows of the current round that are protected from eviction.
 
-        It is half of the room for new tokens, which is the policy's `newest_room` of `evictable`
-        rows. The argument `at` is the same as in `evictable`.
+        It is half of the room for new tokens. This room is the policy's `newest_room`, computed
+        from `evictable`. The argument `at` is the same as in `evictable`.
         """
         return self.settings.policy.newest_room(self.evictable(at)) // 2
 
@@ -206,8 +208,9 @@ class Budget:
     def end_at_anchor(self, flags: Sequence[int], start: int, end: int) -> int:
         """The index (exclusive) at which a chunk of ids that begins at index `start` must end.
 
-        It is `end`, unless the policy evicts each time that it has read an anchor, and there is an
-        anchor before `end`: then it is right after the anchor. `flags` has the flags of every id.
+        If the policy evicts rows after each anchor, and there is an anchor before `end`, the chunk
+        must end right after the anchor. Otherwise it may end at `end`. `flags` has the flags of
+        every id.
         """
         if self.compacts_at_anchors:
             return next((at + 1 for at in range(start, end) if flags[at] & Flag.ANCHOR), end)
@@ -226,7 +229,7 @@ class Budget:
     def check_pins(self, reachable: Positions, more: int) -> None:
         """Raise SettingError if there would be too many pins for the budget.
 
-        Counted are the pins among the rows at positions `reachable`, and `more` new pins.
+        The pins are those among the rows at positions `reachable`, and `more` new ones.
         """
         allowed = self.most_pins
         if allowed is None:
@@ -242,9 +245,9 @@ class Budget:
     def view(self, at: Positions, round: int | None) -> HeldRows:
         """The rows at stream positions `at` [n] as the policy sees them, protected rows marked.
 
-        Protected are sinks, pins and, if the setting `protect` is on, the newest rows of the
-        current round, number `round`: at most `most_protected`. If `round` is None, only sinks and
-        pins are.
+        Sinks and pins are protected. If the setting `protect` is on, the newest rows of the current
+        round are protected, too, but at most `most_protected` rows. `round` is the number of the
+        current round; if it is None, only sinks and pins are protected.
         """
         protected = (at < self.sinks) | self.pinned(at)
         if self.settings.protect and round is not None:
@@ -255,8 +258,8 @@ class Budget:
     def choose(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Let the policy choose which of the `rows` stay; returns their numbers [num_keep].
 
-        The numbers are int64 and ascending. Raises SettingError if the policy returns other
-        numbers, or not those of all protected rows.
+        The numbers are int64 and ascending. Raises SettingError if the policy returns numbers that
+        are not valid, or leaves out a protected row.
         """
         chosen = self.settings.policy.keep(rows, num_keep)
         if not _is_choice(chosen, rows, num_keep):
@@ -270,10 +273,10 @@ class Budget:
 def usual_reserve(room: int) -> int:
     """Number of rows that are reserved for recall if `recall_n` is `auto`.
 
-    `room` is the number of rows of the budget that are neither sinks nor pins. With SmolLM2 and
-    facts in 4,000 tokens of real talk, a larger reserve found more facts at any budget, up to 400
-    rows or the three quarters of `room` that `most_recalled` allows. But text was harder to
-    predict, by 0.06 nats a token, where only 25 rows were left to the policy.
+    `room` is the number of rows of the budget that are neither sinks nor pins. This was measured
+    with SmolLM2 and facts in 4,000 tokens of real talk. At any budget, a larger reserve found more
+    facts, up to 400 rows or the three quarters of `room` that `most_recalled` allows. But where
+    only 25 rows were left to the policy, text was harder to predict, by 0.06 nats a token.
     """
     return max(room // 4, min(3 * room // 4, room - _OWN_ROWS, _USUAL_RESERVE))
 
@@ -281,14 +284,14 @@ def usual_reserve(room: int) -> int:
 def most_recalled(n: int, room: int) -> int:
     """How many rows are reserved for recall if `n` are wanted: at most three quarters of `room`.
 
-    `room` is the number of rows of the budget that are neither sinks nor pins. The conversation
-    itself needs the last quarter to be read.
+    `room` is the number of rows of the budget that are neither sinks nor pins. The last quarter is
+    needed to read the conversation itself.
     """
     return max(0, min(n, 3 * room // 4, room - _LEAST))
 
 
 def _is_choice(rows: Tensor, held: HeldRows, num_keep: int) -> bool:
-    """Whether `rows` are `num_keep` ascending row numbers of `held`, with all protected ones."""
+    """Whether `rows` are `num_keep` ascending row numbers of `held`, with all protected rows."""
     if len(rows) != num_keep or not bool((rows.diff() > 0).all()):
         return False
     if num_keep and not (int(rows[0]) >= 0 and int(rows[-1]) < len(held)):

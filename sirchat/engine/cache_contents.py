@@ -1,4 +1,4 @@
-"""Which tokens (rows) the cache holds: changed by eviction, other settings, pins, undo and recall.
+"""Decides which tokens (rows) the cache holds: by eviction, changed settings, pins, undo, recall.
 
 Almost every method that changes what is held returns records of the evicted and restored rows.
 """
@@ -72,16 +72,16 @@ class CacheContents:
     def view(self, round: int | None) -> HeldRows:
         """The held rows, except recalled ones, as the policy sees them.
 
-        Sinks and pins are marked as protected; unless `round` is None, so are the newest rows of
-        that round, if the setting `protect` is on.
+        Sinks and pins are marked as protected. If `round` is not None and the setting `protect` is
+        on, the newest rows of that round are, too.
         """
         return self.view_of(self.budget.policy_positions, round)
 
     def view_of(self, at: Positions, round: int | None = None) -> HeldRows:
         """The rows at stream positions `at` [n], ascending, as the policy sees them.
 
-        They include the key/value statistics that the policy uses. They need not be held. Protected
-        rows are marked as in `view`.
+        They include the key/value statistics that the policy uses. The rows need not be held.
+        Protected rows are marked as in `view`.
         """
         rows, wanted = self.budget.view(at, round), self.budget.settings.policy.key_value_stats
         if not (wanted and len(at)):
@@ -91,9 +91,10 @@ class CacheContents:
         return replace(rows, **columns)
 
     def note_pass(self) -> None:
-        """Note that a forward pass follows.
+        """Record that a forward pass comes next.
 
-        If `switch` later brings back the settings of this pass, it holds the same rows again.
+        If `switch` later sets the settings of this pass again, it holds the same rows as in this
+        pass.
         """
         self._at_last_pass = None
 
@@ -117,10 +118,11 @@ class CacheContents:
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
         """Evict rows before the user turn `at`, which has `count` ids, as the setting `evict` says.
 
-        "when-full": none. "before-turn": so many that the turn and a reply of `max_new_tokens` fit
-        in the budget. "between-turns": only those above the budget; then the cache is enlarged for
-        the turn and the reply. If the turn does not fit beside all that was read, rows are evicted
-        so that the reserve for recalled tokens is free.
+        First, if the turn and all tokens read so far do not fit in the budget, rows are evicted
+        until the reserve for recalled tokens is free. Then, with "when-full", no more rows are
+        evicted. With "before-turn", rows are evicted until the turn and a reply of `max_new_tokens`
+        fit in the budget. With "between-turns", only the rows above the budget are evicted, and the
+        cache is enlarged for the turn and the reply.
         """
         self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
@@ -142,10 +144,10 @@ class CacheContents:
     def next_evicted(self, *, in_round: bool) -> Positions:
         """Stream positions [k], ascending, of the rows that will be evicted next.
 
-        These are as many rows as are evicted at once. If `in_round` is true, the current
-        round's newest rows are protected; if false, they are not, as in the next round. Empty while
-        two blocks are free, or if nothing may be evicted. If rows are evicted only between turns,
-        these are the rows that the next turn will evict.
+        These are as many rows as are evicted at once. If `in_round` is true, the newest rows of the
+        current round are protected; if it is false, they are not, as in the next round. The result
+        is empty while there is room for two such blocks, or if nothing may be evicted. If rows are
+        evicted only between turns, these are the rows that will be evicted before the next turn.
         """
         held, budget = self.view(self.round if in_round else None), self.budget
         block = budget.eviction_block
@@ -237,10 +239,10 @@ class CacheContents:
     ) -> CacheUpdate:
         """Go back to the checkpoint `to`, with the recalled rows of `selection`, and round `round`.
 
-        The rows of the checkpoint are held; if they do not fit the present settings, the policy
-        chooses from all rows. The pins are those of the checkpoint; with `keep_pins`, present pins
-        stay, too, and are held. Raises LookupError, changing nothing, if a row of the checkpoint is
-        neither held nor archived.
+        The rows of the checkpoint are held. If they do not fit the present settings, the policy
+        chooses from all rows. The pins of the checkpoint are restored; with `keep_pins`, the
+        present pins stay pinned and held, too. Raises LookupError, changing nothing, if a row of
+        the checkpoint is neither held nor archived.
         """
         self._cache.grow_to(len(to.held))
         self._store.undo(to)

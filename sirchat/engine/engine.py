@@ -2,11 +2,10 @@
 
 Let E be the number of cache rows (one per token) that the policy decides about: the budget without
 sinks, pins and the rows reserved for recall. Ids are read in chunks of at most E/4, or less if the
-policy gives less room to the newest tokens; before a chunk is read, tokens are evicted to make room
-for it. While tokens are generated, a block of rows is evicted whenever the cache is full. So the
-cache never has more rows than the budget after a forward pass, unless the setting `evict` is
-`between-turns`. The carried logits are those after the last token read; they predict the next
-token.
+policy gives less room to the newest tokens. Before a chunk is read, tokens are evicted to make room
+for it. While tokens are generated, a block of rows is evicted whenever the cache is full. So after
+a forward pass, the cache never has more rows than the budget, unless the setting `evict` is
+`between-turns`. The logits after the last token read are stored; they predict the next token.
 """
 
 from __future__ import annotations
@@ -215,8 +214,8 @@ class Engine:
     def close_round(self) -> None:
         """End a round: multiply the scores of earlier tokens by the setting `decay`.
 
-        A fixed decay applies to all tokens, the decay `auto` only to those of older rounds. Before
-        that, if the policy needs it, the round's held tokens are read a second time.
+        A fixed decay applies to all tokens, the decay `auto` only to tokens of older rounds. If the
+        policy needs it, the round's held tokens are first read a second time.
         """
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
@@ -240,10 +239,10 @@ class Engine:
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
         """Go back to the checkpoint `to`: undo all that was read or pinned since.
 
-        The present settings stay. With `keep_pins`, present pins stay, too, and are held. If the
-        settings or pins differ from those of the checkpoint, other rows may be held; returns which
-        were evicted or restored for this. Raises LookupError, changing nothing, if a row that the
-        checkpoint held is neither held nor archived now.
+        The present settings stay. With `keep_pins`, the present pins stay pinned and held, too. If
+        the settings or pins differ from those of the checkpoint, other rows may be held; returns
+        which rows were evicted or restored for this. Raises LookupError, changing nothing, if a row
+        that the checkpoint held is neither held nor archived now.
         """
         moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
@@ -257,10 +256,10 @@ class Engine:
         self.rebuild_state()
 
     def rebuild_state(self) -> None:
-        """For layers with a state: let them read the whole stream again, without erased tokens.
+        """If layers have a state, compute it again from the whole stream without erased tokens.
 
-        Meanwhile attention sees the sinks and the newest tokens, as many as the budget allows. Held
-        rows stay.
+        For this, the model reads the stream into another cache, which holds the sinks and the
+        newest tokens, as many as the budget allows. The held rows stay as they are.
         """
         if not self.cache.has_state:
             return
@@ -330,8 +329,8 @@ class Engine:
     def require(self, count: int) -> None:
         """Raise ContextFullError if `count` more tokens can't be read.
 
-        That is so if they do not fit and nothing may be evicted, or if positions are those of the
-        stream and would exceed the model's context length.
+        They can't be read if they do not fit and nothing may be evicted. With stream positions,
+        they also can't be read if a position would exceed the model's context length.
         """
         self.contents.require(count)
         if self.cache.in_stream and self.ledger.seen + count > self._model.context_length:
@@ -374,7 +373,7 @@ class Engine:
             self.ledger.rank_first_token(min(opening, len(chunk)))
 
     def _grow_for(self, count: int) -> None:
-        """Let the cache have room for `count` more rows."""
+        """Enlarge the cache, if necessary, so that it has room for `count` more rows."""
         if self.resident + count > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + count)
             self.cache.grow_to(min(self.contents.budget.hard_bound, wanted))

@@ -1,8 +1,9 @@
 """Whether a family of models runs under a budget: checked with a small model of random weights.
 
-An engine reads ids, evicts and restores rows. Its cache and its next logits must equal those that
-the model itself computes, over transformers' own cache, for the same rows at the same positions.
-Each family is checked in a process of its own, with a limit of time and memory.
+An engine reads ids, evicts and restores rows. The model itself then computes the same, with
+transformers' own cache, for the same rows at the same positions. The engine's cache and its next
+logits must equal the results. Each family is checked in a process of its own, with a limit of time
+and memory.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _ended(family: str, why: str) -> FamilyCheck:
 
 
 def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) -> None:
-    """In a process of its own: check, and send the result. An interrupt is left to the parent."""
+    """Check a family and send the result; runs in its own process, which ignores interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         import resource
@@ -159,7 +160,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _limits(model: LoadedModel) -> Iterator[str]:
-    """What a model that runs does not support."""
+    """What does not work with a model that runs."""
     if not model.exposes_attention:
         yield "no attention weights"
     if caches_latents(model):
@@ -174,11 +175,12 @@ def _limits(model: LoadedModel) -> Iterator[str]:
 def _largest_difference(model: LoadedModel) -> tuple[float, float]:
     """Largest relative difference between the engine and the model's own computation.
 
-    The second number is the difference between two computations of the model for the same ids, at
-    positions that differ: nearly 0 if only the distance of two positions matters.
+    Two turns are read, the second one while the rows of the first are evicted. Then the rows of the
+    first turn are restored, so the rows of the second turn move. A third turn is read under a
+    smaller budget.
 
-    Two turns are read, the second one while the rows of the first are evicted. Then these are
-    restored, so the rows of the second turn move. A third turn is read under a smaller budget.
+    The second number that is returned compares two computations of the model itself: for the same
+    ids, but at other positions. It is nearly 0 if only the distance between positions matters.
     """
     draw = random.Random(0)
     first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)
@@ -210,7 +212,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 class _OwnCache:
-    """What the model itself computes, over transformers' cache, from which nothing is evicted."""
+    """What the model itself computes with transformers' cache, from which nothing is evicted."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._module, self._singly = model.module, model.reads_singly
@@ -240,7 +242,7 @@ class _OwnCache:
         return torch.as_tensor(out.logits[0])
 
     def read_alone(self, ids: list[int]) -> Tensor:
-        """Read ids as `read` does, at the same positions, but without seeing the rows before."""
+        """Read ids like `read`, at the same positions, but without attention to the rows before."""
         before = [(layer.keys, layer.values) for layer in self.row_layers()]
         for layer in self.row_layers():
             layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]

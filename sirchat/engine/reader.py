@@ -126,8 +126,9 @@ class Reader:
     def look_ahead(self, ids: Sequence[int]) -> None:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
-        They do not count as read. The cache must have room for them. When another id is read, the
-        computed logits are discarded. Not for layers with a state, from which no id can be removed.
+        The ids do not count as read. The cache must have room for them. When another id is read,
+        the computed logits are discarded. Raises RuntimeError if the model has layers with a state,
+        because no id can be removed from a state.
         """
         if self._cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")
@@ -155,7 +156,10 @@ class Reader:
         return None if ahead is None or len(ahead.ids) == 1 else ahead.used
 
     def chosen(self, token_id: int) -> ChosenToken:
-        """The record of an id that is read next, alone if `accept` is not called before."""
+        """Make the record of the id that is read next.
+
+        If its function `accept` is not called before, the id is read alone.
+        """
 
         def accept(logits: Tensor, score: float) -> None:
             self._ahead = _Ahead([token_id], logits, [score], self._cache.length)
@@ -225,9 +229,9 @@ class Reader:
         """Read the tokens of the held rows `rows` [k] a second time, after all held rows.
 
         Only the attention that these rows receive from this reading is recorded (see
-        `RepeatAttention`), from `layers` layers, 0 for all; the new rows are not held. At most
-        `most` ids are read in one pass. If keys have stream positions, reading stops before a
-        position exceeds the model's context length.
+        `RepeatAttention`); the new rows are not held. `layers` is the number of layers that are
+        recorded, 0 for all. At most `most` ids are read in one pass. If keys have stream positions,
+        reading stops before a position exceeds the model's context length.
         """
         held = self._ledger.held_positions
         ids = self._ledger.column("token_id")[held]
@@ -300,9 +304,9 @@ class Reader:
     ) -> tuple[ContinuationScore, ...]:
         """The log-probabilities of each alternative's ids, if they were the next tokens.
 
-        All alternatives are read in one forward pass, in which none attends to another; if the
-        model has sliding-window layers or a state, in one pass each. Nothing changes, but the
-        cache's buffers may grow.
+        All alternatives are read in one forward pass, in which none attends to another. If the
+        model has sliding-window layers or layers with a state, each alternative is read in its own
+        pass. Nothing changes, but the cache's buffers may grow.
         """
         first = self.logits
         if first is None or not all(alternatives):
@@ -344,7 +348,7 @@ class Reader:
         return self._model.forward(ids, self._cache, visible=visible, positions=positions)
 
     def _forward_singly(self, ids: Sequence[int]) -> Tensor:
-        """The logits [m, V] after `ids`, which are read one by one, and then taken back."""
+        """The logits [m, V] after each of `ids`; the ids are read one by one, then removed."""
         cache, logits, seen = self._cache, list[Tensor](), self._ledger.seen
         state, rows = cache.state, torch.arange(cache.length - cache.inserted_count)
         try:
@@ -392,7 +396,7 @@ class Reader:
         )
 
     def _next(self, count: int) -> Sequence[int] | None:
-        """Stream positions of the next `count` ids; None if keys are rotated to cache slots."""
+        """Stream positions of the next `count` ids; None if keys are rotated by cache slots."""
         return self._in_stream(range(self._ledger.seen, self._ledger.seen + count))
 
     def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
@@ -403,13 +407,14 @@ class Reader:
         return tracker.rows_within(min(count, self._rows_per_pass), PASS_BYTES)
 
     def _in_stream(self, positions: Sequence[int]) -> Sequence[int] | None:
-        """The `positions`, if keys are rotated to stream positions; None if to cache slots."""
+        """The `positions` if keys are rotated by stream positions, None if by cache slots."""
         return positions if self._cache.in_stream else None
 
     def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
         """Add the ids of `chunk`, which the model has read, to the held rows and to the ledger.
 
-        `found` has their surprisals, except the first id's, which is computed from the old logits.
+        `found` has the surprisals of all ids but the first. The first one's is computed from the
+        logits that were stored before.
         """
         ids = list(chunk.ids)
         with torch.inference_mode():

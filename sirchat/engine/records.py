@@ -140,13 +140,14 @@ class PrefillChunk:
 class ChosenToken:
     """A token of a reply that is chosen, but not read yet: the next step reads it.
 
-    Before that step, the caller may read it together with those of other conversations.
+    Before that step, the caller may read it in one pass with tokens of other conversations.
 
     Attributes:
         id: the token's id.
         position: its rotary position.
         cache: the conversation's cache, which has room for it.
-        accept: takes the logits [1, V] after it, and its learned score, if it was read.
+        accept: to be called if the caller has read it, with the logits [1, V] after it and its
+            learned score.
     """
 
     id: int
@@ -189,8 +190,8 @@ class ContinuationScore:
 class SearchResult:
     """The archived tokens that a search has scored, at stream `positions` [n], with `scores` [n].
 
-    `positions` are ascending. `layers` are the scores of each layer [layers, n], if the setting
-    `recall_scope` is `layer`; else None.
+    `positions` are ascending. If the setting `recall_scope` is `layer`, `layers` [layers, n] are
+    the scores in each layer; otherwise it is None.
     """
 
     positions: Positions
@@ -218,7 +219,7 @@ class Selection:
 class EngineCheckpoint:
     """The engine's state at the beginning of a turn; `Engine.undo` goes back to it.
 
-    `logits` [V] are those for the next token.
+    `logits` [V] are the raw logits for the next token.
     """
 
     cache: CacheCheckpoint

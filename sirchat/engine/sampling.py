@@ -39,8 +39,8 @@ Allowed = Callable[[Sequence[int]], Tensor]
 class Sampler:
     """Picks the next token from logits.
 
-    `attempt` counts the repeated replies to the same message: each gets other random numbers. If
-    `allowed` is given, a reply has no other tokens.
+    `attempt` is the number of earlier replies to the same message; each attempt gets other random
+    numbers. If `allowed` is given, a reply can have only the tokens that it allows.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class Sampler:
 
         Args:
             logits: raw logits [V].
-            said_ids: for the repetition penalty. Called with a number, it returns so many of the
-                newest ids in the cache, without those of the chat template; called with 0, all.
+            said_ids: for the repetition penalty. Called with a number, it returns that many of the
+                newest ids in the cache, without those of the chat template; called with 0, all of
+                them.
             position: stream position of the next token; the random number depends on it.
 
         Raises ModelError if the logits are NaN, as after a division by zero.
@@ -112,7 +113,7 @@ def _refuse_nan(value: float) -> None:
 
 
 def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
-    """Scores [V], lower by the factor `penalty` for the ids `said` [k]."""
+    """The scores [V]; those of the ids `said` [k] are made lower by the factor `penalty`."""
     chosen = scores[said]
     return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
@@ -143,9 +144,10 @@ _LONGEST_REST = 256  # tokens
 
 
 class PromptLookup:
-    """Guesses the next tokens of one reply: those that followed the same tokens in earlier text.
+    """Guesses the next tokens of one reply: the tokens that followed the same text earlier.
 
-    After a wrong guess it makes none for some tokens; each wrong guess in a row doubles this pause.
+    After a wrong guess it pauses for some tokens; each further wrong guess in a row doubles the
+    pause.
     """
 
     def __init__(self) -> None:
@@ -172,7 +174,7 @@ class PromptLookup:
         return guessed if len(guessed) >= _PAYS else []
 
     def learn(self, right: int) -> None:
-        """Note that the first `right` tokens of the last guess were right; later guesses adapt."""
+        """Adapt later guesses: the first `right` tokens of the last guess were right."""
         self._least = _MATCH if right >= _PAYS else _LONG
         if right >= _PAYS:
             self._next_rest = 8

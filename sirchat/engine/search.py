@@ -87,11 +87,11 @@ def search(
 def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | None:
     """The archived tokens of the turns with the highest `scores` [turns].
 
-    Each token gets the score of its turn.
-    At least as many are returned as are reserved for recall, if there are so many. Of turns with
-    equal scores, newer ones come first. Tokens that are recalled now count as archived, since they
-    may stay. Tokens of the chat template, which have no content, are left out. Only tokens of these
-    turns are looked at, so that the time does not grow with the archive.
+    Each token gets the score of its turn. At least as many tokens are returned as are reserved for
+    recall, if there are that many. Of turns with equal scores, newer ones come first. Tokens that
+    are recalled now count as archived, since they may stay. Tokens of the chat template, which have
+    no content, are left out. Only tokens of these turns are looked at, so that the time does not
+    grow with the archive.
     """
     ledger, reserve = engine.ledger, engine.contents.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
@@ -123,9 +123,9 @@ _TURNS_AT_ONCE = 32
 
 
 def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
-    """Yield the indices of the scores [n], by descending score; of equal scores, the last first.
+    """Yield the indices of the scores [n], highest score first; of equal scores, the last first.
 
-    Only as many scores are sorted as the caller uses.
+    Only as many scores are sorted as the caller needs.
     """
     rest, count = np.arange(len(scores))[::-1], 64
     while len(rest):
@@ -141,7 +141,7 @@ def _score(
 ) -> SearchResult | None:
     """The scores of the archived tokens from before the turn; None if there are no such tokens.
 
-    If a search index is used, only of those that it proposes, and of a sample.
+    If a search index is used, only the tokens that it proposes, and a sample, have scores.
     """
     ledger, archive = engine.ledger, engine.store.archive
     archived = _archived(engine, query.start)
@@ -164,7 +164,7 @@ def _archived(engine: Engine, before: int) -> Positions:
 def _recent(engine: Engine) -> Positions:
     """Numbers of the held rows, except sinks, among the policy's `recent` newest tokens.
 
-    If the policy has no setting `recent`, or it is 0, those of all held rows except sinks.
+    If the policy has no setting `recent`, or it is 0: numbers of all held rows except sinks.
     """
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
@@ -178,7 +178,7 @@ def _query(
     words: NDArray[np.float64] | None,
     layer_queries: Sequence[LayerQueries] = (),
 ) -> Query:
-    """What to compare archived tokens with, for a turn that begins at stream position `start`.
+    """What archived tokens are compared with, for a turn that begins at stream position `start`.
 
     `slots` are the numbers of the held rows whose keys and values are compared.
     """
@@ -195,7 +195,7 @@ def _query(
 def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
     """The search result without the tokens that are held, since all layers already have these.
 
-    They were evicted during the search, and were restored when it was undone.
+    Such tokens were evicted during the search, and were restored when the search was undone.
     """
     if found is None or found.layers is None:
         return None

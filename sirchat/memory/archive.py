@@ -254,8 +254,8 @@ class Archive:
     def remove(self, positions: Positions) -> None:
         """Remove these rows, and overwrite their keys and values with zeros.
 
-        The search index, which was built from these rows, is deleted. Positions that are not
-        archived are skipped.
+        The search index is deleted, too, because it was built from these rows. Positions that are
+        not archived are skipped.
         """
         self.index = None
         self._erase(positions[self.has(positions)])

@@ -243,7 +243,7 @@ class AttentionStats:
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
         """Undo everything recorded since the checkpoint `to`.
 
-        What tokens from stream position `seen` on have received is deleted.
+        The attention of tokens from stream position `seen` on is deleted.
         """
         self.repeat.truncate(seen)
         if to.restorations is None:  # nothing had been counted by then
@@ -311,7 +311,7 @@ def or_median(received: Tensor) -> Tensor:
 
 
 def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
-    """The totals of two checkpoints, which have no position in common, as one checkpoint."""
+    """The totals of two checkpoints as one checkpoint; they have no position in common."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     total = np.concatenate([one.total, other.total])[order]

@@ -12,7 +12,8 @@ A forward pass writes its new rows after the last row. They become held rows onl
 interrupted pass leaves the cache unchanged.
 
 A recurrent or convolution layer has a state of constant size, which has read every token. Evictions
-do not change it. `begin_pass` removes from it what a pass that was not committed has left.
+do not change it. If a pass was not committed, `begin_pass` undoes what this pass changed in the
+state.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class BoundedCache:
 
     Args:
         rotations: rotary position embedding of the keys and values, one entry for each layer that
-            has some. Only these layers are counted by all methods.
+            has keys and values. All methods count only these layers.
         capacity: number of rows to allocate.
-        dtype: see below.
+        dtype: the attribute of this name.
 
     Attributes:
         layers: all layers of the model, in order.
-        row_layers: those with keys and values.
-        dtype: number type of the buffers; None for that of the first keys and values written.
+        row_layers: the layers with keys and values.
+        dtype: number type of the buffers; None for the type of the first keys and values written.
     """
 
     reads_singly = False
@@ -107,7 +108,7 @@ class BoundedCache:
 
     @property
     def _tensors(self) -> list[CachedTensor]:
-        """The tensors of the layers with keys and values: key of the first, its value, ..."""
+        """The tensors of the layers with rows: keys of the first, its values, and so on."""
         return [tensor for layer in self.row_layers for tensor in layer.tensors]
 
     @property
@@ -117,7 +118,7 @@ class BoundedCache:
 
     @property
     def state(self) -> CacheState:
-        """The state of the recurrent and convolution layers; to go back to it, assign it.
+        """The state of the recurrent and convolution layers; assign it to go back to it.
 
         The empty tuple stands for the state before the first token.
         """
@@ -131,7 +132,7 @@ class BoundedCache:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """Undo what a pass that was not committed has changed in the state."""
+        """If the last pass was not committed, undo what it has changed in the state."""
         if self._is_clean:
             return
         self._cursor.written = 0
@@ -140,7 +141,7 @@ class BoundedCache:
         self._is_clean = True
 
     def begin_pass(self) -> None:
-        """Call this before each forward pass: what a pass without a commit has left is undone."""
+        """Call this before each forward pass; undoes what a pass without a commit has changed."""
         self.roll_back()
         self._is_clean = not self._with_state
 
@@ -290,7 +291,7 @@ class BoundedCache:
 
     @torch.inference_mode()
     def set_positions(self, *, in_stream: bool) -> None:
-        """Rotate each key: to its stream position if `in_stream`, else to its slot in the cache."""
+        """Rotate each key to its stream position if `in_stream`, otherwise to its cache slot."""
         if in_stream == self.in_stream:
             return
         self.in_stream = in_stream

@@ -66,7 +66,8 @@ class CachedTensor:
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
         """Move the rows in slots `tail` [t] to the slots from `start` on.
 
-        What attention reads there is computed from the first-written rows, rotated by `cos_sin`.
+        The rows that attention reads are computed from the first-written ones, rotated by
+        `cos_sin`.
         """
         if self.buffer is None:
             return
@@ -84,7 +85,7 @@ class CachedTensor:
     def replace(self, cursor: Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
         """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
 
-        What attention reads there is `rows` rotated by the cosines and sines `cos_sin`.
+        Attention reads these rows rotated by the cosines and sines `cos_sin`.
         """
         count = rows.shape[1]
         if self.buffer is None:
@@ -165,6 +166,6 @@ class HoldsState(Protocol):
 
 
 def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """The number of each layer with rows among those layers, by its number in the model."""
+    """For layers with rows: a map from the number in the model to the number among these layers."""
     with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
     return {number: at for at, number in enumerate(with_rows)}

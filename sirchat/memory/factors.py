@@ -48,7 +48,7 @@ def or_usual(log_values: Tensor) -> Tensor:
 
 
 def word_factor(log_values: Tensor, rows: HeldRows) -> Tensor:
-    """For each row [n], the factor from its own value to the sum of the values of its word.
+    """For each row [n], the factor that turns its value into the sum of all values of its word.
 
     Values and factors are logarithms.
     """

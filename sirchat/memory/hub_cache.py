@@ -1,4 +1,4 @@
-"""The KV cache as the models of transformers take it: a `transformers.Cache`.
+"""The KV cache in the form that models of transformers take: a `transformers.Cache`.
 
 Every model with per-token keys and values can use it unpatched, hybrid models, too. This is the
 only file of this folder that imports transformers, which takes a second.
@@ -24,10 +24,10 @@ from sirchat.memory.cache_layers import Cursor, LayerKind, LayerRotation, RowLay
 
 
 class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is untyped
-    """A `BoundedCache` that is a `transformers.Cache`, for models of any kind of layers.
+    """A `BoundedCache` that is a `transformers.Cache`, for models with any kinds of layers.
 
     Args:
-        rotations, capacity, dtype: as those of `BoundedCache`.
+        rotations, capacity, dtype: the same as in `BoundedCache`.
         kinds: the kind of each layer of the model; None if all have keys and values only.
         reads_singly: whether the model can continue a state by one token at a time only.
     """
@@ -111,7 +111,7 @@ class RowAndStateLayer(StateLayer, HubRowLayer):
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each layer of a model, as transformers' own cache has it."""
+    """The kind of each layer of a model, according to transformers' own cache."""
     return [
         (
             isinstance(layer, CacheLayerMixin),

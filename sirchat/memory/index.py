@@ -319,7 +319,7 @@ class IndexVectors:
         return by_head[head].cpu() * layer_queries.scale
 
     def _similarity_query(self, query: Query) -> Tensor:
-        """The turn's m vectors [m, D], each of all keys and values of the chosen heads, joined.
+        """For each of the turn's m tokens, its keys and values of the chosen heads, joined: [m, D].
 
         If the retriever compares rows with the turn's mean, it is one vector [1, D].
         """
@@ -356,12 +356,12 @@ _PER_LIST = 40  # training vectors for each list
 
 
 def lists_for(rows: int) -> int:
-    """Into how many lists faiss divides an index of `rows` rows."""
+    """The number of lists into which faiss divides an index of `rows` rows."""
     return max(1, int(rows**0.5))
 
 
 def sample_for(rows: int) -> int:
-    """From how many vectors faiss learns the centroids of its lists, for `rows` indexed rows."""
+    """The number of vectors from which faiss learns the centroids, for `rows` indexed rows."""
     return min(rows, _PER_LIST * lists_for(rows))
 
 

@@ -172,7 +172,7 @@ class KeyValueStore:
     def unlimited(self) -> Iterator[None]:
         """Context manager: within it, the archive has no limit.
 
-        It is used while ids are read that are undone afterwards, so that no archived row is lost.
+        It is used to read ids that are undone afterwards, so that no archived row is lost.
         """
         limit, self._archive.limit = self._archive.limit, None
         try:
@@ -282,9 +282,9 @@ class KeyValueStore:
             self._archive.add_held(self.cache, chosen, positions[new])
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Let the cache hold exactly the rows at `positions` [n].
+        """Make the cache hold exactly the rows at `positions` [n].
 
-        The held rows numbered `rows` [k] are among them; the others come from the archive.
+        Some of them are held now: those numbered `rows` [k]. The others come from the archive.
         """
         held, chosen = self.ledger.held_positions[rows], torch.from_numpy(rows)
         if len(held) == len(positions):

@@ -152,8 +152,8 @@ class Ledger:
 
     Args:
         seed: seed of the arrival keys: one random number in [0, 1) for each token.
-        unknown_surprisal: surprisal in nats of the first token, which nothing predicts, until the
-            ids that are read together with it have theirs.
+        unknown_surprisal: surprisal in nats of the first token, which nothing predicts. It counts
+            until `rank_first_token` replaces it.
 
     Attributes:
         attention: statistics of the attention that each row received.
@@ -299,9 +299,9 @@ class Ledger:
         log_decay: float,
         recalled: NDArray[np.int64] | None = None,
     ) -> None:
-        """Replace all contents by saved `rows`; `held` are the positions of the held ones.
+        """Replace all contents by saved `rows`; `held` has the positions of the held rows.
 
-        The other rows count as not restorable, until `archive` says that they are archived.
+        The other rows count as lost, until `archive` records that they are archived.
         """
         self.seen, self.log_decay = len(rows), log_decay
         self._grow(len(rows), len(held))
@@ -316,7 +316,7 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Record that the rows at these positions, unless held, are archived: can be restored."""
+        """Record that the rows at these positions can be restored from the archive, unless held."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
@@ -372,7 +372,7 @@ class Ledger:
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Surprisals [n], in nats, of the rows at these positions [n].
 
-        For the first token of the stream, which nothing predicts, it is `unknown_surprisal`.
+        The first token of the stream, which nothing predicts, gets `unknown_surprisal`.
         """
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)

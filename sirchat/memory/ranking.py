@@ -114,9 +114,9 @@ class ArchiveSearch:
         return Ranked(positions, self.retriever.score(candidates))
 
     def _by_similarity(self, index: Index) -> Ranked:
-        """Scores of the proposed rows.
+        """Scores of the rows that the index proposes.
 
-        If scores are weighted by surprisal, also of a sample, which gives the lowest score.
+        If scores are weighted by surprisal, a sample is scored, too; this gives the lowest score.
         """
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"
@@ -147,8 +147,8 @@ class ArchiveSearch:
     def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
         """The final scores [layers, k] of the rows at `positions` [k].
 
-        They are the retriever's `scores` [layers, k]; if the settings say so, these are softened,
-        then multiplied by surprisal.
+        They are the retriever's `scores` [layers, k]. If the settings say so, these are made more
+        even (`softened`), and then multiplied by surprisal.
         """
         if self.recall.soft:
             scores = softened(scores, positions)
@@ -167,7 +167,7 @@ def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
 
 
 def _archived_near(positions: Positions, span: int, archived: Positions) -> Positions:
-    """Those of `archived` that are in `positions`, or at most `span` before or after one of them.
+    """The `archived` positions that equal one of `positions` or are at most `span` away from one.
 
     All are stream positions.
     """
@@ -179,7 +179,7 @@ def _archived_near(positions: Positions, span: int, archived: Positions) -> Posi
 def _counts(proposed: NDArray[np.bool_], total: int) -> Tensor:
     """How many of the `total` archived rows each candidate [n] represents.
 
-    A candidate in the mask `proposed` [n] represents itself, 1; the other candidates share the
+    A candidate in the mask `proposed` [n] represents only itself. The other candidates share the
     archived rows that are not proposed.
     """
     counts = torch.ones(len(proposed))

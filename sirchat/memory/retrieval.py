@@ -1,8 +1,8 @@
-"""The data that retrievers score archived tokens by, and the choice of those with the best scores.
+"""The data by which retrievers score archived tokens, and the choice of the best tokens.
 
 Recall restores archived tokens (rows) for one turn. The folder `recall` has the ways to score them:
 one file for each retriever. With scope `token` the layers' scores are averaged, and all layers
-recall the same rows; with scope `layer` each layer recalls its own rows, as in the code of
+recall the same rows. With scope `layer` each layer recalls its own rows, as in the code of
 Retrieval-Augmented StreamingLLM.
 """
 
@@ -40,8 +40,8 @@ class RecallSettings:
         retriever: name of the retriever that scores the rows.
         weight: with `surprisal`, a row's score minus the lowest score is multiplied by the token's
             surprisal in nats, if the retriever allows this.
-        n: maximum number of rows to restore, with neighbours; so many cache slots are kept free
-            for them. None: chosen by the budget.
+        n: maximum number of rows to restore, neighbours included; this many cache slots are kept
+            free for them. None: the number depends on the budget.
         soft: take the square root of each score and average it with those of the rows right before
             and after, if the retriever allows this.
         span: number of neighbours, on each side of a chosen row, that are restored with it.
@@ -207,8 +207,9 @@ def softened(scores: Tensor, positions: Positions) -> Tensor:
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
     """The at most n of the `positions` [k] with the highest `scores` [k]; ascending.
 
-    Of equal scores, the newer position is chosen. With each chosen position, those of `positions`
-    that are at most `span` before or after it are chosen, too, the nearest first, up to n in total.
+    Of equal scores, the newer position is chosen. With each chosen position, its neighbours in
+    `positions` are chosen, too: those at most `span` before or after it, the nearest first. In
+    total, at most n are chosen.
     """
     newest_first = torch.argsort(scores.flip(0), descending=True, stable=True)
     order = positions[len(positions) - 1 - newest_first.numpy()]

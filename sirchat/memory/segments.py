@@ -218,7 +218,7 @@ class SegmentFiles:
         self._pending = []
 
     def close(self) -> None:
-        """Delete the folder and its files now; else this happens when the program ends."""
+        """Delete the folder and its files now; otherwise they are deleted when the program ends."""
         self._writer.shutdown(wait=True, cancel_futures=True)
         self._place.remove()
 

@@ -149,7 +149,8 @@ def observed_by(
     """Within this block, `observer` receives the attention of each forward pass of `module`.
 
     It receives nothing if the model's attention function cannot be replaced. If some layers have no
-    keys and values, `numbers` are the numbers of the others, see `layer_numbers`.
+    keys and values, `numbers` gives the numbers of the other layers, as `layer_numbers` returns
+    them.
     """
     install_hook(module)
     token = _OBSERVERS.set((*_OBSERVERS.get(), (observer, numbers or {})))

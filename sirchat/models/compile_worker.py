@@ -2,8 +2,8 @@
 
 It reads the graph, pickled by `compiled_step.without_weights`, from standard input, and writes the
 program to FILE. N is its niceness: the higher, the lower its priority. It ends when the process
-that started it ends. Its exit status is 0, or `TEMPORARY` if the disk is full or memory is short,
-or 1 if this program can't be compiled.
+that started it ends. Its exit status is 0 after success, `TEMPORARY` if the disk is full or memory
+is short, and 1 if this program can't be compiled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(path: Path, niceness: int) -> None:
 
 
 def is_temporary(error: Exception) -> bool:
-    """Whether an error, or a compiler's message in it, tells of a full disk or short memory."""
+    """Whether an error, or a compiler's message in it, means that disk or memory is full."""
     if isinstance(error, OSError | MemoryError):
         return True
     return any(text in str(error) for text in _TEMPORARY_ERRORS)

@@ -35,15 +35,15 @@ class WrongProgramError(Exception):
 
 
 class CompiledStep:
-    """Computes the logits after one token, as `graph` does, from which it was compiled.
+    """Computes the logits after one token, like the graph from which it was compiled.
 
     Args:
         path: the program, as `build` writes it.
         graph: a `StepGraph`; its weights are used.
         tokens: the embeddings [4, d] of any tokens, with which the program is checked.
 
-    Raises DamagedProgramError if the file is not as `build` wrote it, WrongProgramError if it
-    computes other logits than `graph`, and any other error if it can't be loaded here and now.
+    Raises DamagedProgramError if the file is not as `build` wrote it, and WrongProgramError if it
+    computes other logits than `graph`. Raises any other error if it can't be loaded here and now.
     """
 
     def __init__(self, path: Path, graph: nn.Module, tokens: Tensor) -> None:
@@ -62,7 +62,7 @@ class CompiledStep:
         self._check(graph, tokens)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether the program can read one more token; `cache` must have two rows or more."""
+        """Whether the program can read one more token: `cache` has room, and at least two rows."""
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
@@ -80,7 +80,8 @@ class CompiledStep:
     def _check(self, graph: nn.Module, tokens: Tensor) -> None:
         """Compare logits, states, keys and values after the last of the tokens, read one by one.
 
-        With random numbers instead, differences in rounding would grow too large in some models.
+        Tokens are used instead of random numbers, for which differences in rounding would grow too
+        large in some models.
         """
         _, cos, sin, _, keys, values = _example(graph)
         cos.fill_(1), sin.zero_()
@@ -157,9 +158,10 @@ def build(pickled: bytes, path: Path) -> None:
 
 
 def _with_parameters_only(graph: nn.Module) -> nn.Module:
-    """Make parameters of all buffers, in place: torch copies a buffer's memory when it compiles.
+    """Turn all buffers of the graph into parameters, in place.
 
-    So no memory is taken for the weights, which are empty and never touched.
+    When torch compiles, it copies the memory of buffers, but not that of parameters. The weights
+    are empty and never touched, so they take no memory.
     """
     for module in graph.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):

@@ -153,8 +153,8 @@ def _path(step: DecodeStep) -> Path:
 def _use(step: DecodeStep, path: Path) -> str:
     """Make `step` use the program at `path`; returns what is wrong, or "" if it exists and runs.
 
-    A damaged program is deleted, and a wrong one, too. Any other error is one of this start, such
-    as a lack of memory: the program stays.
+    A damaged or wrong program is deleted. After any other error, the program stays, because such an
+    error concerns only this start, such as a lack of memory.
     """
     try:
         if not path.exists():

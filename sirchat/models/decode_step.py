@@ -50,7 +50,7 @@ class _Norm(nn.Module):
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """The norm of each vector in x [B, d], equal to that of each alone to the last bit."""
+        """The norm of each vector in x [B, d], exactly as if each were computed alone."""
         return torch.stack([self(row) for row in x])
 
     def extra_repr(self) -> str:
@@ -102,7 +102,7 @@ def _of_row(layer: Any, row: Tensor) -> Tensor:
 
 
 def _of_rows(layer: Any, rows: Tensor) -> Tensor:
-    """The same for several rows [B, K]; returns [B, N]."""
+    """The products [B, N] of a layer's weights [N, K] and several rows [B, K] of the same type."""
     if not isinstance(layer, PackedLinear):
         return F.linear(rows, layer.weight)
     few = torch.split(rows, _FEW)  # unpacked weights would take more memory, and no less time
@@ -167,9 +167,10 @@ class _Layer(nn.Module):
     def of_rows(
         self, at: int, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> Tensor:
-        """Compute the same for the states x [B, d] of B conversations, each with its `update`.
+        """Compute what `forward` does for the states x [B, d] of B conversations.
 
-        Each attends to its own cache, one after the other; all else is one product.
+        Each conversation has its own `update`, and attention reads one cache after the other.
+        Everything else is computed for all conversations at once.
         """
         size, count = self.size, self.heads
         products = self.queries_keys_values.of_rows(self.attention_norm.of_rows(x))
@@ -208,9 +209,9 @@ class _Layer(nn.Module):
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Attention of one token, in float32, to keys and values [H, n, D].
 
-    The queries are [H, G, D]: G of them share a key head. Compiled, these sums need no more than
-    the vector instructions that every processor has. On one without AMX they take a third of the
-    time of torch's kernel over bfloat16, a seventh over float16.
+    The queries are [H, G, D]: G of them share a key head. When compiled, these sums need only the
+    vector instructions that every processor has. On a processor without AMX, they take a third of
+    the time of torch's kernel for bfloat16, and a seventh for float16.
     """
     # `as_strided` makes the compiler compute the queries once, and not anew for each of the n keys.
     once = (queries * scale).as_strided(queries.shape, queries.stride())
@@ -253,9 +254,9 @@ class StepGraph(nn.Module):
     def of_rows(
         self, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits [B, V] and states [B, layers x d] after one token of B conversations.
+        """Compute logits [B, V] and states [B, layers x d] after one token per conversation.
 
-        The arguments are those of `forward` for each: x [B, d], cos and sin [B, 1, D].
+        The arguments are those of `forward`, for B conversations: x [B, d]; cos and sin [B, 1, D].
         """
         states = [x[:, :0]]
         for at, layer in enumerate(self.layers):
@@ -331,11 +332,11 @@ class DecodeStep:
     def read_together(
         self, tokens: Sequence[tuple[int, int, BoundedCache]]
     ) -> tuple[Tensor, Tensor]:
-        """Read one token of each of B conversations: its id, its position, and its own cache.
+        """Read one token in each of B conversations: the id, its position, and the cache.
 
-        Returns the same as `read` for each, up to rounding if weights are not packed, or the step
-        is compiled: logits [B, V], states [B, layers x d].
-        The weights are read once; packed ones once for each eight conversations.
+        Returns for each what `read` returns: logits [B, V], states [B, layers x d]. They differ by
+        rounding if weights are not packed, or if the step is compiled. The weights are read only
+        once; packed weights, once for every eight conversations.
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]

@@ -1,10 +1,10 @@
 """A Llama-shaped model on a CPU, without transformers: reads a chunk of ids into a cache.
 
-Its parts have the names that they have in transformers, so it is loaded, packed, scored and
-compiled like a model of transformers. A single token is read faster by `decode_step.py`.
+Its parts have the same names as in transformers, so it is loaded, packed, scored and compiled like
+a model of transformers. A single token is read faster by `decode_step.py`.
 
-Products and norms are computed in the type of the weights, attention in the type of the cache: with
-packed weights it takes half the time in bfloat16, and is as precise as the products.
+Products and norms are computed in the type of the weights, attention in the type of the cache. With
+packed weights, attention takes half the time in bfloat16, and is as precise as the products.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Logits(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A causal language model of layers like Llama's, without weights: these are put in later.
+    """A causal language model of layers like Llama's, made without weights, which are put in later.
 
     Attributes:
         config: its sizes and settings.
-        generation_config: names the ids that end a reply; the config, if there is no other.
-        has_own_hook: observers of attention need no hook in it.
+        generation_config: names the ids that end a reply; it is the config itself if there is no
+            other.
+        has_own_hook: true, because it reports its attention to observers without a hook.
     """
 
     has_own_hook = True
@@ -99,8 +100,9 @@ class Decoder(nn.Module):
             attention_mask: added to the scores of attention [1, 1, m, n + m]; None for causal
                 attention.
             position_ids: [1, m], rotary positions; None for n, n + 1, ...
-            use_cache: must be true; a model of transformers takes it, too.
-            cache: gets the new rows, which `commit` makes held ones; None for no cache.
+            use_cache: must be true; the argument exists because models of transformers have it.
+            cache: the new rows are written into it, and its `commit` makes them held rows; None for
+                no cache.
         """
         (hidden,) = self.model(input_ids, attention_mask, position_ids, use_cache, cache)
         return Logits(self.lm_head(hidden))
@@ -128,7 +130,7 @@ class DecoderBody(nn.Module):
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> tuple[Tensor]:
-        """The hidden states [1, m, d] after the last layer, alone in a tuple."""
+        """The hidden states [1, m, d] after the last layer, as the only item of a tuple."""
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
         x = self.embed_tokens(input_ids)
         if position_ids is None:
@@ -221,14 +223,17 @@ class _Attention(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A matrix that gets its weights later; to draw random ones, torch imports a thousand files."""
+    """A matrix that gets its weights later, and draws no random ones.
+
+    To draw random weights, torch would import a thousand files.
+    """
 
     def reset_parameters(self) -> None:
         """Do nothing."""
 
 
 class Embedding(nn.Embedding):
-    """The same for embeddings."""
+    """Embeddings that get their weights later, and draw no random ones."""
 
     def reset_parameters(self) -> None:
         """Do nothing."""
@@ -277,7 +282,10 @@ class _Rotary(nn.Module):
 
 
 def _frequencies(config: DecoderConfig) -> Tensor:
-    """The angular frequencies [D / 2] of the rotation; with those of Llama 3.1, slower ones."""
+    """The angular frequencies [D / 2] of the rotation.
+
+    If the config has the rotation of Llama 3.1, low frequencies are reduced.
+    """
     given, size = config.rope_parameters, config.head_dim
     plain: Tensor = 1.0 / (given["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     if given["rope_type"] == "default":
@@ -295,7 +303,7 @@ def _frequencies(config: DecoderConfig) -> Tensor:
 
 
 def signed(sin: Tensor) -> Tensor:
-    """Sines [..., D] with the first half negated: the factors for a head with swapped halves."""
+    """Sines [..., D] with the first half negated, to multiply a head whose halves are swapped."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 

@@ -1,6 +1,7 @@
-"""The config of a Llama-shaped model that is read here: what transformers' config says of it.
+"""The config of a Llama-shaped model that `decoder.py` computes.
 
-It has the same values, so that a saved chat knows its model again, whoever reads it.
+It has the same values as transformers' config of the model. So a saved chat recognizes its model,
+whether sirchat or transformers has read it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _ROTATION = {
 
 
 class ConfigValues:
-    """Values of a config file, as attributes, as transformers has them."""
+    """The values of a config file as attributes, like those of transformers' configs."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -73,7 +74,7 @@ class DecoderConfig(ConfigValues):
     """The config of a model that `decoder.py` can compute; its values are attributes.
 
     Args:
-        values: as of transformers' config; `can_read` says which.
+        values: named as in transformers' config; `can_read` must be true for them.
     """
 
     head_dim: int
@@ -89,7 +90,7 @@ class DecoderConfig(ConfigValues):
 
     @staticmethod
     def can_read(values: Mapping[str, Any]) -> bool:
-        """Whether the values of a GGUF file's config are those of a model that is computed here."""
+        """Whether `decoder.py` can compute the model with these values of a GGUF file's config."""
         sizes = [values.get(one) for one in _NEEDED]
         are_sizes = all(isinstance(one, int | float) and one > 0 for one in sizes)
         if values.get("model_type") not in _USUAL or not are_sizes:
@@ -100,7 +101,7 @@ class DecoderConfig(ConfigValues):
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
-        """The config in a folder's `config.json`; None if its model is not computed here."""
+        """The config in a folder's `config.json`; None if `decoder.py` can't compute its model."""
         own: dict[str, Any] = {"pad_token_id": None, "rope_parameters": None, **values}
         scaled, theta = own.pop("rope_scaling", None), own.pop("rope_theta", None)
         rotation = own["rope_parameters"] = {**(own["rope_parameters"] or scaled or {})}

@@ -131,7 +131,7 @@ def _model(name: str) -> Iterator[Finding]:
 
 
 def _speed(model: LoadedModel) -> Finding:
-    """Measure tokens per second of prefill and of decode, for the model alone, without sampling."""
+    """Measure how many tokens per second the model alone reads and generates, without sampling."""
     count = min(_READ, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED)

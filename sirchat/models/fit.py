@@ -59,7 +59,7 @@ class StoredTensor:
 
     @property
     def at_once(self) -> int:
-        """How many of its numbers are packed or unpacked at once: those of one expert."""
+        """How many numbers are packed or unpacked at once: all, or those of one expert."""
         return prod(self.shape[-2:])
 
     @property
@@ -114,12 +114,12 @@ class Choice:
         setting: what to type for it; empty for the present settings.
         precision: how the weights are held, such as `packed` or `float32`.
         weights: size of the weights.
-        loading: the most that is taken for them while they are loaded.
-        working: what reading a text takes for a short time, beside weights and KV cache.
+        loading: the most memory that the weights take while they are loaded.
+        working: memory that reading a text takes for a short time, besides weights and KV cache.
         caches: for each budget, in tokens, the size of the KV cache.
-        archive: size of the archive by hour of talk, `TOKENS_PER_HOUR`.
-        largest_budget: the most tokens that fit in the free memory, at most the model's context;
-            0 if the model does not fit; None if unknown.
+        archive: size of the archive for one hour of talk, `TOKENS_PER_HOUR`.
+        largest_budget: the most tokens that fit in the free memory, at most the model's context; 0
+            if the model does not fit; None if unknown.
     """
 
     setting: str
@@ -201,7 +201,10 @@ def _choice(
 
 
 def _bytes(stored: StoredWeights, held: str, item: int) -> int:
-    """Size of the weights in memory, held as `held` says; others take `item` bytes a number."""
+    """Size of the weights in memory, when they are held as `held` says.
+
+    A number that is not packed takes `item` bytes.
+    """
     return sum(_tensor_bytes(one, _bits(one, stored, held), item) for one in stored.tensors)
 
 
@@ -231,9 +234,10 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
 
 
 def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
-    """The most bytes that are taken while the weights are loaded; pages of the file not counted.
+    """The most bytes that the weights take while they are loaded; pages of the file don't count.
 
-    The factors are measured: how many bytes for each weight a matrix takes while it is packed.
+    The factors are measured: they are the bytes that a matrix takes for each weight while it is
+    packed.
     """
     largest = max((one.count for one in stored.tensors), default=0)
     weights = _bytes(stored, held, item)

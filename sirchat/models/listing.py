@@ -77,7 +77,7 @@ def model_names() -> list[str]:
 def find_model(name: str) -> FoundModel:
     """The model on this machine that `--model` would load.
 
-    Raises ModelError if there is none, if it can't be used, or if the name is that of several.
+    Raises ModelError if there is none, if it can't be used, or if several models have this name.
     """
     source, gguf = locate(name)
     if Path(source).is_dir():

@@ -1,12 +1,12 @@
-"""What is fastest on this processor, for packed weights: the cache's type, and their products.
+"""Measures what is fastest on this processor with packed weights: cache type and products.
 
-Products of packed weights are rounded to bfloat16, so that float16 and bfloat16 are both precise
-enough for keys and values, and take half the memory of float32. Which of them is faster depends on
-the processor: attention over float16 takes 1.6 times as long as over bfloat16 on one with AVX-512
-FP16, and four times as long on one without. Products with many rows are faster over unpacked
-weights; a processor without instructions for bfloat16 multiplies it ten times slower or more than
-float32. So this is measured once for each processor, version of torch and shape, and kept beside
-the compiled programs.
+Products of packed weights are rounded to bfloat16. So float16 and bfloat16 are both precise enough
+for keys and values, and take half the memory of float32. Which of them is faster depends on the
+processor. On a processor with AVX-512 FP16, attention over float16 takes 1.6 times as long as over
+bfloat16; on one without, it takes four times as long. Products with many rows are faster over
+unpacked weights. But a processor without instructions for bfloat16 multiplies it ten times slower
+or more than float32. So this is measured once for each processor, version of torch and shape, and
+kept beside the compiled programs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def fastest_type(shape: HeadShape) -> torch.dtype:
 def choose_products(module: nn.Module, unpack: UnpackName) -> None:
     """Let the packed layers of a module, if any, multiply fastest, or as the setting `unpack` says.
 
-    A fixed type needs no measuring: the limits of rows are then about those of most processors.
+    If `unpack` names a type, nothing is measured: the limits of rows are then values that suit most
+    processors.
     """
     if products_of(module) is None:
         return
@@ -103,7 +104,7 @@ def fastest_products() -> Products:
 
 
 def _as_products(kept: str) -> Products | None:
-    """The products in a kept text; None if it is damaged."""
+    """Read products from the text that was kept; None if it is damaged."""
     try:
         found = Products(**json.loads(kept))
     except (ValueError, TypeError):
@@ -119,7 +120,7 @@ def _kept(
     parse: Callable[[str], Result | None],
     measure: Callable[[], str],
 ) -> Result:
-    """What was measured earlier, or else what `measure` finds now, which is kept."""
+    """Return what was measured earlier; otherwise what `measure` finds now, which is then kept."""
     path = compiled_dir() / f"{_key(shape)}.{kind}"
     with suppress(OSError, UnicodeDecodeError):
         found = parse(path.read_text(encoding="utf-8"))
@@ -171,7 +172,7 @@ def measure_products() -> Products:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
-        """The most rows that a kernel for packed weights multiplies in this time."""
+        """The largest number of rows that a kernel for packed weights multiplies in this time."""
         most = seconds / taken[kernel] * len(few)
         return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
 
@@ -186,9 +187,9 @@ def measure_products() -> Products:
 
 
 def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The least seconds of this thread that each of `works` takes; they are done in turn.
+    """The shortest time, in seconds, that each of `works` takes; they are run in turn.
 
-    Seconds of the thread, since other programs may use the processor in between.
+    The time of this thread is measured, since other programs may use the processor in between.
     """
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(_TIMES):

@@ -411,7 +411,7 @@ def weight_sample(weight: Tensor) -> Tensor:
 
 
 def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Whether the weights of a GGUF file stay packed; None for yes if it has some in blocks."""
+    """Whether the weights of a GGUF file stay packed; None means: if it has any in blocks."""
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
         return None if can_pack_four_bits() else False
     return quantize == "packed"

@@ -40,8 +40,8 @@ class Products(NamedTuple):
 
     Attributes:
         dtype: number type to which they are unpacked.
-        few_4, few_8: number of rows up to which the kernels for four and eight bits are faster than
-            to unpack the weights.
+        few_4, few_8: for up to this number of rows, the kernels for four and eight bits are faster
+            than unpacking the weights.
         few: the same for weights that are unpacked already.
     """
 
@@ -127,7 +127,7 @@ class Int4Linear(PackedLinear):
         """Make a layer without bias from two values q in each byte: uint8 [N, K / 32, 16].
 
         The low four bits are the first 16 values of a group, the high four bits the others. This
-        takes a third of the time of unpacking them first.
+        takes a third of the time of unpacking the values first.
         """
         groups = nibbles.shape[1]
         halves = nibbles.view(-1, 2, _BLOCK // 2, groups, 16)  # the rows of each block
@@ -279,7 +279,7 @@ class Int8Head(Int8Linear):
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
 
     def of_few(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [m, V] for few float32 vectors [m, K], equal to those of each."""
+        """Compute float32 logits [m, V] for few float32 vectors [m, K], each as in `of_vector`."""
         y = self.of_row(x.bfloat16()).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
@@ -305,7 +305,7 @@ class SharedEmbedding(nn.Module):
     Args:
         head: the output head, which stores the weights.
         dtype: type of the embeddings.
-        scale: multiplied with them, as by the embeddings of Gemma.
+        scale: factor by which they are multiplied, like the embeddings of Gemma.
     """
 
     def __init__(self, head: Int8Linear, dtype: torch.dtype, scale: float = 1) -> None:
@@ -370,7 +370,7 @@ class SharedWeights:
 
 
 def set_products(module: nn.Module, products: Products) -> None:
-    """Let all packed layers of a module multiply in this way."""
+    """Let all packed layers of a module multiply as `products` says."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             layer.products = products

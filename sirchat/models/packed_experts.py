@@ -12,7 +12,7 @@ from sirchat.models.packed import PackedLinear
 
 
 class PackedExperts(nn.Module):
-    """Takes the place of the experts of a transformers model, whose weights are stacked.
+    """Replaces the experts of a transformers model, whose weights are stacked, by packed layers.
 
     Args:
         before: the experts of the transformers model; their gate and their biases are used.
@@ -30,7 +30,7 @@ class PackedExperts(nn.Module):
         self._before = (before,)  # not a submodule: what it has left is here, too
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Compute for each row of x [m, K] the sum over its experts, by their shares.
+        """Compute for each row of x [m, K] the sum of its experts' outputs, weighted by share.
 
         `chosen` [m, k] are the numbers of the experts of each row, `shares` [m, k] their shares.
         """

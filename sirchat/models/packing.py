@@ -30,8 +30,8 @@ _ALIGN = 64  # bytes
 def pack_module(module: Any, bits: int) -> None:
     """Round the matrices of a transformers model to 8 or 4 bits, one after the other, in place.
 
-    The output head gets 8 bits. Embeddings with the same weights as the head use the head's; other
-    embeddings are not changed.
+    The output head gets 8 bits. If the embeddings have the same weights as the head, they read the
+    head's packed weights; otherwise they are not changed.
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = embeddings.weight is head.weight
@@ -62,8 +62,8 @@ def has_same_input(path: str) -> bool:
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
     """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
 
-    Layers with the same input wait until all of them are packed; if packed in the same way, their
-    weights are joined into one matrix.
+    Layers with the same input wait until all of them are packed. If they are packed in the same
+    way, their weights are then joined into one matrix.
     """
     owner, _, name = path.rpartition(".")
     names = next((group for group in SAME_INPUT if name in group), (name,))
@@ -113,7 +113,7 @@ class WeightStore:
                 setattr(layer, name, here.copy_(buffer))
 
     def _place(self, size: int) -> Tensor | None:
-        """The next free bytes, of this number; None if there are not as many."""
+        """The next `size` free bytes of the block; None if there are not as many."""
         start = -(-self._used // _ALIGN) * _ALIGN
         if start + size > len(self._bytes):
             return None
@@ -122,5 +122,5 @@ class WeightStore:
 
 
 def _begin(tensor: Tensor) -> int:
-    """The address of the memory of which the tensor is a part."""
+    """The address where the memory of the tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()

@@ -75,7 +75,7 @@ def gguf_parts(
 ) -> tuple[Any, Any] | None:
     """Module and tokenizer of a GGUF file; None if only transformers can read it.
 
-    `packs` says whether weights in blocks stay packed; None for yes if there are any.
+    `packs` says whether weights in blocks stay packed; None means that they do, if there are any.
     """
     file = parse_gguf(path)
     from sirchat.models.gguf import loading, vocabulary
@@ -148,7 +148,7 @@ def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
 
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
-    """Put the weights into the module; returns whether they are just those that it has."""
+    """Put the weights into the module; returns False if names or shapes are not those it has."""
     wanted = dict(module.named_parameters())
     if module.config.tie_word_embeddings:
         del wanted["lm_head.weight"]

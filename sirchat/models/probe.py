@@ -83,7 +83,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens, without added ones, than the model."""
+    """Raise ModelError if the tokenizer has more tokens than the model; added ones don't count."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -130,8 +130,8 @@ def probe_rotations(
     """The rotations of both cached tensors (usually keys and values) of every layer with rows.
 
     `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
-    values per token, or if they depend on the position in another way than a known rotation
-    (learned positions, for example).
+    values per token. Also raises it if they depend on the position, but not by a known rotation (as
+    with learned positions).
     """
     config = module.config.get_text_config(decoder=True)
     distances = [d for d in _DISTANCES if d < context_length(config)]
@@ -258,8 +258,8 @@ def probe_state(
 ) -> bool:
     """Check the state of a hybrid model; returns whether it continues only token by token.
 
-    Some ids are read at once, and in parts; between the parts, other ids are read over another
-    cache, and a part is read that is then taken back. Raises ModelError if the results differ,
+    Some ids are read at once, and then again in parts. Before each part, other ids are read into
+    another cache, and one more id is read and taken back. Raises ModelError if the results differ,
     because then the state could not be restored when a turn is undone.
     """
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
@@ -301,7 +301,8 @@ def probe_state(
 def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
     """Raise ModelError if a moved key differs from a key computed at its new position.
 
-    As `_check_a_move`, but for a hybrid model: both keys are of a token after the same other one.
+    This is like `_check_a_move`, but for a hybrid model. Both keys are of the same token, after the
+    same other token.
     """
     keys = []
     for is_moved in (True, False):

@@ -71,7 +71,7 @@ class Scorer:
 
 
 def scorer_of(name: str, module: Any) -> Scorer:
-    """The scorer of the model `name`: the user's own or the bundled one; without any, an empty one.
+    """The scorer of the model `name`: the user's own, or the bundled one, or else an empty one.
 
     Raises ModelError for a file that is damaged or was made for a model of another shape.
     """
@@ -95,7 +95,7 @@ def _unusable(path: Path, why: str) -> ModelError:
 
 
 def layer_count(module: Any) -> int:
-    """Number of the model's layers; in LongCat Flash, the cache has twice as many."""
+    """Number of the model's layers; the cache of LongCat Flash has twice as many."""
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 

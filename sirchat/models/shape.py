@@ -268,7 +268,7 @@ def free_memory() -> int | None:
 
 
 def _has_accelerator() -> bool:
-    """Whether `device: auto` will find a GPU; asking torch would take seconds."""
+    """Whether `device: auto` will find a GPU; torch is not asked, as this would take seconds."""
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):

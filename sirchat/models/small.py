@@ -1,8 +1,8 @@
 """Builds a small model, with random weights, of any family that the installed transformers has.
 
-A family is what `model_type` names in a model's config.json. In its usual configuration, the
-settings that are sizes, recognized by their names, get small values; all others stay. Nothing is
-downloaded.
+A family is what `model_type` names in a model's config.json. The model has the usual configuration
+of its family, but settings that are sizes get small values. Such settings are recognized by their
+names. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class _Parts:
     """Products of hidden states [m, d] with the weights of some tokens, in float32.
 
     Eight-bit weights are exact in bfloat16, and many processors have fast matrix units that
-    multiply bfloat16 and add in float32. Then the states are the sum of two parts, each multiplied
-    in bfloat16.
+    multiply bfloat16 and add in float32. On such processors, each state is written as the sum of
+    two parts, and each part is multiplied in bfloat16.
 
     Attributes:
         precision: torch's setting for these products.
@@ -128,7 +128,7 @@ class _Parts:
             self.precision = "medium"
 
     def take(self, start: int, end: int) -> None:
-        """Take the weights of tokens `start` to `end`; `of` multiplies with these."""
+        """Take the weights of tokens `start` to `end`; `of` then multiplies with these weights."""
         head = self._head
         rows = head.q[start:end] if isinstance(head, Int8Linear) else head.weight[start:end]
         self._weight = rows.float().T  # [d, n]
@@ -145,10 +145,10 @@ _STEPS = 254  # of a digit in one step of the digit before it
 
 
 class _Digits:
-    """The same for eight-bit weights, in whole numbers, which processors with VNNI multiply fast.
+    """Like `_Parts`, but for eight-bit weights, in whole numbers: fast on processors with VNNI.
 
-    A state is the sum of three digits of eight bits, each times its step: exact to 2^-24 of the
-    state's largest number. The weights are read as they are, so few states take little time.
+    A state is the sum of three digits of eight bits, each times its step. This is exact to 2^-24 of
+    the state's largest number. The weights are read as they are, so few states take little time.
     """
 
     precision = "highest"

@@ -126,7 +126,7 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """Id of the first chat from which this chat was made by branching, once or several times.
+        """Id of the original chat: this chat was made from it by branching, once or several times.
 
         If this chat is no branch, its own id.
         """
@@ -155,14 +155,14 @@ class Autosave:
             raise
 
     def follow(self) -> None:
-        """After a reset, save the new conversation in this file, in the place of the old one."""
+        """After a reset, save the new conversation in this file, instead of the old one."""
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
         """Remove the session's name if it repeats the text `said`, which is about to be erased.
 
-        `said` is some words or, if `whole` is true, a complete turn. Returns whether the name was
-        removed.
+        If `whole` is true, `said` is a complete turn; otherwise it is some words. Returns whether
+        the name was removed.
         """
         if not tells_of(self.name, said, whole=whole):
             return False
@@ -279,8 +279,9 @@ class Autosave:
 def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
     """Load the conversation that is saved in `store` into the new `session`.
 
-    If `rebuild` is true, the model reads the saved text again, instead. Raises SessionError if
-    there is no turn or, unless `rebuild` is true, if the model or dtype is another than before.
+    If `rebuild` is true, the saved state is not loaded: the model reads the saved text again.
+    Raises SessionError if no turn is saved. Unless `rebuild` is true, also raises SessionError if
+    the session was saved with another model or dtype.
     """
     head = store.head()
     if head is None:
@@ -300,7 +301,7 @@ def _kept(
 ) -> tuple[Rows | None, AttentionCheckpoint | None, CacheState]:
     """The saved keys and values, the saved attention and the saved state of a session.
 
-    Each is None (the state: empty) if it is missing or does not fit the model.
+    A value that is missing or does not fit the model is None; the state is then an empty tuple.
     """
     tensors = store.load_kv(stamp)
     if tensors is None:
@@ -360,7 +361,7 @@ def _rewrite(
     meta: dict[str, Any] | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Replace the contents of the session's file by the present ones; `more` goes into the head.
+    """Replace all contents of the session's file by the present ones; the head also gets `more`.
 
     None of the old contents stay in any file.
     """
@@ -383,7 +384,7 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """The number of rows at the start of two ledgers that are equal in both."""
+    """How many rows at the start of two ledgers are equal."""
     count = min(len(rows), len(other))
     differs = np.zeros(count, bool)
     for name in _COLUMNS:

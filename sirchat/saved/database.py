@@ -81,7 +81,7 @@ def lock(connection: sqlite3.Connection) -> None:
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
     """Context manager: a connection that has locked the file and begun a transaction.
 
-    It stays open afterwards; only an error closes it.
+    The connection stays open after the `with` block; only an error closes it.
     """
     connection = connect(path)
     try:
@@ -141,7 +141,7 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether a file is a session's, of any version of sirchat: it has the application id."""
+    """Whether a file has the application id of sirchat's sessions, whatever version wrote it."""
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
@@ -219,9 +219,9 @@ def result_code(error: sqlite3.Error) -> int:
 
 @contextmanager
 def decoding(path: Path) -> Iterator[None]:
-    """Context manager: like `explained`, but errors of decoding mean that the file is damaged.
+    """Context manager: like `explained`, but also handles data that can't be decoded.
 
-    For them it raises DamagedSessionError.
+    For such data it raises DamagedSessionError.
     """
     with explained(path):
         try:
@@ -231,7 +231,7 @@ def decoding(path: Path) -> Iterator[None]:
 
 
 def require(condition: bool) -> None:
-    """Raise ValueError if the condition is false; inside `decoding`, the file is then damaged."""
+    """Raise ValueError if the condition is false; `decoding` then reports a damaged file."""
     if not condition:
         raise ValueError
 
@@ -319,7 +319,8 @@ def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
     """The check sum of a database table.
 
-    If `since` is not 0, only records from there on are read; `before` is the sum of those before.
+    If `since` is not 0, only records from `since` on are read; `before` is the check sum of the
+    earlier records.
     """
     query = _QUERIES[table]
     total = before if since else 0

@@ -1,7 +1,7 @@
 """Converts a session's state after its last turn to what its files contain, and back.
 
-The state is the head, which is in the session's file, and tensors, which are in a file beside it.
-What is read is checked.
+The state has two parts: the head, in the session's file, and tensors, in a file beside it.
+Everything that is read is checked.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ _PINS = TypeAdapter(
 
 
 def saved_pins(head: Head) -> list[PinnedText]:
-    """The parts of the text that the user pinned; none if another version wrote them otherwise."""
+    """The parts of the text that the user pinned; empty if they have another version's format."""
     try:
         return [PinnedText(*one) for one in _PINS.validate_python(head.fields.get("pins", []))]
     except ValueError:
@@ -290,7 +290,7 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
 
 
 def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
-    """The rows from which `row_tensors` made these tensors; some are removed from `tensors`."""
+    """The saved rows; removes their `positions` and `written_at` from `tensors`."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])

@@ -58,9 +58,9 @@ def search_sessions(
 ) -> Found:
     """Find the chats in which all `words` occur, the best first: by bm25, then the newest.
 
-    Case and accents don't matter; the last word may be the beginning of one. `notice` is called
-    with a message before long work. Raises UsageError if `words` has no word, and SessionError if
-    the index can't be used.
+    Case and accents don't matter. The last of the words may be only the beginning of a word in the
+    chat. `notice` is called with a message before long work. Raises UsageError if `words` has no
+    word, and SessionError if the index can't be used.
     """
     patterns = _patterns(words)
     if not patterns:
@@ -103,7 +103,7 @@ def _patterns(words: str) -> list[re.Pattern[str]]:
 
 
 def _runs(text: str) -> list[str]:
-    """Split a text at all characters but letters, digits and accents; returns the parts."""
+    """The parts of a text between characters that are not letters, digits or accents."""
     return "".join(
         char if char.isalnum() or unicodedata.category(char)[0] == "M" else " " for char in text
     ).split()
@@ -124,7 +124,7 @@ def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tup
 
 
 def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
-    """The line, from a little before the first match on, split into matches and other text."""
+    """Split a line into matches and other text; it is cut a little before the first match."""
     folded, origin = "", []
     for index, char in enumerate(line):
         letters = _folded(char)

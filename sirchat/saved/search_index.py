@@ -1,9 +1,9 @@
 """The search index of the texts of all saved chats: an SQLite FTS5 table in a private file.
 
 The file is in the folder of the chats. It can be deleted at any time, and is then built again from
-the chats. Each search first reads the chats that are new or whose file has another time or size
-than before, so saving a turn takes no more time. What is removed from a chat (erased, undone,
-deleted) is removed from the index at once, and overwritten in its file.
+the chats. Each search first reads the new chats, and those whose file has changed its time or size.
+So saving a turn takes no more time. What is removed from a chat (erased, undone, deleted) is
+removed from the index at once, and overwritten in its file.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Matches(NamedTuple):
 def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matches:
     """Find the chats of `folder` that have each of `words` in their text or their name.
 
-    The last word may also be the beginning of one. `notice` is called with a message if many chats
-    must be read first. Raises SessionError if the index can't be used.
+    The last of the words may be only the beginning of a word in the chat. `notice` is called with a
+    message if many chats must be read first. Raises SessionError if the index can't be used.
     """
 
     def search(connection: sqlite3.Connection) -> Matches:

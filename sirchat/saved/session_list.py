@@ -48,11 +48,11 @@ _USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
 class SavedSession:
     """One entry of the list of sessions.
 
-    `name` is the user's name for the session, or empty; `first` and `last` are the beginnings of
+    `name` is the user's name for the session, or empty. `first` and `last` are the beginnings of
     the first and the last user message, on one line. These texts must be filtered before they are
     shown. `turns` is the number of messages. `in_use` says whether a process has the session open;
     if the file can't be read then, `name`, `model`, `first` and `last` are empty and `turns` is 0.
-    `family` is the id of the chat from which it was first branched off, or its own id.
+    `family` is the id of the original chat from which it was branched, or its own id.
     """
 
     id: str
@@ -127,9 +127,9 @@ def begins_an_id(folder: Path, ident: str) -> bool:
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
     """Open the session `ident`: an id, a name, the beginning of an id, or `last`.
 
-    With `last`, damaged sessions are skipped; returns also an error for each skipped session that
-    is newer than the opened one. Raises SessionError if none or several match, or it can't be
-    opened.
+    With `last`, damaged sessions are skipped. The returned list has an error for each skipped
+    session that is newer than the opened one. Raises SessionError if no session or several sessions
+    match, or if the session can't be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []

@@ -56,7 +56,7 @@ _NONE = 2**62  # larger than every index: nothing is changed
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """One message; `index` counts the turns from 0, `finish` is the reason why it ended."""
+    """One message; `index` is its number, from 0, and `finish` is the reason why it ended."""
 
     index: int
     role: str
@@ -224,7 +224,7 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of the whole stream.
 
-        The last fields may be missing in the file of an older sirchat; they are NaN then. Raises
+        A file of an older sirchat may lack the last fields; their values are then NaN. Raises
         SessionError if the saved rows have other fields than `dtype`.
         """
         with decoding(self.path):
@@ -333,7 +333,7 @@ class SessionStore:
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
     def _add_columns(self, new: NDArray[Any]) -> None:
-        """Add to the saved rows the fields of `new` that an older sirchat did not write, as NaN."""
+        """If an older sirchat wrote the saved rows, add the fields that only `new` has, as NaN."""
         if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
             return
         with self._transaction() as connection:
@@ -383,7 +383,8 @@ class SessionStore:
     def _finish_erasing(self) -> None:
         """Rewrite the file without the free pages and gaps that could still contain deleted text.
 
-        The transaction that deletes also sets a mark, so that this is done even after a crash.
+        The transaction that deletes text also sets a mark, so that the file is rewritten even after
+        a crash.
         """
         with explained(self.path):
             if self._about("erasing"):
@@ -410,7 +411,7 @@ def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
 
 
 def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
-    """The dtype, without padding, whose fields are `fields`: a name and a type each."""
+    """The dtype, without padding, that has these fields, each given by its name and type."""
     return np.dtype([(name, kind) for name, kind in fields])
 
 

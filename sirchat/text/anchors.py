@@ -1,8 +1,8 @@
 """Anchor tokens: a model's anchor settings, and the insertion of anchors into a text.
 
-A model trained for anchors gathers what a sentence or round says in the anchor at its end (Pang et
-al. 2024, Anchor-based LLMs, arXiv:2402.07616). The entry `sirchat_anchors` in the model's config
-says which tokens are anchors and where they are inserted.
+A model trained for anchors stores the content of each sentence or round in the anchor at its end
+(Pang et al. 2024, Anchor-based LLMs, arXiv:2402.07616). The entry `sirchat_anchors` in the model's
+config says which tokens are anchors and where they are inserted.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def anchors_of(config: Any) -> Anchors | None:
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
     """Make a function that returns whether an id is an anchor.
 
-    It must be called once for each id of the stream, in order. Anchors are the model's added anchor
-    token or, if it has none, all tokens that end a sentence.
+    The function must be called once for each id of the stream, in order. Anchors are the model's
+    added anchor token or, if it has none, all tokens that end a sentence.
     """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
@@ -92,7 +92,7 @@ def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bo
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """The sentences of a text, each with the space before it; joined, they are the text.
+    """The sentences of a text, each with the space before it; joined, they give the whole text.
 
     Raises UsageError if the optional dependency sentencex is not installed.
     """
@@ -124,8 +124,9 @@ CHANCE = 0.1
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
     """The ids of a text, with anchors inserted where `anchors.per` says.
 
-    If this is `random`, the places depend on the text alone, so they are always the same for it. No
-    anchors are inserted if it is `round`, or if there is no anchor token.
+    If `anchors.per` is `random`, the places depend only on the text: the same text always has its
+    anchors at the same places. If it is `round`, or if there is no anchor token, no anchors are
+    inserted.
     """
     anchor = anchors.token_id
     if anchor is None:
@@ -155,7 +156,7 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """The ids, with the id `anchor` after the n-th (from 1) if `is_chosen(n)` is true."""
+    """The ids, with `anchor` inserted after the n-th one, counted from 1, if `is_chosen(n)`."""
     return [
         i
         for count, token_id in enumerate(ids, 1)

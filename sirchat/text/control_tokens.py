@@ -1,4 +1,4 @@
-"""Keeps control tokens in the texts of a chat apart from those that its template writes.
+"""Tells control tokens that are in the texts of a chat from those that the template writes.
 
 A text is marked before the template gets it: each control token in it is put between two characters
 of Unicode's private use. When the rendered chat is turned into ids, what is between two marks is
@@ -17,7 +17,7 @@ _START, _END = "\U000f0000", "\U000f0001"
 class ControlTokens:
     """The control tokens of a tokenizer: marks them in texts, and turns a rendered chat into ids.
 
-    Every added token counts as one, except runs of blanks that are not special.
+    Every added token counts as a control token, except blanks that are not special tokens.
 
     Attributes:
         texts: the control tokens.
@@ -33,15 +33,15 @@ class ControlTokens:
         self._line_end = self._usual_ids("\n")
 
     def marked(self, text: str) -> str:
-        """The text with marks around its control tokens; marks that were in it are left out."""
+        """The text with marks around its control tokens; marks that it already has are removed."""
         text = text.replace(_START, "").replace(_END, "")
         return self._control.sub(f"{_START}\\g<0>{_END}", text)
 
     def ids(self, chat: str) -> list[int]:
         """The ids of a rendered chat whose texts were marked.
 
-        A lone mark, as a template leaves that cuts texts, separates the text before it from the
-        text after it. Raises ValueError if the tokenizer makes a control token from plain text.
+        A template that cuts a text can leave a lone mark: this separates the text before it from
+        the text after it. Raises ValueError if the tokenizer makes a control token from plain text.
         """
         first, *others = self._marked.split(chat)
         ids: list[int] = self._tokenizer.encode(first, add_special_tokens=False)
@@ -56,7 +56,7 @@ class ControlTokens:
         return ids
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of a piece that is not the first: no space is put before it."""
+        """The ids of a piece that follows other text: the tokenizer puts no space before it."""
         count = len(self._line_end)
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)
@@ -66,7 +66,7 @@ class ControlTokens:
         return ids
 
     def _plain_ids(self, text: str) -> list[int]:
-        """The ids of a text in which no added token is looked for, special or not."""
+        """The ids of a text read as plain text, even where it spells an added token."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             found: list[int] = self._tokenizer.encode(

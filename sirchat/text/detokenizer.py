@@ -103,10 +103,10 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Find the tokens that make the character of which token `start` is the first.
+        """Find the tokens, the first of which is number `start`, that together make one character.
 
-        Sets their texts: the character for the first, empty for the others. Returns how many they
-        are; 1, and sets nothing, if some of them are missing.
+        Sets the texts of these tokens: the character for the first, empty for the others. Returns
+        the number of tokens. If some of them are missing, sets nothing and returns 1.
         """
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:

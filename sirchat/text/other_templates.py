@@ -1,4 +1,4 @@
-"""Templates for what is no plain chat: tools that the model may call, and texts without a chat."""
+"""Templates for other uses than a plain chat: tools that the model may call, and single texts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NEUTRAL = "a"
 
 
 class ToolTemplate(Template):
-    """Turns messages into token ids where the model may call tools.
+    """Turns messages into token ids, for a chat in which the model may call tools.
 
     Raises ModelError if the model's chat template takes no tools.
 
     Attributes:
         tools: the tools, as JSON; empty if there are none.
-        following: the ids of the next turn, whatever its text is: `results` or `calls`.
+        following: ids for the next turn, from `results` or `calls`; they replace those of its text.
     """
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None, tools: str = "") -> None:
@@ -73,7 +73,7 @@ class ToolTemplate(Template):
         return super().assistant(content) if turn is None else turn
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of what tools returned, messages of the role tool, as one turn of the user."""
+        """The ids of `messages` with the role tool, the results of tools, as one user turn."""
         whole, *others = (
             self._after_reply([one | {"content": text or one["content"]} for one in messages])
             for text in ("", *OTHERS)
@@ -88,9 +88,10 @@ class ToolTemplate(Template):
         return ids[size:]
 
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
-        """The ids of a reply that calls tools, for a reply that is not generated but given.
+        """The ids of a reply that calls tools, if the reply is given, not generated.
 
-        If the template can't render it, they are those of its text, as many models write calls.
+        If the template can't render the reply, the ids are those of a text with the calls; see
+        `calls_as_text`.
         """
         message = {"role": "assistant", "content": content, "tool_calls": calls}
         neutral, usual = message | self._neutral(message), None
@@ -128,9 +129,9 @@ class ToolTemplate(Template):
         return [i for i in ids if i in self._added]
 
     def _neutral(self, value: Any) -> Any:
-        """A copy of `value` with another text in place of each that has a control token.
+        """A copy of `value` in which each text with a control token is replaced by another text.
 
-        Raises ModelError if a name has one, because names are rendered without marks.
+        Raises ModelError if a name has a control token, because names are rendered without marks.
         """
         if isinstance(value, dict):
             if any(self._has_control(name) for name in value):
@@ -146,7 +147,7 @@ class ToolTemplate(Template):
 
 
 def calls_as_text(content: str, functions: Sequence[Message]) -> str:
-    """Calls as Hermes and Qwen write them, after the text that comes before."""
+    """The text `content`, then the calls of `functions` in the format of Hermes and Qwen."""
     written = [
         f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in functions
     ]
@@ -165,5 +166,5 @@ class PlainText(Template):
 
     @property
     def closing(self) -> list[int]:
-        """Nothing is read after the reply."""
+        """An empty list, since nothing is read after the reply."""
         return []

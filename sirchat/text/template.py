@@ -51,7 +51,7 @@ class TurnIds:
     """The token ids that the model reads for one turn.
 
     Attributes:
-        ids: [n], those of the message's text and those that the chat template adds around it.
+        ids: [n], the ids of the message's text, and those that the chat template adds around it.
         roles: [n], who wrote each id; `TEMPLATE` for ids that the chat template adds.
         content: start and end (exclusive) of the ids of the message's text.
     """
@@ -64,7 +64,7 @@ class TurnIds:
 class Template:
     """Turns messages into token ids, by the tokenizer's chat template, one turn at a time.
 
-    If the tokenizer has no chat template, it is the format `USER: ... ASSISTANT: ...`. If `anchors`
+    If the tokenizer has no chat template, the format is `USER: ... ASSISTANT: ...`. If `anchors`
     has an added anchor token, this token is inserted where `anchors.per` says. Methods raise
     ModelError if the template can't render a turn.
     """
@@ -81,9 +81,9 @@ class Template:
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The ids of the system prompt (None without one), and those of the first user turn.
 
-        The system prompt's ids include what the template puts around its text, even if the template
-        makes the prompt a part of the user turn. If the template allows no system message, the
-        prompt is put before the user's text.
+        The ids of the system prompt include what the template writes around its text. This is so
+        even if the template makes the prompt a part of the user turn. If the template allows no
+        system message, the prompt is put before the user's text.
         """
         whole = self._first(system, content)
         turn = self._spans(whole, Role.USER, [self._first(system, other) for other in OTHERS])
@@ -106,7 +106,7 @@ class Template:
     def system(self, content: str) -> TurnIds:
         """The ids of a system prompt that follows a reply.
 
-        If the template can't render a system message there, they are those of its text alone.
+        If the template can't render a system message there, the ids are those of the text alone.
         """
         try:
             whole, *others = (self._later_system(text) for text in (content, *OTHERS))
@@ -119,7 +119,7 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of a reply's text, for a reply that is not generated but given.
+        """The ids of the text of a reply that is given, not generated.
 
         The template's ids before and after the reply are not included.
         """
@@ -131,7 +131,8 @@ class Template:
     def _reply(self, message: Message) -> list[int] | None:
         """The ids of a reply without the template's ids before and after it.
 
-        None if they can't be told apart, as when the template has another header for past replies.
+        None if the ids can't be told apart, for example because the template has another header for
+        past replies.
         """
         question = [_message("user", QUESTION)]
         header = self._render(question, prompt=True)
@@ -143,7 +144,7 @@ class Template:
 
     @cached_property
     def opens_reasoning(self) -> bool:
-        """Whether the template itself writes the `<think>` that a reply's reasoning begins with."""
+        """Whether the template itself writes the `<think>` that begins a reply's reasoning."""
         if "<think>" not in str(self._tokenizer.chat_template or ""):
             return False
         header = self._render([_message("user", QUESTION)], prompt=True)
@@ -164,9 +165,9 @@ class Template:
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids at which generation stops: `end_ids`, and control tokens that no reply contains.
 
-        These are tokens that begin a turn, after which the model would write the next speaker's
-        text, and tokens that this template never uses, such as padding. `declared` are the ids that
-        the model's own settings name.
+        No reply contains the tokens that begin a turn: after one, the model would write the next
+        speaker's text. Nor does a reply contain the tokens that this template never uses, such as
+        padding. `declared` are the ids that the model's own settings name.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
@@ -223,9 +224,9 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """The id of the anchor, if one follows each reply and system prompt (`per: round`).
+        """A list with the anchor's id, if an anchor ends each reply and system prompt.
 
-        Otherwise an empty list.
+        This is so if `anchors.per` is `round`. Otherwise the list is empty.
         """
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
@@ -304,7 +305,7 @@ class Template:
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
-        """Those of `ids`, a rendered conversation, that follow the stub answer `ANSWER`."""
+        """The part of `ids`, a rendered conversation, that follows the stub answer `ANSWER`."""
         marker = self._answer_ids
         for start in range(len(ids) - len(marker) + 1):  # the first match: the stub precedes all
             if ids[start : start + len(marker)] == marker:
@@ -313,7 +314,7 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids of `ANSWER`, the fixed answer that stands for the history, when rendered."""
+        """The ids of the stub answer `ANSWER`, which stands for the history, when rendered."""
         question = [_message("user", QUESTION)]
         ids = self._render([*question, _message("assistant", ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", ANSWER + " a")], prompt=False)
@@ -330,9 +331,10 @@ class Template:
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
         """Find which `ids` of a turn are the text's, and which are the template's.
 
-        The template's are those that `others` have, too: the ids of the same turn with other texts,
-        which contain no control tokens. `role` is the role of the text's ids. Raises ModelError if
-        a part of the text has become a control token.
+        `others` are the ids of the same turn with other texts, which contain no control tokens. The
+        ids that all of these share with `ids`, at the beginning and at the end, are the template's.
+        `role` is the role of the text's ids. Raises ModelError if a part of the text has become a
+        control token.
         """
         usual = Counter[int]()
         for other in others:
@@ -364,7 +366,7 @@ class Template:
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        """The ids of a user turn after the first, once with each of the texts `OTHERS`."""
+        """For each text in `OTHERS`, the ids of a later user turn with this text."""
         stub = self._history
         rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in OTHERS]
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
@@ -379,9 +381,9 @@ class Template:
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:
-        """Number of ids at the start of `whole` that are the system message's.
+        """Number of ids at the start of `whole` that belong to the system message.
 
-        0 if the template makes it a part of the user turn.
+        0 if the template makes the system message a part of the user turn.
         """
         try:
             block = self._render([_message("system", system)], prompt=False)
@@ -396,7 +398,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The longest list of ids with which both lists begin."""
+    """The longest beginning that both lists of ids share."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

@@ -1,6 +1,6 @@
 """What transformers adds to jinja for chat templates: functions, a filter, and a kind of block.
 
-Templates are written for it, so each name does here what it does there.
+Chat templates are written for transformers, so each name means the same here as there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jinja2.utils import Namespace
 
 
 class GenerationBlocks(Extension):
-    """Blocks `{% generation %}`, in which a template puts what the model writes; shown as usual."""
+    """The block `{% generation %}`, in which templates put replies; its content is not changed."""
 
     tags = {"generation"}  # noqa: RUF012  # of jinja
 
@@ -32,7 +32,10 @@ class GenerationBlocks(Extension):
 
 
 class TemplateNamespace(Namespace):
-    """A `namespace` without names that begin with an underscore, which reach into Python."""
+    """A `namespace` without names such as `__class__`, by which a template could reach into Python.
+
+    It refuses every name that begins with an underscore.
+    """
 
     def __init__(*args: Any, **given: Any) -> None:  # so that one of the names can be `self`
         self, *others = args
@@ -58,12 +61,12 @@ class TemplateDict:
         return dict(*args, **given)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A dictionary with these keys."""
+        """A dictionary with the given keys."""
         return dict.fromkeys(*args)
 
 
 def own_names() -> dict[str, Any]:
-    """The functions that a chat template can call, beside those of jinja."""
+    """The functions that a chat template can call in addition to those of jinja."""
     return {
         "raise_exception": _refuse,
         "strftime_now": _now,
@@ -79,7 +82,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`, which does not escape characters of HTML, as jinja's does."""
+    """The filter `tojson`; unlike jinja's own, it does not escape the characters of HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

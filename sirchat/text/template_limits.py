@@ -85,7 +85,7 @@ class _Rendering(local):
         self.most, self.made, self.steps, self.start = most, 0, 0, time.thread_time()
 
     def count(self, size: int) -> None:
-        """Count a text or list of this size before it is built; raises TemplateError if too large.
+        """Count the size of a text or list before it is built; raises TemplateError above a limit.
 
         The size is in characters or list items.
         """
@@ -94,7 +94,7 @@ class _Rendering(local):
             raise TemplateError("rendering takes too much memory")
 
     def enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        """A trace function for `sys.settrace`: counts the lines run in templates and in jinja."""
+        """A trace function for `sys.settrace`; counts the lines of templates and jinja that run."""
         return self._step if frame.f_code.co_filename.startswith(_RUN_BY_STEPS) else None
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
@@ -157,9 +157,9 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """jinja's safe `str.format` of a text, changed to count the size of the result first.
+        """jinja's safe version of a text's `format` method; it first counts the size of the result.
 
-        None if `value` is no such method.
+        None if `value` is not such a method.
         """
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
@@ -173,7 +173,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter `function`, changed to count the estimated size of its result first."""
+        """A filter like `function` that first counts the estimated size of its result."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             given = args[_leading(function) :]

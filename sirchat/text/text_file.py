@@ -145,7 +145,6 @@ def last_fenced(text: str) -> str | None:
 def without_surrogates(text: str) -> str:
     """The text with each lone surrogate (U+D800 to U+DFFF) replaced by U+FFFD.
 
-    Python puts surrogates in the place of bytes that are not UTF-8; tokenizers and files refuse
-    them.
+    Python writes surrogates for bytes that are not UTF-8; tokenizers and files refuse them.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,7 +1,7 @@
-"""A tokenizer by the library `tokenizers` alone: what sirchat asks of one of transformers.
+"""A tokenizer that needs only the library `tokenizers`, with what sirchat uses of a tokenizer.
 
-It imports no transformers, which takes a second. Its ids are those of transformers' tokenizer over
-the same backend.
+It does not import transformers, which would take a second. Its ids are those of transformers'
+tokenizer over the same backend.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class FastTokenizer:
 
     Args:
         backend: does the work; it has all added tokens.
-        special: which tokens have which part, such as `{"eos_token": "</s>"}`; `SPECIAL` has the
-            names. A name that is missing or None has no token.
+        special: the special tokens by name, such as `{"eos_token": "</s>"}`; `SPECIAL` has the
+            names. A token that does not exist is None or left out.
         chat_template: the model's chat template, if it has one.
 
     Attributes:
         backend_tokenizer: `backend`.
-        chat_control_tokens: the tokens that a chat's texts never become; a `Template` sets them.
+        chat_control_tokens: the control tokens that no text of a chat becomes; set by a `Template`.
         special_tokens_map: `special`, without those that are None.
     """
 
@@ -67,9 +67,9 @@ class FastTokenizer:
         return self.chat_template
 
     def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
-        """The id of a token, or the ids of several; for text that is no token, see below.
+        """The id of a token, or the list of ids of several tokens.
 
-        It has the id of the unknown token, or None if there is none.
+        For a text that is not a token: the id of the unknown token, or None if there is none.
         """
         if not isinstance(token, str):
             return [self.convert_tokens_to_ids(one) for one in token]
@@ -83,7 +83,8 @@ class FastTokenizer:
 
         Args:
             text: the text.
-            add_special_tokens: whether the model's first token, if it has one, comes before.
+            add_special_tokens: whether to add the tokens that the model has before and after each
+                text.
             split_special_tokens: whether special tokens in the text are read as plain text.
         """
         backend = self.backend_tokenizer
@@ -100,7 +101,7 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of ids; spaces are never cleaned up."""
+        """The text of ids; `clean_up_tokenization_spaces` has no effect."""
         given = [ids] if isinstance(ids, int) else list(ids)
         text: str = self.backend_tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
         return text

@@ -146,8 +146,8 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     """Detect the format, and yield the turns.
 
-    It is detected from the first non-blank line; if JSON begins there that has several lines, from
-    all lines.
+    The first non-blank line tells the format. If this line begins a JSON value that has several
+    lines, all lines are read first.
     """
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
@@ -270,10 +270,10 @@ def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
 def _conversations(
     document: _JsonText, start: int, value: object
 ) -> Iterator[Iterable[tuple[int, object]]]:
-    """Yield, for each conversation in the JSON `value`, its messages.
+    """Yield the messages of each conversation in the JSON `value`, one iterable per conversation.
 
-    Each message comes with the index of its first character in the text of `document`; `start` is
-    that of `value`.
+    Each message comes with the index of its first character in the text of `document`. `start` is
+    the index of the first character of `value`.
     """
     match value:
         case {"conversations": list()}:
@@ -360,7 +360,8 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
 def _joined(lines: Iterable[Line], name: str) -> str:
     """The lines as one text.
 
-    Lines that were skipped at the start are blank in it, so that line numbers stay right.
+    If lines were skipped before them, the text begins with as many blank lines, so that line
+    numbers stay right.
     """
     numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
@@ -414,7 +415,7 @@ class _JsonText:
     def member(self, at: int, key: str) -> int:
         """The index of the value of `key` in the JSON object that begins at index `at`.
 
-        If `key` is repeated, it is that of the last value.
+        If the object has `key` several times, the last value counts.
         """
         found, at = at, self._skip_space(at + 1)
         while self.text[at] != "}":

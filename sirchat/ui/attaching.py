@@ -81,7 +81,7 @@ def with_files(
 
 
 def open_mention(before: str) -> str | None:
-    """What is typed so far of a file's name after `@`, with its opening quote, if it has one.
+    """The part of a file's name that is typed after `@`, with its opening quote, if it has one.
 
     `before` is the text before the cursor. Returns None if it does not end in `@` or such a name.
     """
@@ -116,7 +116,7 @@ def first_name(text: str) -> tuple[str, str]:
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """A line with each file's number of tokens, and the budget; warns if this is too small."""
+    """A line with each file's number of tokens, and the budget; warns if it is too small."""
     counts = [len(session.template.as_text(file.block)) for file in files]
     parts = [
         f"{displayable_line(file.name)}: {count:,} tokens"
@@ -133,9 +133,9 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
 
 
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
-    """A line: how many tokens of a user turn are held, and which budget would hold them all.
+    """A line that says how many tokens of a user turn are held, and which budget would hold all.
 
-    `option`: how the user sets the budget, `/budget` or `--budget`. Returns "" if all of the turn
+    `option` is how the user sets the budget: `/budget` or `--budget`. Returns "" if all of the turn
     is held, if the budget has room for all of it, and for turns that the user did not write.
     """
     limits = session.limits
@@ -177,7 +177,7 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, then the message; what comes first is also evicted first."""
+    """The files' texts, then the message; the earlier a text comes, the earlier it is evicted."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 
@@ -185,7 +185,7 @@ _BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
 
 
 def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """What is typed so far of a file's name at the end of `text`, with its opening quote, if any.
+    """The part of a file's name that is typed at the end of `text`, with its opening quote, if any.
 
     Such a name comes after `@`, or after a command that `commands` matches. Returns None if `text`
     does not end in such a name.

@@ -46,7 +46,7 @@ class StyledRun(NamedTuple):
 def shown(text: str) -> str:
     """A token's text as it is drawn: one line of known width, without control characters.
 
-    No text is cached: what is erased from a chat must be nowhere.
+    No text is cached, so that nothing keeps a text that was erased from a chat.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -82,7 +82,7 @@ def grid_safe(text: str) -> str:
 
 
 def drop_measured() -> None:
-    """Drop the texts that rich keeps with their widths, when something was erased."""
+    """Drop the texts that rich has cached with their widths; called when something was erased."""
     cached_cell_len.cache_clear()
 
 

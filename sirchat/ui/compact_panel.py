@@ -216,7 +216,7 @@ def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines with nearly as many words as fit, at most `count`; `runs(n)` draws n words."""
+    """Lines with nearly as many of the `count` words as fit; `runs(n)` draws n words."""
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:

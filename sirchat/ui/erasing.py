@@ -114,7 +114,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """Number of tokens that match `target` (words or a turn); indices of the turns with it."""
+        """Number of tokens that match `target` (words or a turn), and indices of their turns."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))
@@ -148,7 +148,7 @@ class Erasing:
         return _Matches(None, whole, own)
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
-        """Typed lines such as `/pin WORDS` with a match, whose words this chat contains.
+        """Typed lines such as `/pin WORDS` that `pattern` matches, if this chat has the WORDS.
 
         They may have been typed before the chat was resumed.
         """
@@ -160,7 +160,7 @@ class Erasing:
         return {one for one, said in words.items() if said and self._turns_with(said)}
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """How many typed lines, in this chat and in others, match `target`; not `/erase` lines."""
+        """How many typed lines match `target`, here and in other chats, without `/erase` lines."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
@@ -188,7 +188,7 @@ class Erasing:
         return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
 
     def _point_out(self, telling: list[str]) -> None:
-        """Print in which turns the words `telling` still are."""
+        """Print which turns still contain the words `telling`."""
         found = [
             f"{displayable_line(word)} in {_turns(turns)}"
             for word in telling
@@ -205,8 +205,9 @@ class Erasing:
 class _Matches:
     """Tells whether to erase a typed line.
 
-    With a `pattern`: whether it is found in the line. Without one: whether the line is the message
-    `whole`. `among`: the pattern erases only these lines, and `/erase` lines; None: any line.
+    If there is a `pattern`, lines in which it is found are erased: only those that are in `among`,
+    and `/erase` lines; if `among` is None, any line. If there is no pattern, only a line that
+    equals the message `whole` is erased.
     """
 
     pattern: re.Pattern[str] | None

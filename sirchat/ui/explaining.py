@@ -33,7 +33,7 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 def show_evicted(session: Session, screen: Screen) -> None:
     """Print the evicted words of each turn, except words that are held elsewhere.
 
-    Of turns that lost no other words, only the number is printed.
+    Turns that lost no other words are not listed; only their number is printed.
     """
     turns = list(evicted_turns(session))
     named = [turn for turn in turns if turn.words]
@@ -67,7 +67,7 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
 
     `rest` is `[TARGET] [--all]`: words or a turn; `--all` adds a table of each token's numbers.
     Without a target, the answer is about the last reply. Raises UsageError if no token matches, or
-    if neither a target nor a reply is there.
+    if there is neither a target nor a reply.
     """
     target, all_numbers = _ALL.sub("", rest).strip(), bool(_ALL.search(rest))
     found, paid = last_round(session.turns), None
@@ -111,7 +111,7 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that are older than the reply, without sinks; with sinks, if all are sinks."""
+    """The tokens that are older than the reply; sinks only if all of these tokens are sinks."""
     before = [one for one in ranks if one.row.position < paid.start]
     return [one for one in before if "sink" not in one.row.flags] or before
 
@@ -227,7 +227,7 @@ def explain(
 ) -> str:
     """Say in one or two sentences why the tokens of `target` (words or turn) are held or not.
 
-    `recalled`: the turns of which tokens are recalled now.
+    `recalled` are the turns that have recalled tokens now.
     """
     by_words = {one.turn: one.words for one in recalled if one.words}
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]

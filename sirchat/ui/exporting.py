@@ -189,7 +189,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
 
 
 def _text_of(session: Session, target: str) -> str:
-    """The text to copy: the last reply; its last code ("code"); or the Nth before it ("N")."""
+    """The text to copy: the last reply, its last code ("code"), or the Nth reply before ("N")."""
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")

@@ -45,7 +45,7 @@ def left_to_child() -> Iterator[None]:
 class Interrupt:
     """Context manager: Ctrl-C sets a flag, which the engine checks between tokens.
 
-    Calling the object returns whether the flag is set. A forward pass is thus never interrupted. A
+    So a forward pass is never interrupted. Calling the object returns whether the flag is set. A
     third Ctrl-C raises KeyboardInterrupt, in case the next check takes too long.
     """
 

@@ -79,7 +79,7 @@ class Typed(History):
         return list(self.load_history_strings())
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        """Erase each line for which `matches` is true; OSError if the file can't be written."""
+        """Erase lines for which `matches` is true; raises OSError if the file can't be written."""
         self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
         self.typed_now = {one for one in self.typed_now if not matches(one)}
         self.typed_for = {m: one for m, one in self.typed_for.items() if not matches(one)}
@@ -261,8 +261,8 @@ class Keyboard:
     def _quiet(self) -> None:
         """Switch off echo and line buffering; Enter gives CR, Ctrl-C and Ctrl-Z stay signals.
 
-        These signals drop neither what was typed nor output that is not shown yet, such as the part
-        of a frame that puts the cursor back.
+        When such a signal comes, typed keys are not lost. Output that is not shown yet is not lost
+        either, such as the part of a frame that puts the cursor back.
         """
         if sys.platform != "win32" and self._before is not None:
             mode = list(self._before)
@@ -279,7 +279,7 @@ class Keyboard:
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards.
 
-        What stands below the cursor is erased: a panel, which the next frame draws again.
+        The rows below the cursor are erased; if a panel stood there, the next frame draws it again.
         """
         self._restore()
         self._write(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)

@@ -84,9 +84,9 @@ class MarkdownLayout:
     ) -> list[StyledRow]:
         """Lay out a text in rows for a window of `width` columns, with empty rows between blocks.
 
-        If `soft`, the terminal is to wrap the long lines of paragraphs and code; see `cut_line`.
-        `is_draft`: the text will still grow. Then emphasis that is open at its end is closed, and a
-        table at its end is shown as the number of its rows.
+        If `soft`, the long lines of paragraphs and code are left for the terminal to wrap; see
+        `cut_line`. `is_draft` says that the text will still grow. Then emphasis that is open at its
+        end is closed, and a table at its end is shown as the number of its rows.
         """
         blocks = self._parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -102,7 +102,8 @@ class MarkdownLayout:
     def finished_lines(self, source: str) -> int:
         """Number of lines in the finished blocks: all blocks but the last, which may still grow.
 
-        `source` may end within a line, but not in a line of nothing but signs that may be markup.
+        `source` may end within a line. But the last line must not consist only of signs that may be
+        markup.
         """
         last = source.rfind("\n") + 1
         if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line

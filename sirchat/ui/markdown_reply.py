@@ -136,7 +136,7 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """The line shown instead of the reasoning; when this is over, "" if `fold` is "hide"."""
+        """The line shown instead of the reasoning; "" if this is over and `fold` is "hide"."""
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
@@ -164,9 +164,10 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """The rows of the finished blocks (`length` characters), and those of the text after them.
+        """The rows of the finished blocks, and the rows of the text after them.
 
-        `stop` is where that text ends.
+        The finished blocks are the first `length` characters of the source; the text after them
+        ends at `stop`.
         """
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
@@ -176,7 +177,7 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part of the source: Markdown; from index `_plain_from` on as written."""
+        """The rows of a part of the source, as Markdown or, from `_plain_from` on, as written."""
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -187,8 +188,8 @@ class MarkdownReply:
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
         """What to paint: the rows that can't change any more, and then the rest of `target`.
 
-        None if `target` does not begin with the text of those rows. The lines of `target` may be
-        broken at other places, for example in a wider window; then its rest begins a new row.
+        None if `target` does not begin with the text of the unchangeable rows. `target` may break
+        its lines at other places, for example for a wider window; then its rest begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -206,7 +207,7 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows from cell `x` of row `y` on; the line of this cell is broken into rows anew."""
+        """The rows from cell `x` of row `y` on; the rest of its line is broken into rows anew."""
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:

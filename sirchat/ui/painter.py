@@ -48,7 +48,7 @@ class Painter:
         return list(target[: self.gone]) == self.rows[: self.gone]
 
     def paint(self, target: Sequence[StyledRow]) -> str:
-        """The text to write so that the terminal shows the rows `target`, not its present rows."""
+        """The text to write so that the terminal shows `target` instead of its present rows."""
         if list(target) == self.rows:
             return ""
         old, self._out = self.rows, []
@@ -201,8 +201,9 @@ def _count(number: int) -> str:
 class Region:
     """Rows below all others, which are drawn anew with each frame and removed at the end.
 
-    The cursor stays in the first of them. To erase from the cursor on removes them all, whatever a
-    change of the window did to them: terminals cut rows, wrap them anew, or move them.
+    The cursor stays in the first of them. So erasing everything from the cursor on removes them
+    all. This works even after a change of the window, when terminals cut rows, wrap them anew, or
+    move them.
 
     Args:
         console: the terminal.
@@ -256,7 +257,7 @@ class Pace:
     A frame is one redrawing.
 
     Args:
-        seconds: least time between two frames.
+        seconds: minimum time between two frames.
     """
 
     def __init__(self, seconds: float = FRAME_SECONDS) -> None:

@@ -77,7 +77,7 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """Number of evicted tokens before each held token; and last, after all of them."""
+    """Number of evicted tokens before each held token; the last number is for those after all."""
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
     pairs.append((snapshot.seen, snapshot.in_all_layers))
@@ -197,7 +197,10 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """One line: turns of recalled tokens, and the words they share with the new turn; or none."""
+    """A line with the turns of recalled tokens, and the words they share with the new turn.
+
+    The list is empty if no token is recalled.
+    """
     if not snapshot.recalled_turns:
         return []
     named = [

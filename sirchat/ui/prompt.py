@@ -213,9 +213,9 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Note each change of the text: a pasted text that was edited no longer counts as pasted.
+        """Record each change of the text: a pasted text that was edited no longer counts as pasted.
 
-        Each `@` in it still does.
+        Each `@` in it still counts as pasted.
         """
         self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):

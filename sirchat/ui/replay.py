@@ -53,7 +53,7 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Replay the turns in a session; call `show` with each event, also those of start and end.
+    """Replay the turns in a session; call `show` with each event, the first and last ones included.
 
     Raises as `replay` does.
     """
@@ -107,7 +107,7 @@ def _with_next(
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
     """Yield pairs: each turn and the next turn, or None after the last turn.
 
-    Without `look_ahead`, as for input that is being typed, the second is always None.
+    Without `look_ahead`, the second is always None; this is for input that is being typed.
     """
     if not look_ahead:
         yield from ((turn, None) for turn in turns)

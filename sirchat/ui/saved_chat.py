@@ -337,7 +337,7 @@ class SavedChat:
     def _report_saved(self, former: str) -> None:
         """Save keys and values, and print where the chat is saved.
 
-        `former` is the name that the chat had before, or ""; if the name has changed, it is named.
+        `former` is the name that the chat had before, or ""; if it has changed, the note says so.
         """
         saving, kept = self._saving, False
         if not saving.id:

@@ -160,9 +160,10 @@ class Screen:
 
 
 def _paged(text: str) -> bool:
-    """Show a text in the pager, which handles Ctrl-C; False if there is none that can be started.
+    """Show a text in the pager, which handles Ctrl-C; returns False if no pager can be started.
 
-    The pager is $PAGER, else `less`; an empty $PAGER, or `cat`, means none, as it does in git.
+    The pager is $PAGER, or `less` if this is not set. An empty $PAGER, or `cat`, means that there
+    is no pager, as in git.
     """
     pager = shlex.split(os.environ.get("PAGER", "less"))
     if not pager or pager == ["cat"]:

@@ -266,8 +266,9 @@ class SessionLoader:
 def preload_torch() -> None:
     """On Linux, load torch's largest library, so that `import torch` finds it loaded.
 
-    An import, or loading by ctypes itself, holds Python's lock for some tenths of a second, in
-    which no key is echoed; a call of the C function `dlopen` does not. Errors are ignored here.
+    An import holds Python's lock for some tenths of a second, in which no key is echoed; so does
+    loading by ctypes itself. A call of the C function `dlopen` does not hold the lock. Errors are
+    ignored here.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return

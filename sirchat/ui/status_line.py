@@ -52,7 +52,7 @@ _ENDINGS = {
 def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] = ()) -> str:
     """A line about one turn: tokens read and written, speed, evicted tokens, held tokens.
 
-    `recalled` are the turns of which tokens were restored for this turn.
+    `recalled` are the turns whose tokens were restored for this turn.
     """
     parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
     if recalled:
@@ -71,8 +71,8 @@ def describe_round(
 ) -> str:
     """A line about a user turn and its reply: tokens read, written, evicted and held, and speed.
 
-    `evicted_words`: words of the user that were evicted in this round. `recalled`: the turns of
-    which tokens were restored for this round.
+    `evicted_words` are words of the user that were evicted in this round. `recalled` are the turns
+    whose tokens were restored for this round.
     """
     tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
     evicted = reply.evicted + (user.evicted if user else 0)

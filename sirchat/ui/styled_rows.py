@@ -46,7 +46,7 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
 def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
     """Cut a text into rows for a window of `width` columns, as it is written, not as Markdown.
 
-    If `soft`, the terminal is to wrap long lines; see `cut_line`.
+    If `soft`, long lines are left for the terminal to wrap; see `cut_line`.
     """
     lines = text.removesuffix("\n").expandtabs().split("\n")
     return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]

@@ -102,8 +102,8 @@ class Switching:
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn).
 
-        Prints how many tokens this has evicted and restored. `around`: how many tokens before, and
-        after, these tokens are pinned or unpinned, too.
+        `around` is the number of tokens before, and after, these tokens that are pinned or
+        unpinned, too. Prints how many tokens this has evicted and restored.
         """
         evicted, restored, named = 0, list[int](), 0
         ledger = self._session.limits.ledger
@@ -204,7 +204,8 @@ class _Former:
     Attributes:
         session: the former session, unchanged.
         profile: the settings of the new session at its beginning.
-        stamp: counts of the new session at its beginning: its resets (`epoch`), its erasures.
+        stamp: two counts of the new session at its beginning: its resets (`epoch`), and its
+            erasures.
     """
 
     session: Session
@@ -254,8 +255,8 @@ class ModelSwitching:
     def go_back(self, session: Session) -> Session | None:
         """Return to the session from before the last change of the model; None if there is none.
 
-        Settings that were changed since then are also changed in that session; SettingError if one
-        can't be changed.
+        Settings that were changed since then are also changed in that session. Raises SettingError
+        if one can't be changed.
         """
         if self._former is None:
             return None

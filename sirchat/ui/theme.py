@@ -81,7 +81,10 @@ def intensity(surprisal: float, decayed: float) -> int:
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme "dark", "light" or "none"; for "auto", as COLORFGBG says, and dark without it."""
+    """The theme "dark", "light" or "none".
+
+    For "auto", the environment variable COLORFGBG decides; without it, the theme is dark.
+    """
     if name == "auto":
         background = environ.get("COLORFGBG", "").rpartition(";")[2]
         name = "light" if background in ("7", "15") else "dark"

@@ -70,7 +70,10 @@ def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
 
 
 def _held_then(session: Session, point: UndoPoint) -> str:
-    """After an undo to `point`: whether as much is held as then, if the budget was another."""
+    """After an undo to `point`: whether as many tokens are held as then.
+
+    Empty if the budget was the same then.
+    """
     if session.budget == point.budget:
         return ""
     held = len(point.checkpoint.cache.held)

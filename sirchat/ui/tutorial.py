@@ -1,4 +1,4 @@
-"""`sirchat tutorial`: a chat whose lines are suggested and explained, and their effects checked.
+"""`sirchat tutorial`: a chat whose lines are suggested and explained; their effects are checked.
 
 The replies and the commands are real. An effect is described only after it was really observed.
 """
@@ -227,7 +227,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 
 
 def _echo(screen: Screen) -> Read:
-    """A function for `Read` without a user: it prints the suggested line, and returns it."""
+    """A function of type `Read` without a user: it prints the suggested line, and returns it."""
 
     def read(suggested: str) -> Line:
         screen.line(f"> {suggested}")

@@ -74,16 +74,16 @@ class Policy(ABC):
     def newest_room(self, evictable: int) -> int:
         """Maximum number of cache rows for the newest tokens, out of `evictable` rows.
 
-        `evictable` is the number of rows that the policy decides about: all but sinks and pins. At
-        most half of the returned number is used for the ids that are read next, and at most half
-        for the newest rows of the current round, which are protected.
+        `evictable` is the number of rows that the policy decides about: all except sinks, pins and
+        the rows for recall. At most half of the returned number is used for the ids that are read
+        next. At most half is used for the newest rows of the current round, which are protected.
         """
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """Called right after an anchor is read; returns the indices in `rows` of those that stay.
+        """Called right after an anchor is read; returns the indices of the rows that stay.
 
-        They are int64 and ascending; all other rows are evicted. None if all rows stay.
+        The indices are int64 and ascending; all other rows are evicted. None if all rows stay.
         """
         return None
 
@@ -91,7 +91,7 @@ class Policy(ABC):
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         """Choose the rows that stay; all others are evicted.
 
-        Returns `num_keep` row numbers: int64, ascending, unique, with those of all protected rows.
+        Returns `num_keep` row numbers: int64, ascending, unique, including all protected rows.
         `num_keep` is at least the number of protected rows and at most `len(rows)`.
         """
 
@@ -112,9 +112,9 @@ class ScorePolicy(Policy):
         """The scores [n] of the rows; rows with higher scores stay."""
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        """The factors that the score is a product of, by name; the command `/why` shows them.
+        """The factors whose product is the score, by name; the command `/why` shows them.
 
-        Each is a tensor of logarithms [n], one for each row. Empty if there are none to show.
+        Each is a tensor of logarithms [n], one for each row. Empty if there are no factors to show.
         """
         return {}
 

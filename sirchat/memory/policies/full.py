@@ -16,7 +16,7 @@ from sirchat.memory.policies.base import Policy
 class Full(Policy):
     """Keeps everything; stops with an error at the model's context length.
 
-    Its budget is the model's context length, whatever `budget` says.
+    Its budget is the model's context length; the setting `budget` has no effect.
     """
 
     source: ClassVar[str] = "the model as it is"

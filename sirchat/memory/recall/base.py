@@ -27,8 +27,8 @@ class Retriever(ABC):
         needs_turn: whether the turn is read once before the search, for its keys and values.
             (Reading it may evict rows; the search can find the evicted rows, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
-        needs_words: whether it needs a word score for each turn: by words shared with the new turn.
-        wide_words: whether a word score also counts pairs of words and words of similar meaning.
+        needs_words: whether it needs a score for each turn by the words shared with the new turn.
+        wide_words: whether this score also counts pairs of words and words of similar meaning.
         index_probes: how many lists of a faiss index each query visits; 0 if the retriever can't
             use an index. (To use one, it must need queries, or be a `SimilarityRetriever`.)
         takes_weight: whether the setting `recall_weight` applies to its scores.
@@ -159,7 +159,7 @@ NEIGHBOUR = 0.5
 
 
 def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add to each of the scores [n] of consecutive turns half of those of the turns beside it."""
+    """The scores [n] of consecutive turns, each plus half of the scores of the turns beside it."""
     shared = scores.copy()
     shared[1:] += NEIGHBOUR * scores[:-1]
     shared[:-1] += NEIGHBOUR * scores[1:]

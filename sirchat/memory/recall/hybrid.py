@@ -53,9 +53,10 @@ def _said(candidates: Candidates, layer: int) -> Tensor:
 def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.float64]:
     """Scores [t] of the t turns that have archived tokens, by the keys `sought` [H, m, D].
 
-    The keys have length 1. For each of them, the largest cosine with a key of a turn is expressed
-    in standard deviations from the mean over all turns, so that a key that is close to every turn
-    counts no more than a key that is close to few. A turn's score is the sum over all keys.
+    The keys have length 1. For each key, its similarity to a turn is the largest cosine with a key
+    of that turn. This is expressed in standard deviations from the mean over all turns, so that a
+    key that is close to every turn counts no more than a key that is close to few. A turn's score
+    is the sum over all keys.
     """
     turns = candidates.turns
     starts = np.flatnonzero(np.diff(turns, prepend=-1))

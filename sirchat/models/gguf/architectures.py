@@ -113,28 +113,31 @@ class Architecture:
     """How a GGUF file of one architecture is read.
 
     Attributes:
-        model_type: the same architecture in transformers.
-        layer: the name of each part of a layer; a key with `.weight` or `.bias`, or of a tensor
-            without either, means the whole name.
+        model_type: the name of the same architecture in transformers.
+        layer: for each part of a layer, its name in transformers. To both names `.weight` or
+            `.bias` is added, unless the key is a tensor's whole name.
         outer: the same for parts outside the layers.
         sizes: config values for keys beyond `SIZES`; `a.b` is the value b in the config's object a.
-        texts: the same for keys with text, each with the texts that are understood.
+        texts: the same for keys whose value is a text, each with the texts that are understood.
         ratios: config values that are one key's value divided by another's.
-        lists: config values for tensors that are no weights.
+        lists: config values that are read from tensors that are no weights.
         slowed: the tensor by which the frequencies of the rotation are divided, as in Llama 3.1.
-        ignored: keys that say nothing that matters for text.
+        ignored: keys that do not matter for text.
         needed: keys without which the file is not read here.
-        fixed: config values that no key says.
-        flags: config values that say whether a tensor exists: the end of its name.
-        changes: what the converter does with a part.
+        fixed: config values that no key gives.
+        flags: config values that say whether a tensor exists, each with the end of the tensor's
+            name.
+        changes: for each part, what the converter does with it.
         extra_layers: the key with the number of layers at the end that predict further tokens, and
             are not read.
         part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
-        state_kind: the kind of the layers without key heads; the file has their number by layer.
-        varies_by_layer: whether layers with a sliding window have other sizes than those without;
-            the file has lists of sizes by layer then, and some layers use others' keys and values.
-        wide_layers: number of layers of the one size of model whose attention is scaled by the
-            average size of a head, not by `head_dim`; 0 if the file or config says the scale.
+        state_kind: the kind of the layers without key heads, in a file that has the number of key
+            heads by layer.
+        varies_by_layer: whether layers with a sliding window have other sizes than those without.
+            Then the file has lists of sizes by layer, and some layers use the keys and values of
+            others.
+        wide_layers: a model with this number of layers scales attention by the average size of a
+            head, not by `head_dim`; 0 if the file or config gives the scale.
         swaps_experts: whether transformers has the experts' matrices transposed, and the rows of
             gate and up alternate.
     """

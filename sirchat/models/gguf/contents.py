@@ -125,13 +125,16 @@ def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
 
 
 def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
-    """The number of layers, without those that predict further tokens; 0 if it is not said."""
+    """The number of layers, without those that predict further tokens; 0 if it is not given."""
     layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
     return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
 
 
 def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add what depends on the size of a head; returns False if part of a head rotates, unknown."""
+    """Add the values that depend on the size of a head.
+
+    Returns False if only a part of a head rotates, in an architecture that does not allow it.
+    """
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return True  # refused later
@@ -162,7 +165,7 @@ _BY_LAYER = (
 
 
 def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
-    """Replace lists of sizes in `values`, as Gemma 4 has them; returns False if they are odd."""
+    """Replace lists of sizes in `values`, as Gemma 4 has them; returns False for unknown ones."""
     for key in _BY_LAYER[1:]:
         values.pop(key, None)
     layers, slides = values.get("num_hidden_layers", 0), said["attention.sliding_window_pattern"]
@@ -200,7 +203,10 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
 
 
 def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
-    """Add which part of a head of `size` numbers rotates: the others' frequencies are almost 0."""
+    """Add which part of a head of `size` numbers rotates; returns False if it is not understood.
+
+    The frequencies of the numbers that do not rotate are almost 0.
+    """
     slowed = file.tensors.get("rope_freqs.weight")
     if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
         return False
@@ -211,7 +217,7 @@ def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
 
 
 def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
-    """Add what tensors say about the rotation; returns False if it is not understood."""
+    """Add what tensors say about the rotation; returns False if they are not understood."""
     tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
     if any(tensors.values()):
         for name, tensor in tensors.items():
@@ -240,7 +246,7 @@ _LLAMA_3 = {
 
 
 def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:
-    """By what the frequencies of a head's rotation are divided with the settings `_LLAMA_3`."""
+    """The divisors of the frequencies of a head's rotation, with the settings `_LLAMA_3`."""
     wave = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)  # tokens of a full turn
     fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)  # 0 for slow ones, 1 for fast ones
     out: NDArray[np.float64] = 1 / ((1 - fast) / max(factor, 1) + fast)
@@ -252,7 +258,7 @@ def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with those named `a.b` as values b of an object a."""
+    """The values, where each value named `a.b` becomes the value b of an object a."""
     out: dict[str, Any] = {}
     for name, value in values.items():
         *path, last = name.split(".")

@@ -96,7 +96,7 @@ class GgufFile:
     Attributes:
         metadata: the keys and values of the header; arrays are lists.
         tensors: by name, in the file's order.
-        mapped: the file in memory, of which the tensors are views; None if they are not.
+        mapped: the file in memory, if the tensors are views of it; otherwise None.
     """
 
     metadata: Mapping[str, Any]
@@ -187,7 +187,10 @@ class _Reader:
         return value
 
     def _count(self, least: int) -> int:
-        """Read how many entries follow; raises ModelError if any has fewer than `least` bytes."""
+        """Read how many entries follow; raises ModelError if the file is too short for them.
+
+        An entry has at least `least` bytes.
+        """
         count = int(self._scalar("Q"))
         if count * least > self._size - self._at:
             raise self.broken(f"it ends before {count:,} entries")
@@ -222,7 +225,7 @@ class _Reader:
         return list(values)
 
     def _texts(self, count: int) -> list[str]:
-        """Read so many texts; in one loop, which takes a third of the time of calls."""
+        """Read `count` texts, in one loop: calls of `_string` would take three times as long."""
         at, data, length_of, texts = self._at, self._mapped, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             start = at + 8

@@ -42,9 +42,9 @@ class FourBit(NamedTuple):
     """A matrix [N, K] of weights `q * scale + minimum`.
 
     Attributes:
-        nibbles: uint8 [N, K / 32, 16], two q of 0 to 15 in each byte: the low four bits are those
-            of the first 16 of a group, the high ones those of the others.
-        scale: float32 [N, K / 32], one for each group of 32.
+        nibbles: uint8 [N, K / 32, 16], two values q of 0 to 15 in each byte. The low four bits are
+            the first 16 values of a group of 32, the high four bits the other 16.
+        scale: float32 [N, K / 32], one for each group.
         minimum: float32 [N, K / 32], also one for each group.
     """
 
@@ -146,8 +146,8 @@ def load_module(
     """Make the model of a GGUF file on the CPU, with its weights unpacked to `dtype`.
 
     With `keep_packed`, four-bit matrices stay as they are, and matrices in other blocks get eight
-    bits with a scale for each row. With `for_hub`, it is a model of transformers in any case.
-    Raises ModelError if tensors are missing or of another shape.
+    bits with a scale for each row. With `for_hub`, the model is always one of transformers. Raises
+    ModelError if tensors are missing or of another shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub)
     read = 0
@@ -256,8 +256,9 @@ class _Loader:
     ) -> PackedLinear:
         """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted.
 
-        If the layer `is_alone`, and not joined with others, eight bits are put into the store as
-        they are computed, as a head and a copy of it would take much memory.
+        `is_alone` means that the layer is not joined with others. Its eight-bit weights are then
+        computed directly into the store, since a large layer, such as the head, and a copy of it
+        would take much memory.
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
@@ -313,7 +314,8 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
 def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
     """Undo what llama.cpp's converter did; `values` are those of the config.
 
-    Changes of the order of rows apply to everything that has one entry or row for each of them.
+    A change of the order of rows also applies to scales and other tensors that have one entry for
+    each row.
     """
     if change == "plus one":
         return weight.float() - 1
@@ -336,7 +338,7 @@ def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) 
 
 
 def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """Put the value heads that share a key head beside each other; their rows are in [H D, ...]."""
+    """Put the value heads that share a key head beside each other; `weight` is [H D, ...]."""
     keys = values["linear_num_key_heads"]
     per_key = values["linear_num_value_heads"] // keys
     heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])

@@ -1,4 +1,7 @@
-"""The tokenizer of a GGUF file: by `tokenizers` alone for byte pairs, else by transformers."""
+"""The tokenizer of a GGUF file.
+
+A tokenizer of byte pairs is made with the library `tokenizers` alone, all others with transformers.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
 
 
 def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
-    """The tokenizer of a vocabulary of byte pairs; None for another kind, or an unknown split."""
+    """The tokenizer of a byte-pair vocabulary; None for another kind, or an unknown split."""
 
     def said(key: str) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}")
@@ -101,7 +104,7 @@ def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
 
 
 def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
-    """Puts these tokens before and after a text."""
+    """A post-processor that puts the tokens `bos` and `eos` before and after a text."""
     before, after = f"{bos}:0 " if bos else "", f" {eos}:0" if eos else ""
     second = f"{bos}:1 " if bos else "", f" {eos}:1" if eos else ""
     return processors.TemplateProcessing(
@@ -112,7 +115,7 @@ def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
 
 
 def _spelled(token: str, alphabet: set[str]) -> str:
-    """A token in the letters that stand for bytes; few tokens in a file are not."""
+    """A token written in the letters that stand for bytes; most tokens of a file already are."""
     if alphabet.issuperset(token):
         return token
     split = splits.ByteLevel(add_prefix_space=False, use_regex=False)
