@@ -22,6 +22,7 @@ from sirchat.saved.session_list import (
     export_session,
     find_session,
     list_sessions,
+    newest_sessions,
     open_saved_file,
     remove_session,
 )
@@ -187,3 +188,18 @@ def test_a_session_is_exported_as_json_lines(tmp_path: Path) -> None:
         ("user", "Grüße\n\x00"),
         ("assistant", 'a "reply"'),
     ]
+
+
+def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Path) -> None:
+    paths = [new(tmp_path, f"chat {n}") for n in range(4)]
+    for hours, path in enumerate(paths):
+        os.utime(path, (1e9 + 3600 * hours,) * 2)
+    paths[0].write_bytes(b"damaged")
+    os.utime(paths[0], (1e9, 1e9))
+    listing, others = newest_sessions(tmp_path, 2)
+    assert ([one.path for one in listing.sessions], listing.refused) == (paths[:1:-1], [])
+    assert others == 2
+    assert len(list_sessions(tmp_path).refused) == 1
+    store, damaged = open_saved_file(tmp_path, "last")
+    store.close()
+    assert (store.path, damaged) == (paths[3], [])
