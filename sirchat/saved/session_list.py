@@ -275,8 +275,16 @@ def _summaries(
         try:
             yield summary_of(path)
         except SessionError as error:
-            if path.exists():  # else it was just removed
+            # Else it was just removed, or a process was killed while it created the file.
+            if _size(path):
                 refused.append(error)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _unused_first(sessions: Iterable[SavedSession]) -> Iterator[SavedSession]:

@@ -203,3 +203,20 @@ def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Pa
     store, damaged = open_saved_file(tmp_path, "last")
     store.close()
     assert (store.path, damaged) == (paths[3], [])
+
+
+def test_a_process_killed_while_it_created_a_chat_leaves_nothing_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    path = new(tmp_path, "a chat")
+    with monkeypatch.context() as patch:
+        patch.setattr("sirchat.saved.store.put_sums", killed)
+        with pytest.raises(SystemExit):
+            SessionStore.create(tmp_path, {})
+    assert len([*tmp_path.glob("*.sqlite")]) == 2
+    listing = list_sessions(tmp_path)
+    assert ([one.path for one in listing.sessions], listing.refused) == ([path], [])
+    assert find_session(tmp_path, "last") == path
