@@ -74,7 +74,7 @@ class KeysAndValues:
                     return None
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 return tensors if about.get("sum") == _sum(tensors) else None
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError, MemoryError):  # a huge file can't even be mapped
             return None
 
     def drop(self) -> None:

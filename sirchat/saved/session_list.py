@@ -87,7 +87,7 @@ def newest_sessions(folder: Path, most: int | None = 1000) -> tuple[Listing, int
     """
     refused: list[SessionError] = []
     files = _files(folder)
-    listing = Listing(list(_summaries(files[:most], refused)), refused)
+    listing = Listing(list(_summaries(folder, files[:most], refused)), refused)
     return listing, len(files) - len(files[:most])
 
 
@@ -98,7 +98,7 @@ def find_session(folder: Path, ident: str) -> Path:
     """
     if ident == "last":
         return _last(folder)
-    found = {path.stem: path for path in sorted(_files(folder))}
+    found = {name.removesuffix(SUFFIX): folder / name for name in sorted(_files(folder))}
     if ident in found:
         return found[ident]
     names = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
@@ -134,7 +134,7 @@ def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[Damage
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
     refused: list[SessionError] = []
-    for one in _unused_first(_summaries(_files(folder), refused)):
+    for one in _unused_first(_summaries(folder, _files(folder), refused)):
         try:
             return SessionStore.open(one.path), _damaged(refused)
         except DamagedSessionError as error:
@@ -232,15 +232,16 @@ def export_session(path: Path, stream: BinaryIO) -> None:
     )
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files of a folder's sessions, the last written one first."""
+def _files(folder: Path) -> list[str]:
+    """The names of the files of a folder's sessions, the last written one first."""
     found = list[tuple[float, str]]()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):  # it was just removed
                 if entry.name.endswith(SUFFIX) and entry.is_file():
                     found.append((entry.stat().st_mtime, entry.name))
-    return [folder / name for _, name in sorted(found, reverse=True)]
+    found.sort(reverse=True)
+    return [name for _, name in found]
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
@@ -258,22 +259,32 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _last(folder: Path) -> Path:
-    for one in _unused_first(_summaries(_files(folder), [])):
+    for one in _unused_first(_summaries(folder, _files(folder), [])):
         return one.path
     raise SessionError(f"there is no saved session in {folder}")
 
 
-def _summaries(files: Iterable[Path], refused: list[SessionError]) -> Iterator[SavedSession]:
-    """Yield the entries of session files, each of which is read when it is due.
+def _summaries(
+    folder: Path, files: Iterable[str], refused: list[SessionError]
+) -> Iterator[SavedSession]:
+    """Yield the entries of the session files of these names; each is read when it is due.
 
     The errors for files that can't be read go into `refused`.
     """
-    for path in files:
+    for path in map(folder.joinpath, files):
         try:
             yield summary_of(path)
         except SessionError as error:
-            if path.exists():  # else it was just removed
+            # Else it was just removed, or a process was killed while it created the file.
+            if _size(path):
                 refused.append(error)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _unused_first(sessions: Iterable[SavedSession]) -> Iterator[SavedSession]:

@@ -154,7 +154,9 @@ def test_a_file_that_is_not_a_valid_session_is_refused_and_left_alone(
     assert refusal(lambda: SessionStore.open(bad)).startswith(f"{bad} {problem}")
     sessions, refused = list_sessions(tmp_path)
     assert [session.path for session in sessions] == [good]
-    assert [str(error).startswith(f"{bad} {problem}") for error in refused] == [True]
+    # An empty file has nothing to lose: a process that was killed as it began a chat leaves one.
+    told = [str(error).startswith(f"{bad} {problem}") for error in refused]
+    assert told == [True] * (kind != "empty")
     assert bad.read_bytes() == before
     assert find_session(tmp_path, "last") == good
 

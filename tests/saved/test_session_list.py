@@ -22,6 +22,7 @@ from sirchat.saved.session_list import (
     export_session,
     find_session,
     list_sessions,
+    newest_sessions,
     open_saved_file,
     remove_session,
 )
@@ -187,3 +188,35 @@ def test_a_session_is_exported_as_json_lines(tmp_path: Path) -> None:
         ("user", "Grüße\n\x00"),
         ("assistant", 'a "reply"'),
     ]
+
+
+def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Path) -> None:
+    paths = [new(tmp_path, f"chat {n}") for n in range(4)]
+    for hours, path in enumerate(paths):
+        os.utime(path, (1e9 + 3600 * hours,) * 2)
+    paths[0].write_bytes(b"damaged")
+    os.utime(paths[0], (1e9, 1e9))
+    listing, others = newest_sessions(tmp_path, 2)
+    assert ([one.path for one in listing.sessions], listing.refused) == (paths[:1:-1], [])
+    assert others == 2
+    assert len(list_sessions(tmp_path).refused) == 1
+    store, damaged = open_saved_file(tmp_path, "last")
+    store.close()
+    assert (store.path, damaged) == (paths[3], [])
+
+
+def test_a_process_killed_while_it_created_a_chat_leaves_nothing_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    path = new(tmp_path, "a chat")
+    with monkeypatch.context() as patch:
+        patch.setattr("sirchat.saved.store.put_sums", killed)
+        with pytest.raises(SystemExit):
+            SessionStore.create(tmp_path, {})
+    assert len([*tmp_path.glob("*.sqlite")]) == 2
+    listing = list_sessions(tmp_path)
+    assert ([one.path for one in listing.sessions], listing.refused) == ([path], [])
+    assert find_session(tmp_path, "last") == path
