@@ -48,19 +48,20 @@ ODD_TEXTS = [
 
 
 class TooSlow(BaseException):
-    """An input took more than `SECONDS` or `HANGS`; no `except Exception` hides it."""
+    """An input took more time than it may; no `except Exception` hides it."""
 
 
-def attack(act: Callable[[Random], object], few: int) -> None:
+def attack(act: Callable[[Random], object], few: int, seconds: float = SECONDS) -> None:
     """Call `act` with a random generator for each input, and fail with what went wrong.
 
     `few` inputs, or as many as `SIRCHAT_ATTACK` says. Allowed to come out are a return, and a
-    SirchatError of one line without control characters; in time, and without growth of memory.
+    SirchatError of one line without control characters; in `seconds` of processor time, and without
+    growth of memory.
     """
     wrong: dict[str, str] = {}
     start = _resident()
     for seed in range(FIRST, FIRST + (MANY or few)):
-        problem = _problem(act, seed)
+        problem = _problem(act, seed, seconds)
         if MANY and not problem and (grown := _resident() - start) > GROWTH:
             problem, start = f"{grown >> 20} MiB more memory", _resident()
         if problem:
@@ -112,11 +113,11 @@ def mutated(random: Random, data: bytes, most: int = 4) -> bytes:
     return bytes(changed)
 
 
-def _problem(act: Callable[[Random], object], seed: int) -> str:
+def _problem(act: Callable[[Random], object], seed: int, seconds: float) -> str:
     """What is wrong with the input of a seed; empty if nothing is."""
     started = time.process_time()
     try:
-        with _alarm():
+        with _alarm(seconds):
             act(Random(seed))
     except SirchatError as error:
         text = str(error)
@@ -140,19 +141,22 @@ def _problem(act: Callable[[Random], object], seed: int) -> str:
             last,
         )
         return f"{type(error).__name__} at {place.filename}:{place.lineno}: {str(error)[:100]!r}"
-    return "takes too long" if time.process_time() - started > SECONDS else ""
+    return "takes too long" if time.process_time() - started > seconds else ""
 
 
 @contextmanager
-def _alarm() -> Iterator[None]:
-    """Raise TooSlow if the block takes more than `SECONDS` or `HANGS`."""
+def _alarm(most: float) -> Iterator[None]:
+    """Raise TooSlow if the block takes more processor time than `most`, or too long by the clock.
+
+    That is `HANGS`, or more in the same ratio to `SECONDS`.
+    """
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise TooSlow
 
     clocks = (
-        (signal.ITIMER_PROF, signal.SIGPROF, SECONDS),
-        (signal.ITIMER_REAL, signal.SIGALRM, HANGS),
+        (signal.ITIMER_PROF, signal.SIGPROF, most),
+        (signal.ITIMER_REAL, signal.SIGALRM, HANGS / SECONDS * most),
     )
     before = [signal.signal(number, ring) for _, number, _ in clocks]
     try:

@@ -1,0 +1,313 @@
+"""A record of all that a model has computed in a chat, kept beside it, to compare the chat with.
+
+`WatchedModel` is a loaded model whose caches carry a `Shadow`. It also checks the budget after each
+forward pass, and can fail within one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sirchat.chat.session import Session
+from sirchat.engine.reader import Reader
+from sirchat.engine.records import PrefillChunk
+from sirchat.memory.cache import BoundedCache
+from sirchat.memory.ledger import Flag, State
+from sirchat.memory.segments import Positions, Rows
+from sirchat.models import packed
+from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import PassResult
+
+
+@dataclass
+class Read:
+    """What is known of a token: its id and who wrote it; its surprisal, if logits predicted it.
+
+    `behind` is how far its logit was below the largest; 0 if it was the most likely token.
+    """
+
+    token_id: int
+    turn: int
+    round: int
+    role: int
+    surprisal: float | None
+    behind: float = 0.0
+
+
+@dataclass
+class LastPass:
+    """A forward pass: its ids, the rotary position of the first one, and what was held before.
+
+    `in_stream` is whether rotary positions were those of the stream. `is_plain` is whether the same
+    pass over the same rows computes the same products again.
+    """
+
+    ids: Sequence[int]
+    start: int
+    in_stream: bool
+    held: Positions
+    is_plain: bool
+
+
+@dataclass
+class Shadow:
+    """All that was computed for one cache, by stream position."""
+
+    rows: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    """Where each row was written, and its keys and values as first written: [2 L, H, D]."""
+    tokens: dict[int, Read] = field(default_factory=dict)
+    passes: deque[tuple[Tensor, LastPass]] = field(default_factory=partial(deque, maxlen=100))
+    """The newest passes, with their logits."""
+
+    def copied(self) -> Shadow:
+        return Shadow(dict(self.rows), dict(self.tokens), self.passes.copy())
+
+    def taken(self, positions: Positions) -> tuple[list[int], Tensor]:
+        """Where the rows at `positions` [n] were written, and the rows [2 L, H, n, D]."""
+        found = [self.rows[at] for at in positions.tolist()]
+        return [at for at, _ in found], torch.stack([rows for _, rows in found], 2)
+
+
+def shadow_of(chat: Session) -> Shadow:
+    shadow: Shadow = chat._engine.cache.shadow  # type: ignore[attr-defined]
+    return shadow
+
+
+def follow(chat: Session, shadow: Shadow) -> None:
+    """Let a chat whose keys and values are another's go on with a copy of its shadow."""
+    chat._engine.cache.shadow = shadow.copied()  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedModel(LoadedModel):
+    """A model that notes what it computes; `chats` are those whose budget is checked."""
+
+    chats: list[Session] = field(default_factory=list)
+    fail_in: list[int] = field(default_factory=list)
+    """Empty, or the number of passes until one is interrupted in its middle."""
+
+    @staticmethod
+    def of(model: LoadedModel) -> WatchedModel:
+        """The same model; what it has found out about itself is not found out again."""
+        watched = WatchedModel(**{one.name: getattr(model, one.name) for one in fields(model)})
+        watched.__dict__.update(
+            {name: one for name, one in model.__dict__.items() if name not in watched.__dict__}
+        )
+        return watched
+
+    def new_cache(self, capacity: int) -> BoundedCache:
+        cache = super().new_cache(capacity)
+        cache.shadow = Shadow()  # type: ignore[attr-defined]
+        committed = cache.commit
+
+        def commit(count: int, positions: Sequence[int] | Positions | None = None) -> None:
+            committed(count, positions)
+            end = cache.length - cache.inserted_count
+            _note_rows(cache, np.arange(end - count, end), cache._stream[cache.length - count :])
+
+        cache.commit = commit  # type: ignore[method-assign]
+        return cache
+
+    def forward(self, ids: Sequence[int], cache: BoundedCache, **options: Any) -> Tensor:
+        with self._checked(ids, cache, options.get("observer") is not None):
+            return super().forward(ids, cache, **options)
+
+    def read(self, ids: Sequence[int], cache: BoundedCache, **options: Any) -> PassResult:
+        if len(ids) == 1:  # that calls `forward`
+            return super().read(ids, cache, **options)
+        with self._checked(ids, cache, options.get("observer") is not None):
+            return super().read(ids, cache, **options)
+
+    @contextmanager
+    def _checked(
+        self, ids: Sequence[int], cache: BoundedCache, is_observed: bool
+    ) -> Iterator[None]:
+        chat = next((one for one in self.chats if one._engine.cache is cache), None)
+        cache.is_observed = is_observed  # type: ignore[attr-defined]
+        if chat is not None and self.fail_in:
+            self.fail_in[0] -= 1
+            if not self.fail_in[0]:
+                self.fail_in.clear()
+                if len(ids) == 1:  # a compiled pass can't be interrupted in its middle
+                    raise KeyboardInterrupt
+                with _failing(cache):
+                    yield
+                return
+        yield
+        if chat is not None:
+            repeats = chat._engine.settings.policy.repeat_layers is not None
+            rows = cache.length + (0 if repeats else len(ids))
+            assert rows <= chat.limits.hard_bound, f"{rows} rows of {chat.limits.hard_bound}"
+
+
+@contextmanager
+def _failing(cache: BoundedCache) -> Iterator[None]:
+    """Context manager: Ctrl-C comes when the middle layer writes its row."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    layer = cache.row_layers[len(cache.row_layers) // 2]
+    with patch.object(layer, "update", stop):
+        yield
+
+
+def _note_rows(cache: BoundedCache, rows: Positions, stream: Positions) -> None:
+    """Note the rows numbered `rows` [k], just written, which have the positions `stream` [k]."""
+    shadow: Shadow = cache.shadow  # type: ignore[attr-defined]
+    first = cache.first_written(torch.from_numpy(rows), rows)
+    written = torch.stack(first.tensors)
+    assert torch.equal(torch.stack(cache.as_read(torch.from_numpy(rows))), written)
+    for number, (at, place) in enumerate(
+        zip(stream[: len(rows)].tolist(), first.written_at.tolist(), strict=True)
+    ):
+        shadow.rows[at] = place, written[:, :, number].clone()
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Context manager: ids, surprisals and logits are noted, too."""
+    recorded = Reader._record
+
+    def record(self: Reader, chunk: PrefillChunk, found: Any, learned: list[float]) -> None:
+        shadow: Shadow = self._cache.shadow  # type: ignore[attr-defined]
+        before, seen, ledger = self.logits, self._ledger.seen, self._ledger
+        held, start = ledger.held_positions.copy(), self._cache.length
+        start = seen if self._cache.in_stream else start
+        recorded(self, chunk, found, learned)
+        for at, (token_id, role) in enumerate(zip(chunk.ids, chunk.roles, strict=True)):
+            one = Read(token_id, chunk.turn.turn, chunk.turn.round, int(role), None)
+            if not at and before is not None:
+                one.surprisal = -float(torch.log_softmax(before.double(), -1)[token_id])
+                one.behind = float(before.max() - before[token_id])
+            shadow.tokens[seen + at] = one
+        if not self._cache.inserted_count:  # what is inserted differs by layer
+            ahead = self._ahead is not None and len(self._ahead.ids) > 1
+            observed: bool = self._cache.is_observed  # type: ignore[attr-defined]
+            plain = not (ahead or observed or packed._SHARED.get() is not None)
+            last = LastPass(chunk.ids, start, self._cache.in_stream, held, plain)
+            shadow.passes.append((found.logits, last))
+
+    with patch.object(Reader, "_record", record):
+        yield
+
+
+def check(chat: Session, theta: float) -> None:
+    """Compare what a chat holds, and what its ledger says, with its shadow.
+
+    `theta` is the base of the model's rotary frequencies.
+    """
+    engine, shadow = chat._engine, shadow_of(chat)
+    cache, ledger, archive = engine.cache, engine.ledger, engine.store.archive
+    held, seen = ledger.held_positions.copy(), ledger.seen
+    assert (np.diff(held) > 0).all(), "held rows are not ascending"
+    assert not len(held) or held[-1] < seen, "a row is held that was never read"
+    assert cache.length == len(held) + cache.inserted_count, "cache and ledger differ"
+    assert cache.length <= chat.limits.hard_bound, "over the budget"
+    state, flags = ledger.column("state"), ledger.column("flags")
+    assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
+    archived = np.flatnonzero(state == State.ARCHIVED)
+    assert archive.has(archived).all(), "an archived row is not in the archive"
+    assert not (flags[held] & Flag.ERASED).any(), "an erased row is held"
+    pinned = np.setdiff1d(ledger.pinned_positions, held)
+    assert (
+        not chat._engine.settings.policy.honours_pins
+        or not archive.has(pinned).any()
+        or (chat.limits.unbounded)
+    ), "a pinned row is only in the archive"
+    stored = archive.positions
+    assert not len(stored) or stored[-1] < seen, "the archive has a row that was undone"
+    if len(held):
+        _check_rows(shadow, cache.first_written(torch.arange(len(held)), held), "held")
+        _check_keys(chat, shadow, held, theta)
+    if len(stored):
+        _check_rows(shadow, archive.fetch(stored), "archived")
+    _check_ledger(chat, shadow)
+
+
+def _check_rows(shadow: Shadow, rows: Rows, what: str) -> None:
+    places, wanted = shadow.taken(rows.positions)
+    assert rows.written_at.tolist() == places, f"{what} rows: written elsewhere"
+    found = torch.stack(rows.tensors)
+    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]  # of NaN, too
+    assert torch.equal(found.view(bits), wanted.view(bits)), f"{what} rows have drifted"
+
+
+def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) -> None:
+    """Each key is where its slot is: rotated anew, in float64, from where it was written."""
+    engine = chat._engine
+    cache, layers = engine.cache, engine.contents._layers
+    for layer in range(len(cache.row_layers)):
+        positions = held
+        if cache.inserted_count:
+            sinks = int((held < engine.contents.budget.sinks).sum())
+            start = cache._inserted.start
+            assert start <= sinks, "inserted rows are not after the sinks"
+            positions = np.concatenate([held[:start], layers[layer], held[start:]])
+        places, rows = shadow.taken(positions)
+        new = positions if cache.in_stream else np.arange(len(positions))
+        wanted = rotated(rows[2 * layer], np.asarray(places), new, theta)
+        found, values = cache.layer_keys(layer)[0], cache.layer_values(layer)[0]
+        precision = torch.finfo(found.dtype).eps
+        torch.testing.assert_close(
+            found.double(), wanted, rtol=2 * precision, atol=2 * precision, msg="a key has drifted"
+        )
+        assert torch.equal(values, rows[2 * layer + 1]), "a value differs"
+
+
+def rotated(keys: Tensor, old: Positions, new: Positions, theta: float) -> Tensor:
+    """Keys [H, n, D] rotated from positions `old` to `new` [n], as Llama does, in float64."""
+    half = keys.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.from_numpy(np.asarray(new) - np.asarray(old)).double()[:, None] * frequency
+    a, b = keys.double()[..., :half], keys.double()[..., half:]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _check_ledger(chat: Session, shadow: Shadow) -> None:
+    ledger = chat._engine.ledger
+    columns = {
+        name: ledger.column(name).tolist()
+        for name in ("token_id", "turn", "round", "role", "flags", "surprisal")
+    }
+    for at in range(ledger.seen):
+        token = shadow.tokens[at]
+        found = tuple(columns[name][at] for name in ("turn", "round", "role"))
+        assert found == (token.turn, token.round, token.role), f"row {at}: {found}"
+        if columns["flags"][at] & Flag.ERASED:
+            assert columns["token_id"][at] == columns["surprisal"][at] == 0, "not erased"
+            continue
+        assert columns["token_id"][at] == token.token_id, f"row {at} has another id"
+        if token.surprisal is not None:
+            gap = abs(columns["surprisal"][at] - token.surprisal)
+            assert gap < 1e-3, f"row {at}: surprisal is {gap} off"
+
+
+def logits_gap(chat: Session, model: LoadedModel) -> tuple[float, bool] | None:
+    """How far the carried logits are from those of the same pass over a new cache.
+
+    Returns the largest difference, and `LastPass.is_plain`. None if nothing can be compared.
+    """
+    engine, shadow = chat._engine, shadow_of(chat)
+    last = next((one for logits, one in shadow.passes if logits is engine.logits), None)
+    if last is None or engine.logits is None:
+        return None
+    cache = LoadedModel.new_cache(model, len(last.held) + len(last.ids))
+    cache.in_stream = last.in_stream
+    if len(last.held):
+        places, rows = shadow.taken(last.held)
+        cache.replace(Rows(last.held.copy(), np.asarray(places), list(rows)))
+    positions = range(last.start, last.start + len(last.ids))
+    again = LoadedModel.read(model, last.ids, cache, positions=positions)
+    return float((again.logits - engine.logits).abs().max()), last.is_plain
