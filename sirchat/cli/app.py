@@ -5,6 +5,7 @@ inside the functions that need them, so that `--help` and completion are fast.
 """
 
 import os
+import signal
 import sys
 from contextlib import suppress
 from functools import cached_property
@@ -159,13 +160,19 @@ def main() -> None:
     except SystemExit as leaving:
         leave_opening(leaving)
         if ranks:
-            from sirchat.models.sharded import end
-
-            if failure := end():
-                _fail(failure, 1)
+            _end_ranks()
         raise
     finally:
         leave_terminal()
+
+
+def _end_ranks() -> None:
+    """Let the other processes end; if one has ended before, say so, with exit code 1."""
+    from sirchat.models.sharded import end
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a process has ended
+    if failure := end():
+        _fail(failure, 1)
 
 
 def _run() -> None:

@@ -60,6 +60,8 @@ class _Leave:
         self._is_leaving = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
+            signal.signal(number, signal.SIG_IGN)
         if self._is_leaving:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

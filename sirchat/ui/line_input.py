@@ -292,6 +292,8 @@ class Keyboard:
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """On SIGTERM or SIGHUP, raise SystemExit, so that every context manager can clean up."""
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
+            signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + number)
 
 
