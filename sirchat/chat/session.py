@@ -134,7 +134,7 @@ class Session:
         Of the turns from before this call, only those of `undo_points` can be undone.
         """
         self.reset()
-        self._engine.load(saved, rows, self.model.device, attention)
+        self._engine.load(saved, rows, attention)
         self._now, self._undo_points = conversation, list(undo_points)
 
     @property

@@ -26,6 +26,7 @@ from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows
+from sirchat.memory.transfers import to_device
 
 UNDO_BYTES = 256 * 2**20
 """While the archive is off, maximum size in bytes of the evicted rows that are kept for undo.
@@ -264,10 +265,10 @@ class KeyValueStore:
             return held_rows
         return _merged(held_rows, self._archive.fetch(archived))
 
-    def load(self, rows: Rows, device: torch.device) -> None:
-        """Load saved rows: held rows into the cache on `device`, the others into the archive."""
+    def load(self, rows: Rows) -> None:
+        """Load saved rows: held rows into the cache, the others into the archive."""
         held = np.searchsorted(rows.positions, self.ledger.held_positions)
-        self.cache.replace(rows.take(held).to(device))
+        self.cache.replace(rows.take(held))
         if self._archiving:
             archived = np.setdiff1d(np.arange(len(rows)), held)
             self._archive.add(rows.take(archived))
@@ -330,7 +331,7 @@ def _merged(one: Rows, other: Rows) -> Rows:
     order = np.argsort(positions)
     chosen = torch.from_numpy(order)
     tensors = [
-        torch.cat([a, b.to(a.device)], dim=1).index_select(1, chosen.to(a.device))
+        torch.cat([a, to_device(b, a.device)], dim=1).index_select(1, chosen.to(a.device))
         for a, b in zip(one.tensors, other.tensors, strict=True)
     ]
     written_at = np.concatenate([one.written_at, other.written_at])[order]
