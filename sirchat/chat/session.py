@@ -40,6 +40,7 @@ from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
+from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.text.detokenizer import TextStream, TokenTexts
@@ -110,11 +111,7 @@ class Session:
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Keys and values of all tokens that are held or archived, on the CPU.
-
-        If they take more than `limit` bytes, returns only those of held tokens; if even those take
-        more, returns None.
-        """
+        """Keys and values of all tokens, or of the held ones; see `KeyValueStore.rows`."""
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
@@ -168,6 +165,11 @@ class Session:
         return self._engine.contents.budget
 
     @property
+    def memory(self) -> list[DeviceMemory]:
+        """What each device holds of the model, the cache and the archive."""
+        return memory_by_device(self.model.module, self._engine.cache, self._engine.store.archive)
+
+    @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
@@ -186,9 +188,8 @@ class Session:
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        The random numbers of sampling depend on `attempt`. If `reply` is given, its tokens are
-        generated instead of sampled ones. Raises ContextFullError, before anything is read, if the
-        policy never evicts and the turn does not fit.
+        The random numbers of sampling depend on `attempt`; the tokens of `reply`, if given, replace
+        sampled ones. Raises ContextFullError, before reading, if the turn can't fit.
         """
         yield from self.read_user(text, interrupted)
         self._now.attempt = attempt

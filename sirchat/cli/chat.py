@@ -85,8 +85,8 @@ def open_saved(
 
 
 _AT_ONCE = (
-    *("model", "device", "dtype", "quantize", "unpack_dtype", "cache_dtype", "compile", "save"),
-    *("save_kv", "panel", "theme", "markdown", "thinking"),
+    *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
+    *("compile", "save", "save_kv", "panel", "theme", "markdown", "thinking"),
 )
 """Settings that flags change before a saved chat is opened; others change after it is loaded."""
 

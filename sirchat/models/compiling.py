@@ -39,6 +39,9 @@ Compile = Literal["auto", "on", "off"]
 compiles a missing program before the start; `off` uses none.
 """
 
+MOST_ROWS = 4096
+"""Tokens for which a device map leaves room at least: the largest budget that nobody has set."""
+
 _LEFT_AFTER = 3600  # seconds after which an unfinished program is one that was given up
 
 
@@ -64,6 +67,8 @@ def load_model_of(
         trust_remote_code=trust_remote_code,
         progress=progress,
         for_hub=for_hub,
+        device_map=profile.device_map,
+        rows=max(profile.budget, MOST_ROWS),
     )
     model = replace(model, cache_type=profile.cache_dtype)
     use_compiled(model, profile.compile, progress)

@@ -25,6 +25,14 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
+from sirchat.models.devices import (
+    DeviceName,
+    DtypeName,
+    input_device,
+    is_spread,
+    pick_device,
+    pick_dtype,
+)
 from sirchat.models.measuring import (
     CacheTypeName,
     UnpackName,
@@ -40,6 +48,7 @@ from sirchat.models.packed import (
 )
 from sirchat.models.packing import pack_module
 from sirchat.models.parts import folder_parts, gguf_parts, hub_parts
+from sirchat.models.placement import spread_of
 from sirchat.models.probe import (
     cache_argument,
     context_length,
@@ -56,9 +65,6 @@ from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.models.threads import use_threads
 from sirchat.models.word_vectors import WordVectors, word_vectors_of
 from sirchat.text.anchors import Anchors, anchors_of
-
-DeviceName = Literal["auto", "cuda", "mps", "cpu"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 """How a CPU stores the weights.
@@ -130,8 +136,17 @@ class LoadedModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the weights."""
-        return cast(torch.device, self.module.device)
+        """The device of the weights; of a model over several devices, that of the embeddings."""
+        return input_device(self.module)
+
+    @cached_property
+    def row_devices(self) -> list[torch.device]:
+        """The device of each layer's keys and values; the first access may make a pass."""
+        if not is_spread(self.module):
+            return [self.device] * len(self.rotations)
+        cache = self._new_cache(1, None)
+        self.forward([0], cache)
+        return cache.devices
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,12 +189,15 @@ class LoadedModel:
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache for up to `capacity` rows."""
+        return self._new_cache(capacity, self.row_devices)
+
+    def _new_cache(self, capacity: int, devices: list[torch.device] | None) -> BoundedCache:
         if isinstance(self.module, Decoder):
-            return BoundedCache(self.rotations, capacity, self.cache_dtype)
+            return BoundedCache(self.rotations, capacity, self.cache_dtype, devices)
         from sirchat.memory.hub_cache import HubCache
 
-        dtype = self.cache_dtype
-        return HubCache(self.rotations, capacity, dtype, self.kinds, self.reads_singly)
+        how = self.cache_dtype, self.kinds, self.reads_singly, devices
+        return HubCache(self.rotations, capacity, *how)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -341,16 +359,21 @@ def load_model(
     quantize: Quantize = "auto",
     unpack: UnpackName = "auto",
     for_hub: bool = False,
+    device_map: str = "off",
+    rows: int = 0,
 ) -> LoadedModel:
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. The other arguments are settings of `Profile`,
     but `for_hub`: then module and tokenizer are those of transformers, which generate and can be
-    saved, in any case. Raises ModelError if the model can't be loaded, or if tokens can't be
-    evicted from its cache.
+    saved, in any case; and `rows`: for how many tokens a device map leaves room. Raises ModelError
+    if the model can't be loaded, or if tokens can't be evicted from its cache.
     """
-    target = pick_device(device)
-    if target.type == "cpu":
+    target, spread = pick_device(device), None
+    if device_map != "off":
+        spread = spread_of(name, device_map, rows, dtype, device=device, quantize=quantize)
+        target, for_hub = spread.main_device, True
+    if target.type == "cpu" or spread is not None:
         use_threads(threads)
     source, gguf = locate(name)
     try:
@@ -359,7 +382,8 @@ def load_model(
         kind, found = pick_dtype(dtype, target), None
         if gguf:
             path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
-            found = gguf_parts(path, target, kind, progress, packs=packs, for_hub=for_hub)
+            how: dict[str, Any] = {"for_hub": for_hub, "spread": spread}
+            found = gguf_parts(path, target, kind, progress, packs=packs, **how)
         elif target.type == "cpu" and not for_hub and Path(source).is_dir():
             found = folder_parts(Path(source), kind, progress)
         if quantize == "packed" and not (gguf and found):
@@ -367,7 +391,7 @@ def load_model(
             raise ModelError(why, hint="--quantize int8 works with any model")
         if found is None:
             options = {"trust_remote_code": trust_remote_code, **gguf}
-            found = hub_parts(name, source, target, kind, progress, options)
+            found = hub_parts(name, source, target, kind, progress, options, spread)
         module, tokenizer = found
         refuse_foreign_tokenizer(module, tokenizer, name)
         if quantize in ("int8", "int4"):
@@ -419,29 +443,6 @@ def _wrapped(
         window=sliding_window(config),
         scorer=scorer_of(name, module),
     )
-
-
-def pick_device(name: DeviceName) -> torch.device:
-    """The device `name`, or for `auto` the best one; raises ModelError if it is not available."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
-    if not available[name]:
-        there = ", ".join(kind for kind, there in available.items() if there)
-        raise ModelError(f"device {name!r} is not available", hint=f"available: {there}")
-    return torch.device(name)
-
-
-def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The number type `name`; for `auto`, float32 on a CPU and bfloat16 elsewhere."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def no_attention_reason(model: LoadedModel) -> str:

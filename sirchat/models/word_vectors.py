@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sirchat.models.devices import input_device
+
 DIMS = 256
 _SHARED = 3  # directions that are left out
 _SAMPLE = 8_192  # embeddings that the directions are found from
@@ -80,7 +82,7 @@ def word_vectors_of(module: Any, tokenizer: Any) -> WordVectors:
         return ids
 
     vocab_size = int(module.get_output_embeddings().out_features)
-    return WordVectors(lambda ids: embeddings(ids.to(module.device)), vocab_size, encode)
+    return WordVectors(lambda ids: embeddings(ids.to(input_device(module))), vocab_size, encode)
 
 
 def _principal(centred: Tensor, count: int) -> Tensor:

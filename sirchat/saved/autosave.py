@@ -12,6 +12,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW
 from sirchat.memory.segments import Rows
+from sirchat.models.devices import stored_weights_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import packed_buffers
 from sirchat.saved.database import SUFFIX
@@ -75,7 +77,7 @@ def fingerprint(model: LoadedModel) -> str:
     for rotation in (layer.key for layer in model.rotations):
         if rotation is not None:
             digest.update(rotation.inv_freq.numpy().tobytes())
-    for weight in (*model.module.parameters(), *packed_buffers(model.module)):
+    for weight in chain(stored_weights_of(model.module), packed_buffers(model.module)):
         digest.update(str(tuple(weight.shape)).encode())
         sample = weight.detach().flatten()[:: max(1, weight.numel() // 64)]
         digest.update(sample.float().cpu().numpy().tobytes())
