@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
     from sirchat.config.profile import Profile
-    from sirchat.models.model import LoadedModel, load_model
+    from sirchat.models.loading import load_model
+    from sirchat.models.model import LoadedModel
 
 __version__ = "0.1.0"
 
@@ -20,7 +21,7 @@ _WHERE = {
     "LoadedModel": "sirchat.models.model",
     "Profile": "sirchat.config.profile",
     "Session": "sirchat.chat.session",
-    "load_model": "sirchat.models.model",
+    "load_model": "sirchat.models.loading",
 }
 
 

@@ -40,6 +40,7 @@ from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.errors import LostRankError, UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
+from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
 from sirchat.text.detokenizer import TextStream, TokenTexts
@@ -110,10 +111,9 @@ class Session:
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Keys and values of all tokens that are held or archived, on the CPU.
+        """Keys and values of all tokens, or of the held ones; see `KeyValueStore.rows`.
 
-        If they take more than `limit` bytes, returns only those of held tokens; if even those take
-        more, or if a process that has a part of them has ended, returns None.
+        None, too, if a process that has a part of them has ended.
         """
         try:
             return self._engine.store.rows(limit)
@@ -137,7 +137,7 @@ class Session:
         Of the turns from before this call, only those of `undo_points` can be undone.
         """
         self.reset()
-        self._engine.load(saved, rows, self.model.device, attention)
+        self._engine.load(saved, rows, attention)
         self._now, self._undo_points = conversation, list(undo_points)
 
     @property
@@ -171,6 +171,11 @@ class Session:
         return self._engine.contents.budget
 
     @property
+    def memory(self) -> list[DeviceMemory]:
+        """What each device holds of the model, the cache and the archive."""
+        return memory_by_device(self.model.module, self._engine.cache, self._engine.store.archive)
+
+    @property
     def speed(self) -> float:
         """Tokens per second of the current or the last reply; 0 before the first reply."""
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
@@ -189,9 +194,8 @@ class Session:
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        The random numbers of sampling depend on `attempt`. If `reply` is given, its tokens are
-        generated instead of sampled ones. Raises ContextFullError, before anything is read, if the
-        policy never evicts and the turn does not fit.
+        The random numbers of sampling depend on `attempt`; the tokens of `reply`, if given, replace
+        sampled ones. Raises ContextFullError, before reading, if the turn can't fit.
         """
         yield from self.read_user(text, interrupted)
         self._now.attempt = attempt

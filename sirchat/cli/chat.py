@@ -102,8 +102,8 @@ def open_saved(
 
 
 _AT_ONCE = (
-    *("model", "device", "dtype", "quantize", "unpack_dtype", "cache_dtype", "compile", "save"),
-    *("save_kv", "panel", "theme", "markdown", "thinking"),
+    *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
+    *("compile", "save", "save_kv", "panel", "theme", "markdown", "thinking"),
 )
 """Settings that flags change before a saved chat is opened; others change after it is loaded."""
 
@@ -328,7 +328,7 @@ def tutorial(
     own = profile_of({}, loads_model=False)
     with meanwhile("loading tiny"), quick_start(), interruptible_imports():
         from sirchat.chat.session import Session
-        from sirchat.models.model import load_model
+        from sirchat.models.loading import load_model
         from sirchat.ui.screen import Screen
         from sirchat.ui.tutorial import SETTINGS, run_tutorial
 

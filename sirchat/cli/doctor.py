@@ -22,6 +22,9 @@ def doctor(
         str,
         typer.Option("--model", "-m", help="The model to check.", autocompletion=complete_model),
     ] = "tiny",
+    device_map: Annotated[
+        str, typer.Option(metavar="auto|balanced|FILE", help="Spread the model over devices.")
+    ] = "off",
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Check versions, machine, folders and a model, and print the results for a bug report.
@@ -33,7 +36,7 @@ def doctor(
         from sirchat.models.doctor import examine
 
     found = []
-    for one in examine(model):
+    for one in examine(model, device_map):
         found.append(one)
         if not json:
             problem = f"  <- {one.problem}" if one.problem else ""

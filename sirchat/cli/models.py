@@ -21,7 +21,7 @@ from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.engine.families import FamilyCheck
-    from sirchat.models.fit import Choice
+    from sirchat.models.fit import Choice, Layout
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
@@ -114,6 +114,17 @@ def models_fit(
             autocompletion=complete_model,
         ),
     ],
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Show how the model would lie on GPUs of these sizes, such as 2x24GB or 24GB,8GB.",
+        ),
+    ] = None,
+    balanced: Annotated[
+        bool, typer.Option("--balanced", help="With --devices: give all of them equally much.")
+    ] = False,
+    budget: Budget = None,
     json: Annotated[bool, typer.Option("--json", help="Print the sizes as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -121,12 +132,19 @@ def models_fit(
 
     Only headers and config files are read. The first row is for your settings, the others for other
     settings. The largest budget is what the free memory has room for, after the weights and
-    500 MB for the program itself, and no more than the model's context.
+    500 MB for the program itself, and no more than the model's context. With --devices, it shows
+    the layers, weights and KV cache of each GPU instead; the exit code is 1 if not all fit.
     """
     from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR, fit_of
     from sirchat.models.listing import find_model
     from sirchat.models.shape import free_memory
 
+    if devices is not None:
+        _fit_devices(name, devices, budget, balanced=balanced, json=json)
+        return
+    if balanced or budget:
+        given = "--balanced" if balanced else "--budget"
+        raise UsageError(f"{given} has no effect without --devices", hint="such as 2x24GB")
     fit = fit_of(find_model(name), resolve(None, {}, os.environ), free_memory())
     if not json:
         from rich.console import Console
@@ -148,6 +166,51 @@ def models_fit(
         "choices": [_choice_data(one) for one in fit.choices],
     }
     typer.echo(json_format.dumps(data, indent=2))
+
+
+def _fit_devices(
+    name: str, devices: str, budget: str | None, *, balanced: bool, json: bool
+) -> None:
+    """Show how the model would lie on several GPUs; exit code 1 if it does not fit."""
+    from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
+    from sirchat.models.fit import layout_of, parse_devices
+    from sirchat.models.listing import find_model
+
+    sizes, found = parse_devices(devices), find_model(name)
+    profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
+    context = found.shape.context_length if found.shape is not None else None
+    rows = most_rows(profile, found.name, context or MOST_BUDGET)
+    layout = layout_of(found, profile, sizes, rows, even=balanced)
+    if json:
+        typer.echo(json_format.dumps(_layout_data(layout), indent=2))
+    else:
+        from rich.console import Console
+
+        from sirchat.ui.lists import print_layout
+
+        print_layout(found.name, layout, Console(highlight=False))
+    if not layout.fits:
+        raise typer.Exit(1)
+
+
+def _layout_data(layout: "Layout") -> dict[str, object]:
+    """What `sirchat models fit --devices` shows, as a JSON object."""
+    return {
+        "budget": layout.budget,
+        "precision": layout.precision,
+        "fits": layout.fits,
+        "devices": [
+            {
+                "bytes": size,
+                "parts": [one.name for one in parts],
+                "weights_bytes": sum(one.weights for one in parts),
+                "kv_cache_bytes": sum(one.cache for one in parts),
+            }
+            for size, parts in layout.devices
+        ],
+        "left": [one.name for one in layout.left],
+        "left_bytes": sum(one.size for one in layout.left),
+    }
 
 
 def _choice_data(one: "Choice") -> dict[str, object]:

@@ -24,6 +24,7 @@ _MOST_BYTES = 2**62
 _OF_THE_MODEL = (
     "model",
     "device",
+    "device_map",
     "dtype",
     "quantize",
     "unpack_dtype",
@@ -75,6 +76,12 @@ class Profile(BaseModel):
     )
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(
         default="auto", description="Where the model runs; auto takes a GPU if there is one."
+    )
+    device_map: str = Field(
+        default="off",
+        description="How a model that is too large for one device is spread: auto fills each GPU, "
+        "then memory, then disk; balanced gives all GPUs equally much; a YAML or JSON file names "
+        "a device for each module; off uses one device.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
@@ -296,7 +303,7 @@ class Profile(BaseModel):
         "`ask` prints it in full, replaces it by a note, or leaves it out.",
     )
 
-    @field_validator("description", "model", "policy", "system")
+    @field_validator("description", "model", "device_map", "policy", "system")
     @classmethod
     def _text(cls, text: str | None) -> str | None:
         """Refuse a text with lone surrogates, which stand for bytes that are not UTF-8."""

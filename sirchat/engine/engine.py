@@ -299,7 +299,6 @@ class Engine:
         self,
         saved: EngineState,
         rows: Rows | None,
-        device: torch.device,
         attention: AttentionCheckpoint | None = None,
     ) -> None:
         """Continue a saved conversation.
@@ -308,14 +307,13 @@ class Engine:
             saved: state that `save` returned.
             rows: saved keys and values. If they are None, or lack a held token, they are computed
                 anew by reading all held ids. A state that `saved` lacks is rebuilt.
-            device: device of the cache.
             attention: the attention that the tokens of `rows` had received.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
         self.ledger.unknown_surprisal, self.contents.round = saved.unknown_surprisal, saved.round
         self.reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
-            self.store.load(rows, device)
+            self.store.load(rows)
             if attention is not None:
                 self.ledger.attention.load(attention)
         else:

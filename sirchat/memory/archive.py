@@ -4,10 +4,14 @@ A row is the keys and values of one token in all layers. Rows are appended to se
 fixed number of rows, and are looked up by stream position. A row that is restored to the cache also
 stays in the archive, so it is not stored a second time when it is evicted again. When the archive
 exceeds its limit, it deletes whole segments, the one with the lowest mean score first.
+
+Rows on a GPU are copied while the next step is computed; they have their place at once, and are put
+there when they have arrived, at the latest when rows are read.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -23,9 +27,12 @@ from sirchat.memory.index import Index
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.ledger import KeyValueStat
 from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, SegmentFiles, merged
+from sirchat.memory.transfers import Transfer, Transfers
 
 if TYPE_CHECKING:  # that module imports this one
     from sirchat.memory.cache import BoundedCache
+
+_MOST_ARRIVING = 8  # transfers from a GPU at a time
 
 
 class Archive:
@@ -45,6 +52,8 @@ class Archive:
         self.limit = limit
         self._files = SegmentFiles(folder) if folder is not None else None
         self._segments: list[Segment | None] = []
+        self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
+        self.transfers = Transfers()
         self._nbytes, self.parts = 0, 1
         self.clear()
 
@@ -63,7 +72,7 @@ class Archive:
         """Remove every row."""
         for number in range(len(self._segments)):
             self._drop(number)
-        self._segments = []
+        self._segments, self._arriving = [], []
         self._slots = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
         self.index: Index | None = None
 
@@ -71,6 +80,15 @@ class Archive:
     def nbytes(self) -> int:
         """Size of all archived keys and values, in bytes."""
         return self._nbytes * self.parts
+
+    def bytes_by_device(self) -> Counter[str]:
+        """The same in memory (`cpu`) and on `disk`, where a folder's full segments are."""
+        sizes = Counter[str]()
+        for one in self._segments:
+            if one is not None:
+                is_written = self._files is not None and one.is_full
+                sizes["disk" if is_written else "cpu"] += one.nbytes
+        return sizes
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -96,17 +114,38 @@ class Archive:
         if not len(rows):
             return
         self._grow(int(rows.positions.max()) + 1)
-        start = 0
+        start, parts = 0, list[tuple[int, int, int]]()
         while start < len(rows):
             segment, number = self._open(rows.tensors)
             end = min(len(rows), start + SEGMENT_ROWS - segment.used)
             self._slots[rows.positions[start:end]] = (
                 number * SEGMENT_ROWS + segment.used + np.arange(end - start)
             )
-            segment.put(rows.between(start, end))
+            parts.append((number, segment.used, end - start))
+            segment.reserve(rows.positions[start:end], rows.written_at[start:end])
             start = end
-            if segment.is_full and self._files is not None:
-                self._files.put(number, segment)
+        self._arriving.append((self.transfers.to_host(rows.tensors), parts))
+        while self._arriving and (
+            self._arriving[0][0].is_done() or len(self._arriving) > _MOST_ARRIVING
+        ):
+            self._put_first()
+
+    def _put_first(self) -> None:
+        """Put the rows that have been on their way for the longest time into their segments."""
+        transfer, parts = self._arriving.pop(0)
+        tensors, start = transfer.take(), 0
+        for number, at, count in parts:
+            segment = self._segments[number]
+            if segment is not None:  # it was not dropped meanwhile
+                segment.put(at, [one[:, start : start + count] for one in tensors])
+                if at + count == SEGMENT_ROWS and self._files is not None:
+                    self._files.put(number, segment)
+            start += count
+
+    def settle(self) -> None:
+        """Wait for the rows that are on their way from a GPU."""
+        while self._arriving:
+            self._put_first()
 
     def add_held(self, cache: BoundedCache, rows: Tensor, positions: Positions) -> None:
         """Store the held rows of `cache` with the numbers `rows` [k].
@@ -186,6 +225,7 @@ class Archive:
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested rows")
+        self.settle()
         order = np.argsort(self._slots[positions])
         slots = self._slots[positions[order]]
         numbers, starts = np.unique(slots // SEGMENT_ROWS, return_index=True)
@@ -216,6 +256,7 @@ class Archive:
         Positions that are not archived are skipped. If all rows of a segment are wanted, they are
         views of its tensors; otherwise copies.
         """
+        self.settle()
         is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
         is_wanted[wanted[wanted < len(self._slots)]] = True
         for segment in self._segments:
@@ -262,6 +303,7 @@ class Archive:
 
     @torch.inference_mode()
     def _erase(self, positions: Positions) -> None:
+        self.settle()
         slots = self._slots[positions]
         for number in np.unique(slots // SEGMENT_ROWS):
             segment = self._segments[number]

@@ -18,6 +18,7 @@ state.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,12 @@ from sirchat.memory.cache_layers import (
     Cursor,
     HoldsState,
     LayerRotation,
+    RowArguments,
     RowLayer,
 )
 from sirchat.memory.rope import CosSin
 from sirchat.memory.segments import Positions, Rows
+from sirchat.memory.transfers import to_device
 
 
 class BoundedCache:
@@ -50,6 +53,7 @@ class BoundedCache:
             has keys and values. All methods count only these layers.
         capacity: number of rows to allocate.
         dtype: the attribute of this name.
+        devices: the device of each of these layers; None for that of the first rows written.
 
     Attributes:
         layers: all layers of the model, in order.
@@ -68,6 +72,7 @@ class BoundedCache:
         rotations: list[LayerRotation],
         capacity: int,
         dtype: torch.dtype | None = None,
+        devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._cursor = Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
@@ -75,17 +80,18 @@ class BoundedCache:
         self._slots = np.arange(capacity)
         self._inserted = range(0)  # slots of the inserted rows
         self.dtype = dtype
-        self.layers = self._new_layers(self._cursor, rotations, dtype)
+        where: Sequence[torch.device | None] = devices or [None] * len(rotations)
+        pairs = zip(rotations, where, strict=True)
+        own = [(self._cursor, rotation, dtype, device) for rotation, device in pairs]
+        self.layers = self._new_layers(own)
         self.row_layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
         self._with_state = [layer for layer in self.layers if isinstance(layer, HoldsState)]
         self._state: CacheState = tuple({} for _ in self._with_state)
         self._is_clean = True  # whether no pass has begun since the last commit
 
-    def _new_layers(
-        self, cursor: Cursor, rotations: Sequence[LayerRotation], dtype: torch.dtype | None
-    ) -> list[Any]:
-        """Empty layers with rows, one for each of `rotations`."""
-        return [RowLayer(cursor, rotation, dtype) for rotation in rotations]
+    def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
+        """Empty layers with rows, one for each of their arguments `rows`."""
+        return [RowLayer(*one) for one in rows]
 
     def new_archive(self, limit: int, folder: Path | None) -> Archive:
         """An empty archive for rows of this cache."""
@@ -147,9 +153,24 @@ class BoundedCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers, in bytes."""
+        """Size of all buffers and states, in bytes."""
+        return sum(self.bytes_by_device().values())
+
+    def bytes_by_device(self) -> Counter[torch.device]:
+        """The same for each device."""
         buffers = [tensor.buffer for tensor in self._tensors]
-        return sum(b.nbytes for b in buffers if b is not None) + self.state_nbytes
+        states = [tensor for layer in self._state for tensor in layer.values()]
+        sizes = Counter[torch.device]()
+        for one in (*buffers, *states):
+            if one is not None:
+                sizes[one.device] += one.nbytes
+        return sizes
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each layer's keys and values; only layers that have some are counted."""
+        found = [layer.tensors[0].device for layer in self.row_layers]
+        return [one for one in found if one is not None]
 
     @property
     def state_nbytes(self) -> int:
@@ -207,7 +228,8 @@ class BoundedCache:
             moves = CosSin(torch.from_numpy(rows.written_at), new)
             for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
                 device = tensor.attended.device
-                tensor.insert(start, end, given.to(device), moves.of(tensor.rotation, device))
+                own = to_device(given, device)
+                tensor.insert(start, end, own, moves.of(tensor.rotation, device))
         for column in (self._written_at, self._stream):
             column[start + count : end + count] = column[start:end].copy()
         self._written_at[start : start + count] = slots.numpy()
@@ -284,8 +306,9 @@ class BoundedCache:
         written_at = torch.from_numpy(rows.written_at)
         moves = CosSin(written_at, self._rotary_positions(torch.arange(count)))
         for tensor, given in zip(self._tensors, rows.tensors, strict=True):
-            device = given.device if tensor.buffer is None else tensor.buffer.device
-            tensor.replace(self._cursor, given.to(device), moves.of(tensor.rotation, device))
+            device = tensor.device or given.device
+            own = to_device(given, device)
+            tensor.replace(self._cursor, own, moves.of(tensor.rotation, device))
         self._written_at[:count] = rows.written_at
         self._cursor.length = count
 

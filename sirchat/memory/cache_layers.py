@@ -40,12 +40,17 @@ class CachedTensor:
 
     `copies` is 2 for a tensor with rotary positions: copy 0 is what attention reads, copy 1 has the
     rows as first written. It is 1 for a tensor without a rotation. The buffer's number type is
-    `dtype`; if `dtype` is None, it is the type of the first rows written.
+    `dtype`, and it is on `device`; where one is None, it is that of the first rows written.
     """
 
-    def __init__(self, rotation: Rotation | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        rotation: Rotation | None,
+        dtype: torch.dtype | None,
+        device: torch.device | None = None,
+    ) -> None:
         self.rotation = rotation
-        self._dtype = dtype
+        self._dtype, self.device = dtype, device
         self.buffer: Tensor | None = None
 
     def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
@@ -123,7 +128,9 @@ class CachedTensor:
         """Allocate the buffer; it gets its heads H, dimensions D and dtype from `rows`."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
-        self.buffer = self._use(rows.new_empty(shape, dtype=self._dtype or rows.dtype))
+        self.device = self.device or rows.device
+        kind = self._dtype or rows.dtype
+        self.buffer = self._use(rows.new_empty(shape, dtype=kind, device=self.device))
         return self.buffer
 
     def _written(self) -> Tensor:
@@ -137,13 +144,24 @@ class CachedTensor:
         return buffer
 
 
+RowArguments = tuple[Cursor, LayerRotation, torch.dtype | None, torch.device | None]
+"""The arguments of a `RowLayer`."""
+
+
 class RowLayer:
     """One layer's keys and values. A sliding-window layer stores every row, like the others."""
 
-    def __init__(self, cursor: Cursor, rotation: LayerRotation, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        cursor: Cursor,
+        rotation: LayerRotation,
+        dtype: torch.dtype | None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.cursor = cursor
-        self.tensors = (CachedTensor(rotation.key, dtype), CachedTensor(rotation.value, dtype))
+        key, value = rotation.key, rotation.value
+        self.tensors = CachedTensor(key, dtype, device), CachedTensor(value, dtype, device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

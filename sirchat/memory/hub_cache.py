@@ -20,14 +20,14 @@ from transformers.cache_utils import (
 )
 
 from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import Cursor, LayerKind, LayerRotation, RowLayer
+from sirchat.memory.cache_layers import LayerKind, LayerRotation, RowArguments, RowLayer
 
 
 class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is untyped
     """A `BoundedCache` that is a `transformers.Cache`, for models with any kinds of layers.
 
     Args:
-        rotations, capacity, dtype: the same as in `BoundedCache`.
+        rotations, capacity, dtype, devices: the same as in `BoundedCache`.
         kinds: the kind of each layer of the model; None if all have keys and values only.
         reads_singly: whether the model can continue a state by one token at a time only.
     """
@@ -39,23 +39,22 @@ class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is un
         dtype: torch.dtype | None = None,
         kinds: list[LayerKind] | None = None,
         reads_singly: bool = False,
+        devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._kinds = kinds
-        BoundedCache.__init__(self, rotations, capacity, dtype)
+        BoundedCache.__init__(self, rotations, capacity, dtype, devices)
         self.reads_singly = reads_singly
         Cache.__init__(self, layers=self.layers)
 
-    def _new_layers(
-        self, cursor: Cursor, rotations: Sequence[LayerRotation], dtype: torch.dtype | None
-    ) -> list[Any]:
-        rest, layers = iter(rotations), list[Any]()
-        kinds = [(True, 0)] * len(rotations) if self._kinds is None else self._kinds
+    def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
+        rest, layers = iter(rows), list[Any]()
+        kinds = [(True, 0)] * len(rows) if self._kinds is None else self._kinds
         for has_rows, states in kinds:
-            rows = (cursor, next(rest), dtype) if has_rows else ()
+            own = next(rest) if has_rows else ()
             if states:
-                layers.append(RowAndStateLayer(states, *rows) if has_rows else StateLayer(states))
+                layers.append(RowAndStateLayer(states, *own) if has_rows else StateLayer(states))
             else:
-                layers.append(HubRowLayer(*rows) if has_rows else DummyLayer())
+                layers.append(HubRowLayer(*own) if has_rows else DummyLayer())
         return layers
 
 

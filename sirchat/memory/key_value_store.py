@@ -249,10 +249,10 @@ class KeyValueStore:
             return held_rows
         return merged(held_rows, self._archive.fetch(archived))
 
-    def load(self, rows: Rows, device: torch.device) -> None:
-        """Load saved rows: held rows into the cache on `device`, the others into the archive."""
+    def load(self, rows: Rows) -> None:
+        """Load saved rows: held rows into the cache, the others into the archive."""
         held = np.searchsorted(rows.positions, self.ledger.held_positions)
-        self.cache.replace(rows.take(held).to(device))
+        self.cache.replace(rows.take(held))
         if self._archiving:
             archived = np.setdiff1d(np.arange(len(rows)), held)
             self._archive.add(rows.take(archived))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sirchat.memory.transfers import to_device
 from sirchat.paths import private_dir
 
 _LOCK = ".lock"
@@ -130,7 +131,7 @@ def merged(one: Rows, other: Rows) -> Rows:
     order = np.argsort(positions)
     chosen = torch.from_numpy(order)
     tensors = [
-        torch.cat([a, b.to(a.device)], dim=1).index_select(1, chosen.to(a.device))
+        torch.cat([a, to_device(b, a.device)], dim=1).index_select(1, chosen.to(a.device))
         for a, b in zip(one.tensors, other.tensors, strict=True)
     ]
     written_at = np.concatenate([one.written_at, other.written_at])[order]
@@ -159,14 +160,17 @@ class Segment:
         """Whether no more rows fit."""
         return self.used == SEGMENT_ROWS
 
-    def put(self, rows: Rows) -> None:
-        """Append rows; the caller must make sure that they fit."""
-        end = self.used + len(rows)
-        for stored, given in zip(self.tensors, rows.tensors, strict=True):
-            stored[:, self.used : end].copy_(given)
-        self.positions[self.used : end] = rows.positions
-        self.written_at[self.used : end] = rows.written_at
+    def reserve(self, positions: Positions, written_at: NDArray[np.int64]) -> None:
+        """Make place for rows at the end, where `put` writes them; they must fit."""
+        end = self.used + len(positions)
+        self.positions[self.used : end] = positions
+        self.written_at[self.used : end] = written_at
         self.used = end
+
+    def put(self, start: int, tensors: list[Tensor]) -> None:
+        """Write keys and values [H, k, D] of k rows into the places from `start` on."""
+        for stored, given in zip(self.tensors, tensors, strict=True):
+            stored[:, start : start + given.shape[1]].copy_(given)
 
     def erase(self, rows: NDArray[np.int64]) -> None:
         """Overwrite the rows numbered `rows` [k] in this segment with zeros."""

@@ -28,7 +28,8 @@ from sirchat.models.compiled_step import (
     without_weights,
 )
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.loading import load_model
+from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
 
@@ -38,6 +39,9 @@ Compile = Literal["auto", "on", "off"]
 `auto` uses the compiled program if it exists; if not, a chat compiles it in the background. `on`
 compiles a missing program before the start; `off` uses none.
 """
+
+MOST_ROWS = 4096
+"""Tokens for which a device map leaves room at least: the largest budget that nobody has set."""
 
 _LEFT_AFTER = 3600  # seconds after which an unfinished program is one that was given up
 
@@ -65,6 +69,8 @@ def load_model_of(
         progress=progress,
         cache_type=profile.cache_dtype,
         for_hub=for_hub,
+        device_map=profile.device_map,
+        rows=max(profile.budget, MOST_ROWS),
     )
     use_compiled(model, profile.compile, progress)
     return model

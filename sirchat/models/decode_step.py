@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.decoder import signed
+from sirchat.models.devices import is_spread
 from sirchat.models.packed import Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
@@ -308,6 +309,7 @@ class DecodeStep:
             and sliding_window(config) is None
             and getattr(config, "hidden_act", "") == "silu"
             and module.device.type == "cpu"
+            and not is_spread(module)
             and module.dtype in (torch.float32, torch.bfloat16)
         )
 

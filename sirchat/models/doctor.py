@@ -18,9 +18,11 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import compiled_in_words, use_compiled
+from sirchat.models.compiling import MOST_ROWS, compiled_in_words, use_compiled
+from sirchat.models.devices import memory_by_device
+from sirchat.models.loading import load_model
 from sirchat.models.measuring import head_shape, measure_attention, processor
-from sirchat.models.model import LoadedModel, load_model, no_attention_reason
+from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.packed import products_of
 from sirchat.models.threads import free_threads, physical_cores, threads_in_words
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
@@ -48,7 +50,7 @@ class Finding:
     problem: str = ""
 
 
-def examine(model_name: str) -> Iterator[Finding]:
+def examine(model_name: str, device_map: str = "off") -> Iterator[Finding]:
     """Yield the result of each check; the slowest check, of the model, comes last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
@@ -59,7 +61,7 @@ def examine(model_name: str) -> Iterator[Finding]:
     yield Finding("GPU", _gpu())
     for name, folder in (("config", config_dir()), ("data", data_dir()), ("state", state_dir())):
         yield _folder(f"{name} folder", folder)
-    yield from _model(model_name)
+    yield from _model(model_name, device_map)
 
 
 def _version(distribution: str) -> str:
@@ -105,10 +107,10 @@ def _folder(name: str, folder: Path) -> Finding:
     return Finding(name, shown if there == folder else f"{shown} (not there yet)")
 
 
-def _model(name: str) -> Iterator[Finding]:
+def _model(name: str, device_map: str) -> Iterator[Finding]:
     begun = time.perf_counter()
     try:
-        model = load_model(name)
+        model = load_model(name, device_map=device_map, rows=MOST_ROWS)
     except SirchatError as error:
         yield Finding("model", name, str(error))
         return
@@ -121,6 +123,7 @@ def _model(name: str) -> Iterator[Finding]:
     if not model.exposes_attention:
         yield Finding("attention", no_attention_reason(model))
     yield Finding("cache", _cache_type(model))
+    yield from _memory(model)
     if (how := products_of(model.module)) is not None:
         yield Finding(
             "unpacked weights", f"{how.dtype}, to read more than {how.few_4} tokens at once"
@@ -128,6 +131,16 @@ def _model(name: str) -> Iterator[Finding]:
     use_compiled(model, "auto")
     yield Finding("compiled step", compiled_in_words(model))
     yield _speed(model)
+
+
+def _memory(model: LoadedModel) -> Iterator[Finding]:
+    """What the model takes on each device."""
+    cache = model.new_cache(min(MOST_ROWS, model.context_length))
+    model.forward([0], cache)
+    for one in memory_by_device(model.module, cache):
+        cached = f"{one.cache / 1e6:,.1f} MB KV cache for {cache.capacity:,} tokens"
+        held = f"{one.weights / 1e6:,.1f} MB weights{f', {cached}' * bool(one.cache)}"
+        yield Finding("memory", f"{one.device}: {held}")
 
 
 def _speed(model: LoadedModel) -> Finding:

@@ -7,17 +7,19 @@ can't be read raises ModelError.
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from sirchat.config.profile import Profile
-from sirchat.errors import ModelError
+from sirchat.config.profile import Profile, parse_size
+from sirchat.errors import ModelError, UsageError, format_value
 from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, parse_gguf
+from sirchat.models.layout import GPU_RESERVE, DeviceRoom, ModelPart, lay_out
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
     MOST_UNPACKED,
@@ -42,6 +44,9 @@ _MOST_HEADER = 100_000_000  # bytes, as in the safetensors library
 _MOST = 1 << 40
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|blk)\.(\d+)\.")
+_DEVICES = re.compile(r"(?:(\d{1,3})x)?(.+)", re.IGNORECASE)
+_MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
@@ -171,11 +176,102 @@ def _others(
         yield f"--{name} {value}", profile.model_copy(update=changes)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a model would lie on several GPUs.
+
+    Attributes:
+        budget: number of tokens in the full cache.
+        precision: how the weights are held.
+        devices: the room of each GPU, in bytes, and its parts in order.
+        left: the parts that do not fit there.
+        knows_cache: whether the size of the cache is known; if not, it counts as 0.
+    """
+
+    budget: int
+    precision: str
+    devices: tuple[tuple[int, tuple[ModelPart, ...]], ...]
+    left: tuple[ModelPart, ...]
+    knows_cache: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the whole model lies on the devices."""
+        return not self.left
+
+
+def parse_devices(text: str) -> list[int]:
+    """The memory of each device, in bytes, from a text such as `2x24GB` or `24GB,8GB`.
+
+    Raises UsageError for any other text.
+    """
+    sizes = list[int]()
+    for one in text.split(","):
+        found = _DEVICES.fullmatch(one.strip())
+        size = parse_size(found[2]) if found else None
+        count = int(found[1] or 1) if found else 0
+        if size is None or not 0 < count <= _MOST_DEVICES - len(sizes):
+            raise UsageError(
+                f"--devices {format_value(text)} is not a list of devices",
+                hint="give their memory, such as 2x24GB or 24GB,8GB",
+            )
+        sizes += [size] * count
+    return sizes
+
+
+def layout_of(
+    found: FoundModel, profile: Profile, devices: Sequence[int], budget: int, *, even: bool
+) -> Layout:
+    """How a model would lie on GPUs with `devices` bytes of memory, with a full cache.
+
+    Each is filled before the next, as by `--device-map auto`; if `even`, all get equally much, as
+    by `balanced`. Raises ModelError if the model's files can't be read.
+    """
+    if found.shape is None or found.path is None:
+        raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
+    profile = profile.model_copy(update={"device": "cuda", "quantize": "none"})
+    shape, stored = found.shape, stored_weights(found.path)
+    parts = _parts(stored, shape, profile, budget)
+    rooms = [DeviceRoom(f"cuda:{at}", size - GPU_RESERVE) for at, size in enumerate(devices)]
+    laid = lay_out(parts, [*rooms, DeviceRoom("", None)], even=len(rooms) if even else 0)
+    *held, left = laid or [parts]
+    on_devices = zip(devices, map(tuple, held), strict=True)
+    knows = shape.layer_elements is not None
+    return Layout(budget, precision(shape, profile), tuple(on_devices), tuple(left), knows)
+
+
+def _parts(
+    stored: StoredWeights, shape: ModelShape, profile: Profile, budget: int
+) -> list[ModelPart]:
+    """The embeddings, the layers and what follows them, with the bytes that each takes."""
+    held = precision(shape, profile)
+    item, sizes = _item(held, profile), dict[int, int]()
+    for one in stored.tensors:
+        layer = _LAYER.search(one.name)
+        at = int(layer[1]) if layer else -1 if one.is_table else _MOST_LAYERS
+        sizes[at] = sizes.get(at, 0) + _tensor_bytes(one, _bits(one, stored, held), item)
+    names = {-1: "embeddings", _MOST_LAYERS: "output"}
+    row, elements = cache_bytes(shape, profile, budget) or 0, shape.layer_elements or ()
+    caches = {at: row * one // max(1, sum(elements)) for at, one in enumerate(elements)}
+    return [
+        ModelPart(names.get(at, str(at)), size, caches.get(at, 0))
+        for at, size in sorted(sizes.items())
+    ]
+
+
+_MOST_LAYERS = 10**6
+
+
+def _item(held: str, profile: Profile) -> int:
+    """Bytes of a number that is not packed, where the weights are held as `held` says."""
+    return 2 if {"float16", "bfloat16"} & {held, profile.dtype} else 4
+
+
 def _choice(
     setting: str, stored: StoredWeights, shape: ModelShape, profile: Profile, free: int | None
 ) -> Choice:
     held = precision(shape, profile)
-    item = 2 if "float16" in (held, profile.dtype) or "bfloat16" in (held, profile.dtype) else 4
+    item = _item(held, profile)
     weights, limit = _bytes(stored, held, item), shape.context_length
     budgets = {
         *(one for one in BUDGETS if limit is None or one < limit),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,50 +25,34 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
+from sirchat.models.devices import (
+    input_device,
+    is_spread,
+    pick_dtype,
+    stored_weights_of,
+)
 from sirchat.models.measuring import (
     CacheTypeName,
-    UnpackName,
-    choose_products,
     fastest_type,
     head_shape,
 )
-from sirchat.models.names import locate, unloadable
 from sirchat.models.packed import (
     SharedWeights,
-    can_pack_four_bits,
     packed_buffers,
 )
-from sirchat.models.packing import pack_module
-from sirchat.models.parts import folder_parts, gguf_parts, hub_parts
 from sirchat.models.probe import (
     cache_argument,
     context_length,
     probe_rotations,
     probe_state,
-    refuse_foreign_tokenizer,
     refuse_unsupported_layers,
     sliding_window,
     state_kinds,
 )
-from sirchat.models.progress import Progress, no_warnings
-from sirchat.models.ranks import by_torchrun
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
-from sirchat.models.threads import use_threads
 from sirchat.models.word_vectors import WordVectors, word_vectors_of
 from sirchat.text.anchors import Anchors, anchors_of
-
-DeviceName = Literal["auto", "cuda", "mps", "cpu"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-Quantize = Literal["auto", "none", "packed", "int8", "int4"]
-"""How a CPU stores the weights.
-
-`none` unpacks the weights of a GGUF file; `packed` keeps them packed; `auto` means `packed` if the
-CPU can compute with packed weights and no dtype was given, else `none`. `int8` rounds every matrix
-to eight bits with a scale for each row. `int4` rounds every matrix to four bits with a scale and a
-minimum for each 32 weights, or to eight bits if its shape does not allow four.
-"""
 
 
 @dataclass(frozen=True)
@@ -131,8 +115,17 @@ class LoadedModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the weights."""
-        return cast(torch.device, self.module.device)
+        """The device of the weights; of a model over several devices, that of the embeddings."""
+        return input_device(self.module)
+
+    @cached_property
+    def row_devices(self) -> list[torch.device]:
+        """The device of each layer's keys and values; the first access may make a pass."""
+        if not is_spread(self.module):
+            return [self.device] * len(self.rotations)
+        cache = self._new_cache(1, None)
+        self.forward([0], cache)
+        return cache.devices
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,11 +153,12 @@ class LoadedModel:
 
     def embeddings(self, ids: Tensor) -> Tensor:
         """The input embeddings [n, d] of token ids [n]."""
-        return torch.as_tensor(self.module.get_input_embeddings()(ids.to(self.device)))
+        ids = ids.to(input_device(self.module))
+        return torch.as_tensor(self.module.get_input_embeddings()(ids))
 
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Shape and about 64 numbers, on the CPU, of each weight."""
-        weights = (*self.module.parameters(), *packed_buffers(self.module))
+        weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
         return [(tuple(one.shape), weight_sample(one.detach())) for one in weights]
 
     @property
@@ -184,12 +178,15 @@ class LoadedModel:
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache for up to `capacity` rows."""
+        return self._new_cache(capacity, self.row_devices)
+
+    def _new_cache(self, capacity: int, devices: list[torch.device] | None) -> BoundedCache:
         if isinstance(self.module, Decoder):
-            return BoundedCache(self.rotations, capacity, self.cache_dtype)
+            return BoundedCache(self.rotations, capacity, self.cache_dtype, devices)
         from sirchat.memory.hub_cache import HubCache
 
-        dtype = self.cache_dtype
-        return HubCache(self.rotations, capacity, dtype, self.kinds, self.reads_singly)
+        how = self.cache_dtype, self.kinds, self.reads_singly, devices
+        return HubCache(self.rotations, capacity, *how)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -346,75 +343,9 @@ class LoadedModel:
         return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
 
 
-@no_warnings()
-def load_model(
-    name: str,
-    *,
-    device: DeviceName = "auto",
-    dtype: DtypeName = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-    threads: int = 0,
-    quantize: Quantize = "auto",
-    unpack: UnpackName = "auto",
-    cache_type: CacheTypeName = "auto",
-    for_hub: bool = False,
-) -> LoadedModel:
-    """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
-
-    Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
-    those of transformers, which can generate and be saved. `device`, `dtype`, `threads` and
-    `quantize` are settings of `Profile`; `unpack` is its `unpack_dtype`, `cache_type` its
-    `cache_dtype`. Started by torchrun, each process loads its part of the model (see `sharded.py`).
-    Raises ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
-    """
-    if by_torchrun():
-        from sirchat.models.sharded import load_sharded
-
-        return load_sharded(
-            name, device, dtype, quantize, threads, cache_type, trust_remote_code, progress
-        )
-    target = pick_device(device)
-    if target.type == "cpu":
-        use_threads(threads)
-    source, gguf = locate(name)
-    try:
-        if quantize not in ("auto", "none") and target.type != "cpu":
-            raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
-        kind, found = pick_dtype(dtype, target), None
-        if gguf:
-            path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
-            found = gguf_parts(path, target, kind, progress, packs=packs, for_hub=for_hub)
-        elif target.type == "cpu" and not for_hub and Path(source).is_dir():
-            found = folder_parts(Path(source), kind, progress)
-        if quantize == "packed" and not (gguf and found):
-            why = f"the weights of {name!r} can't stay packed"
-            raise ModelError(why, hint="--quantize int8 works with any model")
-        if found is None:
-            options = {"trust_remote_code": trust_remote_code, **gguf}
-            found = hub_parts(name, source, target, kind, progress, options)
-        module, tokenizer = found
-        refuse_foreign_tokenizer(module, tokenizer, name)
-        if quantize in ("int8", "int4"):
-            pack_module(module, 8 if quantize == "int8" else 4)
-        choose_products(module, unpack)
-        return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
-    except ModelError:
-        raise
-    except Exception as error:  # for damaged files, the libraries raise all kinds of errors
-        raise unloadable(name, error) from error
-
-
 def weight_sample(weight: Tensor) -> Tensor:
     """About 64 of a tensor's numbers, evenly spaced, as float32 on the CPU."""
     return weight.flatten()[:: max(1, weight.numel() // 64)].float().cpu()
-
-
-def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Whether the weights of a GGUF file stay packed; None means: if it has any in blocks."""
-    if quantize == "auto" and dtype == "auto" and device.type == "cpu":
-        return None if can_pack_four_bits() else False
-    return quantize == "packed"
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
@@ -449,29 +380,6 @@ def _wrapped(
         window=sliding_window(config),
         scorer=scorer_of(name, module),
     )
-
-
-def pick_device(name: DeviceName) -> torch.device:
-    """The device `name`, or for `auto` the best one; raises ModelError if it is not available."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
-    if not available[name]:
-        there = ", ".join(kind for kind, there in available.items() if there)
-        raise ModelError(f"device {name!r} is not available", hint=f"available: {there}")
-    return torch.device(name)
-
-
-def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The number type `name`; for `auto`, float32 on a CPU and bfloat16 elsewhere."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def no_attention_reason(model: LoadedModel) -> str:

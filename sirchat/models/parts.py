@@ -19,6 +19,7 @@ from sirchat.models.decoder_config import ConfigValues, DecoderConfig
 from sirchat.models.gguf.contents import has_blocks, is_supported
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
+from sirchat.models.placement import Spread
 from sirchat.models.probe import refuse_unsupported_layers
 from sirchat.models.progress import Progress, reporting, switch_off_bars
 from sirchat.text.tokenizer import tokenizer_of_folder
@@ -32,10 +33,12 @@ def hub_parts(
     progress: Progress | None,
     options: dict[str, Any],
     ranks: int = 1,
+    spread: Spread | None = None,
 ) -> tuple[Any, Any]:
     """Module and tokenizer of a folder, GGUF file or hub id, as transformers reads them.
 
-    If there are several `ranks`, this process reads its part of the weights.
+    If there are several `ranks`, this process reads its part of the weights. With `spread`, the
+    module's parts are on the devices that it names, else all are on `device`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -47,21 +50,31 @@ def hub_parts(
         config = AutoConfig.from_pretrained(source, **options)
         refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    shared: dict[str, Any] = {}
+    placed: dict[str, Any] = {}
     if ranks > 1:
         from transformers.distributed import DistributedConfig
 
-        shared["distributed_config"] = DistributedConfig(tp_size=ranks)
+        placed["distributed_config"] = DistributedConfig(tp_size=ranks)
+    if spread is not None and not is_gguf:
+        trusts = options["trust_remote_code"]
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trusts
+            )
+        placed = spread.options(outline)
     with reporting(progress) as reports:
         module = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
             use_safetensors=None if is_gguf else True,
             **options,
-            **shared,
+            **placed,
             **reports,
         )
-    return module.to(device), tokenizer
+    if spread is None:
+        return module.to(device), tokenizer
+    spread.dispatch(module) if is_gguf else spread.finish(module)
+    return module, tokenizer
 
 
 def gguf_parts(
@@ -72,22 +85,27 @@ def gguf_parts(
     *,
     packs: bool | None,
     for_hub: bool = False,
+    spread: Spread | None = None,
 ) -> tuple[Any, Any] | None:
     """Module and tokenizer of a GGUF file; None if only transformers can read it.
 
     `packs` says whether weights in blocks stay packed; None means that they do, if there are any.
+    With `spread`, none do, and the module's parts are moved to the devices that it names.
     """
     file = parse_gguf(path)
     from sirchat.models.gguf import loading, vocabulary
 
     if not is_supported(file):
         return None
-    packs = has_blocks(file) if packs is None else packs
+    packs = spread is None and (has_blocks(file) if packs is None else packs)
     is_hubs = for_hub or device.type != "cpu"
     load = vocabulary.hub_tokenizer if is_hubs else vocabulary.load_tokenizer
     tokenizer = load(str(path.parent), path.name, file)
     module = loading.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
-    return module.to(device), tokenizer
+    if spread is None:
+        return module.to(device), tokenizer
+    spread.dispatch(module)
+    return module, tokenizer
 
 
 def folder_parts(

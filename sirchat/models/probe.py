@@ -17,6 +17,7 @@ from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
 from sirchat.memory.retrieval import LayerQueries
 from sirchat.memory.rope import Rotation, match_rotation
 from sirchat.models.attention_hook import QueryRecorder
+from sirchat.models.devices import input_device
 from sirchat.models.packed import packed_buffers
 
 if TYPE_CHECKING:  # that module imports this one
@@ -184,7 +185,7 @@ def _check_a_move(
     kv_cache = _hub_cache(rotations, 2)
     ids = [[_probe_token(config)] * 2]
     module(
-        input_ids=torch.tensor(ids, device=module.device),
+        input_ids=torch.tensor(ids, device=input_device(module)),
         use_cache=True,
         **cache_argument(module, kv_cache),
     )
@@ -244,8 +245,8 @@ def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) ->
     """Read ids [m] at the positions from `position` on, and commit them; logits [V] at the end."""
     kv_cache.begin_pass()
     logits = module(
-        input_ids=torch.tensor([ids], device=module.device),
-        position_ids=torch.arange(position, position + len(ids), device=module.device)[None],
+        input_ids=torch.tensor([ids], device=input_device(module)),
+        position_ids=torch.arange(position, position + len(ids), device=input_device(module))[None],
         use_cache=True,
         **cache_argument(module, kv_cache),
     ).logits

@@ -50,17 +50,22 @@ class ModelShape:
     Attributes:
         kind: its architecture, such as `llama`; for a GGUF file also the type of its weights.
         context_length: number of tokens that it was trained for.
-        row_elements: how many numbers the cache stores for one token: keys and values of all
-            layers. Rotated keys are stored twice, see `memory.cache`.
-        archived_elements: the same for the archive, where all keys are stored once.
+        layer_elements: how many numbers the cache stores for one token in each layer: keys and
+            values. Rotated keys are stored twice, see `memory.cache`.
+        archived_elements: the same for the archive and all layers; keys are stored once there.
         stays_packed: whether its weights stay packed if the CPU can compute with them.
     """
 
     kind: str
     context_length: int | None
-    row_elements: int | None
+    layer_elements: tuple[int, ...] | None
     stays_packed: bool = False
     archived_elements: int | None = None
+
+    @property
+    def row_elements(self) -> int | None:
+        """How many numbers the cache stores for one token in all layers."""
+        return None if self.layer_elements is None else sum(self.layer_elements)
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
@@ -84,6 +89,9 @@ def shape_of_folder(folder: Path) -> ModelShape:
         text = {**text, "num_hidden_layers": count}
     is_known = layers or kind not in _HYBRID
     cached, archived = _row_elements(text) if is_known else (None, None)
+    if cached and count < len(layers):
+        own = iter(cached)
+        cached = tuple(next(own) if one in _WITH_ROWS else 0 for one in layers)
     return ModelShape(kind, _context_length(text), cached, archived_elements=archived)
 
 
@@ -131,8 +139,11 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
     return limit
 
 
-def _row_elements(config: Mapping[str, Any]) -> tuple[int, int] | tuple[None, None]:
-    """How many numbers cache and archive store for one token, from the sizes in a config."""
+_Elements = tuple[tuple[int, ...], int] | tuple[None, None]
+
+
+def _row_elements(config: Mapping[str, Any]) -> _Elements:
+    """How many numbers the cache stores for one token in each layer, and the archive in all."""
     layers = _whole(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
         layers = 2 * (_whole(config.get("num_layers"), _MOST_LAYERS) or 0) or None
@@ -143,14 +154,15 @@ def _row_elements(config: Mapping[str, Any]) -> tuple[int, int] | tuple[None, No
     latent = _whole(config.get("kv_lora_rank"))
     if latent is not None:  # DeepSeek: a compressed part and a rotated part
         rotated_part = _whole(config.get("qk_rope_head_dim")) or 0
-        return layers * (latent + 2 * rotated_part), layers * (latent + rotated_part)
+        return (latent + 2 * rotated_part,) * layers, layers * (latent + rotated_part)
     size = _whole(config.get("head_dim")) or (hidden // heads if hidden else None)
     if size is None:
         return None, None
     row = _key_value_heads(config, heads) * size
     rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
-    without = rotated[:layers].count(0) if isinstance(rotated, list) else 0
-    return layers * 3 * row - without * row, layers * 2 * row
+    without = [one == 0 for one in rotated[:layers]] if isinstance(rotated, list) else []
+    without += [False] * (layers - len(without))
+    return tuple((2 if one else 3) * row for one in without), layers * 2 * row
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -169,8 +181,8 @@ def _gguf_context_length(file: GgufFile) -> int | None:
     return min(limit, original) if scales and limit and original else limit
 
 
-def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:
-    """How many numbers cache and archive store for one token, from the sizes in a GGUF file."""
+def _gguf_row_elements(file: GgufFile) -> _Elements:
+    """The same from the sizes in a GGUF file."""
 
     def said(name: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{name}")
@@ -186,13 +198,14 @@ def _gguf_row_elements(file: GgufFile) -> tuple[int, int] | tuple[None, None]:
     near_value = _whole(said("attention.value_length_swa")) or value
     slides, known = said("attention.sliding_window_pattern"), ARCHITECTURES.get(file.architecture)
     unrotated = known.fixed.get("no_rope_layer_interval") if known else None
-    cached = archived = 0
+    cached, archived = list[int](), 0
     for at, count in enumerate(counts):
         is_near = isinstance(slides, list) and slides[at : at + 1] == [True]
         keys = count * (near_key if is_near else key)
-        archived += keys + count * (near_value if is_near else value)
-        cached += 0 if unrotated and (at + 1) % unrotated == 0 else keys
-    return cached + archived, archived
+        once = keys + count * (near_value if is_near else value)
+        archived += once
+        cached.append(once if unrotated and (at + 1) % unrotated == 0 else once + keys)
+    return tuple(cached), archived
 
 
 def _key_heads(said: Callable[[str], Any]) -> list[int] | None:

@@ -22,8 +22,9 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.hub_cache import HubCache
 from sirchat.models.attention_hook import AttentionObserver, QueryRecorder, observed_by
+from sirchat.models.devices import pick_device, pick_dtype
 from sirchat.models.measuring import CacheTypeName
-from sirchat.models.model import LoadedModel, pick_device, pick_dtype, weight_sample, wrap_model
+from sirchat.models.model import LoadedModel, weight_sample, wrap_model
 from sirchat.models.names import locate, unloadable
 from sirchat.models.parts import hub_parts
 from sirchat.models.probe import refuse_foreign_tokenizer

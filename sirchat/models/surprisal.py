@@ -82,9 +82,11 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         float32 [m]. On a CPU the logits are computed in float32, also for bfloat16 weights; for
         eight-bit weights, they have relative errors of about 2^-17 on CPUs without VNNI.
     """
-    if hidden.device.type != "cpu":
-        found = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
-        return -torch.cat(found).gather(1, ids[:, None])[:, 0].clamp_max(0.0)
+    weight = getattr(head, "weight", hidden)
+    if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
+        parts = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
+        found = torch.cat(parts)
+        return -found.gather(1, ids.to(found.device)[:, None])[:, 0].clamp_max(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and torch.cpu._is_vnni_supported()

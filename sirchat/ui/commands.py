@@ -32,7 +32,7 @@ from sirchat.ui.explaining import (
 )
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.line_input import Typed
-from sirchat.ui.lists import draw_settings
+from sirchat.ui.lists import draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -55,7 +55,6 @@ _ELSEWHERE = {  # commands that other programs have, and what does the same here
 }
 
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
-
 
 _FORMER = {"forget": "erase", "forgotten": "evicted"}
 """Former names of commands: they still work, with a note of the new name, but are not listed."""
@@ -283,7 +282,7 @@ class Commands:
             self._screen.note(f"no held token matches /tokens {displayable_line(rest)}".rstrip())
 
     def do_stats(self, rest: str) -> None:
-        """-: show the token counts and the speed of this conversation."""
+        """-: show the token counts, the speed, and the memory that this conversation takes."""
         end, session = self._session.end(), self._session
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
@@ -297,6 +296,7 @@ class Commands:
             + f"; {at_control} replies ended at a control token, which is not shown"
             * bool(at_control)
         )
+        self._screen.note(memory_in_words(session.memory))
 
     def do_pin(self, rest: str) -> None:
         """TEXT|last|turn N: never evict these words, your last message, or message number N."""

@@ -19,7 +19,9 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt lists nothing
-    from sirchat.models.fit import Choice, ModelFit
+    from sirchat.models.devices import DeviceMemory
+    from sirchat.models.fit import Choice, Layout, ModelFit
+    from sirchat.models.layout import ModelPart
     from sirchat.models.listing import FoundModel
     from sirchat.saved.search import Part
     from sirchat.saved.session_list import SavedSession
@@ -248,6 +250,55 @@ _LEGEND = (
     "  at most --archive-limit",
     "fits up to: the largest budget, in tokens, for which the free memory suffices",
 )
+
+
+def print_layout(name: str, layout: Layout, console: Console) -> None:
+    """Print what each of several GPUs would hold of a model, and whether it fits."""
+    from sirchat.models.layout import GPU_RESERVE
+
+    head = f"{name}: {layout.precision}, KV cache for {layout.budget:,} tokens"
+    _print(console, displayable_line(head), "bold")
+    _print(console, f"{in_bytes(GPU_RESERVE)} of each device stay free")
+    _print(console, "")
+    rows = [("device", "memory", "layers", "weights", "KV cache", "room left")]
+    for at, (size, parts) in enumerate(layout.devices):
+        rest = size - GPU_RESERVE - sum(one.size for one in parts)
+        rows.append((f"cuda:{at}", in_bytes(size), *_held(parts, layout), in_bytes(max(0, rest))))
+    if layout.left:
+        rows.append(("elsewhere", "", *_held(layout.left, layout), ""))
+    _print_table(console, rows)
+    _print(console, "")
+    if layout.fits:
+        _print(console, "it fits")
+    else:
+        over = in_bytes(sum(one.size for one in layout.left))
+        _print(console, f"it does not fit: {over} are left; --device-map auto puts them into main")
+        _print(console, "memory, and what does not fit there on disk")
+
+
+def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:
+    """Layers, weights and KV cache of some parts, as text; layers in a row are `0-15`."""
+    numbers = [one.name for one in parts if one.name.isdigit()]
+    layers = "-".join(dict.fromkeys([*numbers[:1], *numbers[-1:]]))
+    others = [one.name for one in parts if not one.name.isdigit()]
+    first, last = ("embeddings" in others) * ["embeddings"], ("output" in others) * ["output"]
+    cache = in_bytes(sum(one.cache for one in parts)) if layout.knows_cache else "?"
+    named = ", ".join([*first, *[layers] * bool(layers), *last])
+    return named or "none", in_bytes(sum(one.weights for one in parts)), cache
+
+
+def memory_in_words(held: Iterable[DeviceMemory]) -> str:
+    """What each device holds, in one line: `cpu: 37 MB weights, 5.2 MB KV cache`."""
+    kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
+    return "; ".join(
+        f"{one.device}: "
+        + ", ".join(
+            f"{in_bytes(size)} {name}"
+            for kind, name in kinds.items()
+            if (size := int(getattr(one, kind)))
+        )
+        for one in held
+    )
 
 
 def _setting(choice: Choice) -> str:

@@ -31,7 +31,7 @@ from sirchat.chat.conversation import Turn
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError, SirchatError
-from sirchat.models.model import load_model
+from sirchat.models.loading import load_model
 from sirchat.saved.session_list import list_sessions
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.transcript import parse_transcript

@@ -22,7 +22,7 @@ def test_a_healthy_installation_has_no_problem(tmp_path: Path) -> None:
         assert word in done.stdout
     found = json.loads(run("doctor", "--json", SIRCHAT_HOME=str(tmp_path)).stdout)
     assert {one["problem"] for one in found} == {""}
-    assert [one["name"] for one in found][-3:] == ["cache", "compiled step", "speed"]
+    assert [one["name"] for one in found][-3:] == ["memory", "compiled step", "speed"]
 
 
 def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from chatting import tiny
 from engine_steps import feed, generate, some_ids
@@ -81,7 +80,7 @@ def test_a_loaded_state_keeps_them_even_if_the_model_has_no_scorer_now() -> None
     engine = Engine(scored(), settings)
     feed(engine, some_ids(50))
     other = Engine(loaded("llama"), settings)
-    other.load(engine.save(), None, torch.device("cpu"))
+    other.load(engine.save(), None)
     assert np.array_equal(scores(other), scores(engine))
     feed(other, some_ids(10), 2)
     assert np.isnan(scores(other)[50:]).all()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from chatting import babbler, session
 from sirchat.chat.events import Notice
@@ -22,6 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.memory.archive import Archive
 from sirchat.memory.ledger import Role
 from sirchat.memory.segments import SEGMENT_ROWS, Rows, SegmentFiles
+from sirchat.memory.transfers import Transfer, Transfers, to_device
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
@@ -62,6 +66,64 @@ def test_it_stores_what_was_added_and_not_removed(
         archive = Archive(folder=Path(folder, "archive") if on_disk else None)
         with closing(archive):
             check_plan(archive, plan)
+
+
+class Late(Transfers):
+    """Copies that have not arrived before somebody waits for them: until then they are zeros."""
+
+    waited = 0
+
+    def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
+        sent, arrived = [one.clone() for one in tensors], [torch.zeros_like(one) for one in tensors]
+        for one in tensors:
+            one.zero_()  # the rows' place in the cache is used again
+
+        def take() -> list[Tensor]:
+            self.waited += 1
+            for one, other in zip(arrived, sent, strict=True):
+                one.copy_(other)
+            return arrived
+
+        late: Any = SimpleNamespace(is_done=lambda: False, take=take)
+        return late  # type: ignore[no-any-return]
+
+
+@given(steps, st.booleans())
+@settings(max_examples=30)
+def test_rows_that_arrive_late_are_there_when_they_are_read(
+    plan: list[tuple[str, set[int] | int]], on_disk: bool
+) -> None:
+    with TemporaryDirectory() as folder:
+        archive = Archive(folder=Path(folder, "archive") if on_disk else None)
+        archive.transfers = Late()
+        with closing(archive):
+            check_plan(archive, plan)
+
+
+def test_storing_rows_does_not_wait_for_them() -> None:
+    archive, late = Archive(), Late()
+    archive.transfers = late
+    for at in range(5):
+        archive.add(rows([at]))
+    assert late.waited == 0
+    assert len(archive) == 5
+    check_fetched(archive, [4, 0])
+    assert late.waited == 5
+    for at in range(5, 50):  # they take memory until they have arrived
+        archive.add(rows([at]))
+    assert late.waited >= 35
+
+
+@pytest.mark.gpu
+def test_rows_leave_a_gpu_on_a_stream_of_their_own() -> None:
+    archive, gpu = Archive(), torch.device("cuda")
+    for at in range(0, 40, 2):
+        archive.add(rows([at, at + 1]).to(gpu))
+        torch.full((2**20,), -1.0, device=gpu)  # may get the memory of those rows
+    check_fetched(archive, list(range(40)))
+    back = to_device(archive.fetch(np.arange(40)).tensors[0], gpu)
+    assert back.is_cuda
+    assert back[0, :, 0].tolist() == list(range(40))
 
 
 def check_plan(archive: Archive, plan: list[tuple[str, set[int] | int]]) -> None:

@@ -33,7 +33,8 @@ from sirchat.models.decoder_config import DecoderConfig
 from sirchat.models.gguf.contents import config_values
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.vocabulary import hub_tokenizer, load_tokenizer
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.loading import load_model
+from sirchat.models.model import LoadedModel
 from sirchat.models.probe import probe_rotations
 from sirchat.saved.autosave import fingerprint
 

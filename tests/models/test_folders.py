@@ -20,7 +20,7 @@ from gguf_models import random_model
 from sirchat.errors import ModelError
 from sirchat.models.decoder import Decoder
 from sirchat.models.decoder_config import DecoderConfig
-from sirchat.models.model import load_model
+from sirchat.models.loading import load_model
 from sirchat.models.parts import folder_parts
 from sirchat.paths import tiny_dir
 from sirchat.saved.autosave import fingerprint

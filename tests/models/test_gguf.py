@@ -12,7 +12,8 @@ from chatting import answer, session, tiny
 from gguf_file import write_gguf
 from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.model import load_model, wrap_model
+from sirchat.models.loading import load_model
+from sirchat.models.model import wrap_model
 
 pytest.importorskip("gguf")
 

@@ -21,7 +21,7 @@ from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.loading import load_module  # noqa: E402
 from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
 from sirchat.models.listing import find_model  # noqa: E402
-from sirchat.models.model import load_model  # noqa: E402
+from sirchat.models.loading import load_model  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
 from sirchat.text.template_limits import render  # noqa: E402

@@ -21,7 +21,7 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor, parse_gguf
 from sirchat.models.gguf.loading import floats, four_bit
-from sirchat.models.model import load_model
+from sirchat.models.loading import load_model
 from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")

@@ -25,7 +25,8 @@ from sirchat.errors import ModelError, SirchatError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models import ranks as ranks_module
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.loading import load_model
+from sirchat.models.model import LoadedModel
 from sirchat.models.sharded import ranks
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.database import SUFFIX

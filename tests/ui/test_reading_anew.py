@@ -18,7 +18,8 @@ from sirchat.chat.conversation import Turn
 from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.models.model import load_model, wrap_model
+from sirchat.models.loading import load_model
+from sirchat.models.model import wrap_model
 from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session

@@ -21,16 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sirchat.config.profile import Profile
 from sirchat.lab.bench.record import machine
 from sirchat.models.decoder import Decoder
-from sirchat.models.model import (
-    DeviceName,
-    DtypeName,
-    LoadedModel,
-    Quantize,
-    load_model,
-    pick_device,
-    pick_dtype,
-    wrap_model,
-)
+from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype
+from sirchat.models.loading import Quantize, load_model
+from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.packing import pack_module
 
 

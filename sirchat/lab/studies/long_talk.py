@@ -309,7 +309,7 @@ def _continued(session: Session) -> Engine:
     settings = replace(build_cache_settings(session.profile), folder=None)
     engine = build_engine(session.model, settings, session.profile.seed)
     attention = session.attention(np.arange(session.seen))
-    engine.load(session.save(), session.rows(), session.model.device, attention)
+    engine.load(session.save(), session.rows(), attention)
     return engine
 
 

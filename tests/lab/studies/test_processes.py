@@ -19,7 +19,8 @@ from hostile_folder import hostile_modules
 from sirchat.errors import SettingError, SirchatError
 from sirchat.lab.studies.study import RunUnit
 from sirchat.lab.studies.workers import run_in_processes
-from sirchat.models.model import LoadedModel, load_model
+from sirchat.models.loading import load_model
+from sirchat.models.model import LoadedModel
 
 
 @pytest.fixture(autouse=True, scope="module")

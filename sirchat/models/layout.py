@@ -1,0 +1,101 @@
+"""Lays the parts of a model out over devices: which layer goes where, in the order of the layers.
+
+Layers stay in order, so that a forward pass goes from each device to the next only once. What lies
+on disk is read to the first device for each pass; its keys and values stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GPU_RESERVE = 1_000_000_000
+"""Bytes of each GPU that are left free, for its driver and for what a forward pass computes."""
+
+DISK = "disk"
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A part of a model that is never split, such as a layer.
+
+    Attributes:
+        name: its name.
+        weights: bytes of its weights.
+        cache: bytes of its keys and values, with a full cache.
+    """
+
+    name: str
+    weights: int
+    cache: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of both."""
+        return self.weights + self.cache
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """A device, and the bytes that it has room for; None for no limit."""
+
+    name: str
+    room: int | None
+
+
+def lay_out(
+    parts: Sequence[ModelPart], places: Sequence[DeviceRoom], *, even: int = 0
+) -> list[list[ModelPart]] | None:
+    """The parts of each place, in order; None if they do not fit.
+
+    Each place is filled before the next one is used. But the first `even` places get equally much,
+    if the parts fit there alone.
+    """
+    if even and (found := _evenly(parts, places[:even])) is not None:
+        return [*found, *([] for _ in places[even:])]
+    if not places or places[-1].name != DISK:
+        return _filled(parts, places)
+    for count in range(len(parts) + 1):  # the last `count` parts go to disk
+        rest, stored = parts[: len(parts) - count], parts[len(parts) - count :]
+        kept = sum(one.cache for one in stored) + max((one.weights for one in stored), default=0)
+        first = places[0]
+        less = DeviceRoom(first.name, None if first.room is None else first.room - kept)
+        if (less.room is None or less.room >= 0) and (
+            found := _filled(rest, [less, *places[1:-1]])
+        ) is not None:
+            return [*found, list(stored)]
+    return None
+
+
+def _filled(
+    parts: Sequence[ModelPart], places: Sequence[DeviceRoom]
+) -> list[list[ModelPart]] | None:
+    """The same, without a disk: as many parts as fit into a place, then the next place."""
+    found, at = [list[ModelPart]() for _ in places], 0
+    left = [one.room for one in places]
+    for part in parts:
+        while at < len(places) and (room := left[at]) is not None and room < part.size:
+            at += 1
+        if at == len(places):
+            return None
+        found[at].append(part)
+        if (room := left[at]) is not None:
+            left[at] = room - part.size
+    return found
+
+
+def _evenly(
+    parts: Sequence[ModelPart], places: Sequence[DeviceRoom]
+) -> list[list[ModelPart]] | None:
+    """The same with the least possible bytes in the fullest place."""
+    low, high = 0, sum(one.size for one in parts)
+    best = _filled(parts, places)
+    while best is not None and low < high:
+        middle = (low + high) // 2
+        capped = [
+            DeviceRoom(one.name, middle if one.room is None else min(one.room, middle))
+            for one in places
+        ]
+        found = _filled(parts, capped)
+        best, low, high = (best, middle + 1, high) if found is None else (found, low, middle)
+    return best

@@ -1,0 +1,118 @@
+"""Loads a model by its name: chooses device, number types and packing, and who reads its files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sirchat.errors import ModelError
+from sirchat.models.devices import (
+    DeviceName,
+    DtypeName,
+    pick_device,
+    pick_dtype,
+)
+from sirchat.models.measuring import (
+    CacheTypeName,
+    UnpackName,
+    choose_products,
+)
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.names import locate, unloadable
+from sirchat.models.packed import (
+    can_pack_four_bits,
+)
+from sirchat.models.packing import pack_module
+from sirchat.models.parts import folder_parts, gguf_parts, hub_parts
+from sirchat.models.placement import spread_of
+from sirchat.models.probe import (
+    refuse_foreign_tokenizer,
+)
+from sirchat.models.progress import Progress, no_warnings
+from sirchat.models.ranks import by_torchrun
+from sirchat.models.threads import use_threads
+
+Quantize = Literal["auto", "none", "packed", "int8", "int4"]
+"""How a CPU stores the weights.
+
+`none` unpacks the weights of a GGUF file; `packed` keeps them packed; `auto` means `packed` if the
+CPU can compute with packed weights and no dtype was given, else `none`. `int8` rounds every matrix
+to eight bits with a scale for each row. `int4` rounds every matrix to four bits with a scale and a
+minimum for each 32 weights, or to eight bits if its shape does not allow four.
+"""
+
+
+@no_warnings()
+def load_model(
+    name: str,
+    *,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    threads: int = 0,
+    quantize: Quantize = "auto",
+    unpack: UnpackName = "auto",
+    cache_type: CacheTypeName = "auto",
+    for_hub: bool = False,
+    device_map: str = "off",
+    rows: int = 0,
+) -> LoadedModel:
+    """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
+
+    Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
+    those of transformers, which can generate and be saved. `device`, `dtype`, `threads` and
+    `quantize` are settings of `Profile`, and so is `device_map`, which leaves room for the KV cache
+    of `rows` tokens; `unpack` is `unpack_dtype`, `cache_type` is `cache_dtype`. Started by
+    torchrun, each process loads its part of the model (see `sharded.py`). Raises ModelError if the
+    model can't be loaded, or if tokens can't be evicted from its cache.
+    """
+    if by_torchrun():
+        from sirchat.models.sharded import load_sharded
+
+        return load_sharded(
+            name, device, dtype, quantize, threads, cache_type, trust_remote_code, progress
+        )
+    target, spread = pick_device(device), None
+    if device_map != "off":
+        spread = spread_of(name, device_map, rows, dtype, device=device, quantize=quantize)
+        target, for_hub = spread.main_device, True
+    if target.type == "cpu" or spread is not None:
+        use_threads(threads)
+    source, gguf = locate(name)
+    try:
+        if quantize not in ("auto", "none") and target.type != "cpu":
+            raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
+        kind, found = pick_dtype(dtype, target), None
+        if gguf:
+            path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
+            how: dict[str, Any] = {"for_hub": for_hub, "spread": spread}
+            found = gguf_parts(path, target, kind, progress, packs=packs, **how)
+        elif target.type == "cpu" and not for_hub and Path(source).is_dir():
+            found = folder_parts(Path(source), kind, progress)
+        if quantize == "packed" and not (gguf and found):
+            why = f"the weights of {name!r} can't stay packed"
+            raise ModelError(why, hint="--quantize int8 works with any model")
+        if found is None:
+            options = {"trust_remote_code": trust_remote_code, **gguf}
+            found = hub_parts(name, source, target, kind, progress, options, spread=spread)
+        module, tokenizer = found
+        refuse_foreign_tokenizer(module, tokenizer, name)
+        if quantize in ("int8", "int4"):
+            pack_module(module, 8 if quantize == "int8" else 4)
+        choose_products(module, unpack)
+        return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
+    except ModelError:
+        raise
+    except Exception as error:  # for damaged files, the libraries raise all kinds of errors
+        raise unloadable(name, error) from error
+
+
+def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
+    """Whether the weights of a GGUF file stay packed; None means: if it has any in blocks."""
+    if quantize == "auto" and dtype == "auto" and device.type == "cpu":
+        return None if can_pack_four_bits() else False
+    return quantize == "packed"

@@ -1,0 +1,247 @@
+"""Spreads a model over several devices: which part lies where, and loading it there.
+
+A layer is never split. A layer on the CPU is computed there, also beside GPUs; a layer on disk is
+read for each pass to the main device, which is the first GPU or else the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sirchat.config.values import parse_yaml
+from sirchat.errors import ModelError, format_value, nearest
+from sirchat.memory.segments import ArchiveFolder
+from sirchat.models.devices import (
+    CPU,
+    DtypeName,
+    Placement,
+    Where,
+    accelerators,
+    free_bytes,
+    is_within,
+    pick_dtype,
+)
+from sirchat.models.fit import PROGRAM
+from sirchat.models.layout import DISK, GPU_RESERVE, DeviceRoom, ModelPart, lay_out
+from sirchat.models.listing import find_model
+from sirchat.models.scorer import decoder_layers
+from sirchat.models.shape import free_memory
+from sirchat.paths import archives_dir
+
+_PLANS = ("auto", "balanced")
+_MOST_BYTES = 1_000_000  # of a file with a device map
+
+
+def read_device_map(setting: str) -> str | dict[str, Where]:
+    """The setting `device_map`: `auto`, `balanced`, or what its file says, device by module name.
+
+    The file is YAML or JSON. Raises ModelError if it can't be read or names no device of this
+    machine, and SettingError if it is not valid YAML.
+    """
+    if setting in _PLANS:
+        return setting
+    path, said = Path(setting).expanduser(), "--device-map"
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            raise ModelError(
+                f"{said} {format_value(setting)}: there is no such file, or it is too large",
+                hint="give auto, balanced, or a YAML or JSON file with a device for each module",
+            )
+        values = parse_yaml(path.read_text("utf-8"), path)
+    except (OSError, UnicodeError) as error:
+        raise ModelError(f"{said} {format_value(setting)} can't be read: {error}") from error
+    if not isinstance(values, dict) or not values:
+        raise ModelError(
+            f"{path} is no mapping of module names to devices", hint="such as model.layers.0: cpu"
+        )
+    return {str(name): _device(value, f"{path}: {name}") for name, value in values.items()}
+
+
+def _device(value: object, where: str) -> Where:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    text = f"cuda:{value}" if is_number else str(value)
+    if text in (CPU, DISK):
+        return text
+    there = accelerators()
+    with suppress(RuntimeError):  # no name of a device
+        device = torch.device(text)
+        if (found := torch.device(device.type, device.index or 0)) in there:
+            return found
+    allowed = ", ".join(map(str, (CPU, DISK, *there)))
+    raise ModelError(f"{where} has the device {format_value(value)}", hint=f"allowed: {allowed}")
+
+
+def spread_of(
+    name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
+) -> Spread:
+    """The device map of the model `name` while it is loaded; see `Spread`.
+
+    Raises ModelError if the device map can't be read, or accelerate is not installed, or the
+    settings `device` or `quantize` rule it out.
+    """
+    if device != "auto" or quantize not in ("auto", "none"):
+        other = f"device={device}" if device != "auto" else f"quantize={quantize}"
+        raise ModelError(f"{other} can't be used with a device map", hint="leave out one of them")
+    if find_spec("accelerate") is None:
+        raise ModelError(
+            "a device map needs the package accelerate", hint="pip install 'sirchat[devices]'"
+        )
+    spread, shape = Spread(name, read_device_map(device_map)), None
+    if isinstance(spread.said, str):
+        with suppress(ModelError):  # it is not on this machine yet
+            shape = find_model(name).shape
+    of_layers = (shape.layer_elements if shape is not None else None) or ()
+    item = pick_dtype(dtype, spread.main_device).itemsize
+    return replace(spread, caches=tuple(rows * item * one for one in of_layers))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The device map of a model, while the model is loaded.
+
+    Attributes:
+        model: the model's name.
+        said: what `read_device_map` returned.
+        caches: bytes of each layer's keys and values, for which `auto` and `balanced` leave room.
+    """
+
+    model: str
+    said: str | dict[str, Where]
+    caches: tuple[int, ...] = ()
+
+    @property
+    def main_device(self) -> torch.device:
+        """The first GPU of the device map, or else the CPU."""
+        where = accelerators() if isinstance(self.said, str) else self.said.values()
+        named = (one for one in where if isinstance(one, torch.device))
+        return min(named, key=lambda one: one.index, default=torch.device(CPU))
+
+    def options(self, outline: nn.Module) -> dict[str, Any]:
+        """The options of `from_pretrained` for it; `outline` is the model without weights.
+
+        Call `finish` afterwards.
+        """
+        placement = self.place(outline)
+        folder = str(self._folder.path) if DISK in placement.values() else None
+        return {"device_map": placement, "offload_folder": folder}
+
+    def dispatch(self, module: Any) -> None:
+        """Move a model from the CPU to its devices."""
+        from accelerate import dispatch_model
+
+        placement = self.place(module)
+        folder = str(self._folder.path) if DISK in placement.values() else None
+        skipped = getattr(module, "_skip_keys_device_placement", None)
+        dispatch_model(module, placement, offload_dir=folder, skip_keys=skipped)
+        self.finish(module)
+
+    def finish(self, module: Any) -> None:
+        """Let the layers on the CPU be computed there; accelerate would copy them to a GPU."""
+        from accelerate import hooks
+
+        placement: Placement = getattr(module, "hf_device_map", {})
+        if DISK in placement.values():
+            module.offloaded = self._folder  # it is deleted with the model
+        if not any(isinstance(one, torch.device) for one in placement.values()):
+            return
+        for name, where in placement.items():
+            if where == CPU:
+                part = module.get_submodule(name)
+                hooks.remove_hook_from_module(part, recurse=True)
+                own = hooks.AlignDevicesHook(CPU, place_submodules=True)
+                hooks.add_hook_to_module(part, own)
+                hooks.attach_execution_device_hook(part, CPU)
+        module.tie_weights()
+
+    @cached_property
+    def _folder(self) -> ArchiveFolder:
+        """A private folder for weights on disk that the model's files do not have as they are."""
+        folder = ArchiveFolder(archives_dir() / f"weights-{os.getpid()}-{secrets.token_hex(4)}")
+        folder.make()
+        return folder
+
+    def place(self, module: Any) -> Placement:
+        """Where each part of a model lies; of the weights, only shapes and types are needed.
+
+        Raises ModelError for a module that the model does not have, a layer that would be split, a
+        part without a device, and a model that does not fit.
+        """
+        names = {id(one): name for name, one in module.named_modules()}
+        layers = [names[id(layer)] for layer in decoder_layers(module)]
+        is_tied = getattr(module.config, "tie_word_embeddings", False)
+        head = names[id(module.get_output_embeddings())] if is_tied else None
+        parts = [one for one in _parts_of(module, layers) if one != head]
+        if isinstance(self.said, str):
+            found = self._planned(module, parts, layers)
+        else:
+            found = self._as_said(self.said, list(names.values()), parts, layers)
+        if head is not None:  # its weights are those of the embeddings
+            found[head] = found[names[id(module.get_input_embeddings())]]
+        return found
+
+    def _as_said(
+        self, said: dict[str, Where], known: list[str], parts: list[str], layers: list[str]
+    ) -> Placement:
+        for name in said:
+            if name not in known:
+                raise ModelError(
+                    f"the device map names {format_value(name)}; {self.model} has no such module",
+                    hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
+                )
+            inside = next((one for one in layers if name != one and is_within(name, one)), None)
+            if inside:
+                raise ModelError(f"the device map splits {inside}", hint="name the whole layer")
+        found = Placement()
+        for part in parts:
+            outer = max((one for one in said if is_within(part, one)), key=len, default=None)
+            if outer is None:
+                raise ModelError(
+                    f"the device map has no device for {part}",
+                    hint='the empty name "" stands for all modules that are not named',
+                )
+            found[part] = said[outer]
+        return found
+
+    def _planned(self, module: nn.Module, parts: list[str], layers: list[str]) -> Placement:
+        caches, sized = dict(zip(layers, self.caches, strict=False)), list[ModelPart]()
+        for name in parts:
+            weights = sum(one.nbytes for one in module.get_submodule(name).parameters())
+            if weights:  # the frequencies of a rotation have none
+                sized.append(ModelPart(name, weights, caches.get(name, 0)))
+        gpus, free = accelerators(), free_memory()
+        places = [DeviceRoom(str(one), max(0, free_bytes(one) - GPU_RESERVE)) for one in gpus]
+        places.append(DeviceRoom(CPU, None if free is None else max(0, free - PROGRAM)))
+        even = len(gpus) * (self.said == "balanced")
+        laid = lay_out(sized, [*places, DeviceRoom(DISK, None)], even=even)
+        if laid is None:
+            raise ModelError(
+                f"{self.model} does not fit, not even with its layers on disk",
+                hint="choose a smaller budget or model",
+            )
+        where: list[Where] = [*gpus, CPU, DISK]
+        found = {one.name: at for at, held in zip(where, laid, strict=True) for one in held}
+        return {name: found.get(name, found[sized[0].name]) for name in parts}
+
+
+def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
+    """Names of the layers, and of the modules with weights or buffers outside of them, in order."""
+    for name, one in module.named_modules():
+        if name in layers:
+            yield name
+        elif not any(is_within(name, layer) for layer in layers):
+            own = (*one.parameters(recurse=False), *one.buffers(recurse=False))
+            if own and any(is_within(layer, name) for layer in layers):
+                raise ModelError(f"a model with weights in {name or 'its root'} can't be spread")
+            if own:
+                yield name

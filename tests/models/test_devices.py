@@ -1,0 +1,362 @@
+"""A model over several devices, or partly on disk, does just what it does on one.
+
+Each layer's keys and values are where the layer is computed. Two devices are simulated, and refuse
+every operation that mixes them; so each transfer that is missing is an error here.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from chatting import hub_tokenizer, session, tiny
+from families import build
+from gguf_file import write_gguf
+from simulated_devices import DEVICES, KIND, simulated_devices
+from sirchat.chat.session import Session
+from sirchat.errors import SettingError, SirchatError
+from sirchat.models.layout import DISK, DeviceRoom, ModelPart, lay_out
+from sirchat.models.loading import load_model
+from sirchat.models.model import LoadedModel
+from sirchat.models.surprisal import surprisal, surprisal_at
+from sirchat.saved.autosave import fingerprint
+
+SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
+MAPS: dict[str, dict[str, str]] = {
+    "cpu and disk": {
+        "": "cpu",
+        **{f"model.layers.{at}": "disk" for at in (1, 2)},
+        "model.embed_tokens": "disk",
+        "lm_head": "disk",
+    },
+    "two devices": {
+        "": SIM_0,
+        "model.layers.2": SIM_1,
+        "model.layers.3": SIM_1,
+        "model.norm": SIM_1,
+    },
+    "cpu, devices and disk": {
+        "": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": SIM_0,
+        "model.layers.2": "disk",
+        "model.layers.3": SIM_1,
+        "lm_head": SIM_1,
+    },
+}
+ROWS_AT = {
+    "cpu and disk": ["cpu"] * 4,
+    "two devices": [SIM_0, SIM_0, SIM_1, SIM_1],
+    "cpu, devices and disk": ["cpu", SIM_0, SIM_0, SIM_1],
+}
+"""Where each layer's keys and values are: those of a layer on disk are on the main device."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of four layers with random weights, which never ends its turn."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), hub_tokenizer()
+    module = build("llama", {"vocab_size": len(tokenizer), "tie_word_embeddings": False})
+    with torch.no_grad():
+        module.lm_head.weight[:8] = 0.0
+    module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    align(folder / "model.safetensors")
+    return folder
+
+
+def align(file: Path) -> None:
+    """Let the weights begin where a copy of them would: the rounding of products depends on it."""
+    weights = load_file(file)
+    for size in range(64):
+        save_file(weights, file, {"format": "pt", "fill": "-" * size})
+        if (8 + struct.unpack("<Q", file.read_bytes()[:8])[0]) % 64 == 0:
+            return
+
+
+@pytest.fixture
+def simulation() -> Iterator[None]:
+    with simulated_devices():
+        yield
+
+
+def load(folder: Path, device_map: object = None) -> LoadedModel:
+    """The model over these devices, or on the CPU."""
+    how: dict[str, Any] = {"device": "cpu"}
+    if device_map is not None:
+        file = folder / "map.json"
+        file.write_text(json.dumps(device_map))
+        how = {"device_map": str(file)}
+    model = load_model(str(folder), for_hub=True, dtype="float32", **how)
+    # What a CPU alone computes in other ways, which round differently; so does torch for gradients.
+    vars(model)["decode_step"], vars(model)["_has_plain_head"] = None, False
+    model.module.requires_grad_(False)
+    return model
+
+
+def rows_of(chat: Session) -> list[Tensor]:
+    """Keys and values of the held rows of each layer, then of all rows, on the CPU."""
+    cache, kept = chat._engine.cache, chat.rows()
+    assert kept is not None
+    layers = range(len(cache.row_layers))
+    views = [view(n) for n in layers for view in (cache.layer_keys, cache.layer_values)]
+    return [one.cpu().clone() for one in [*views, *kept.tensors]]
+
+
+POLICIES = ("h2o", "snapkv", "kvzip", "vase", "keydiff")
+RECALLS: tuple[dict[str, Any], ...] = (
+    {"recall": "hybrid"},
+    {"recall": "attention"},
+    {"recall": "mips", "recall_scope": "layer", "recall_query": "recent"},
+    {"recall": "off", "recall_scope": "token", "recall_query": "turn"},
+)
+
+
+def talk(model: LoadedModel) -> list[Any]:
+    """A chat that uses everything that moves rows; returns what it holds after each step."""
+    chat = session(
+        model, budget=48, recent=8, max_new_tokens=3, policy="salience", attention="on", recall_n=8
+    )
+    told: list[Any] = []
+
+    def note() -> None:
+        told.append(([turn.text for turn in chat.turns], chat.save().held.tolist(), rows_of(chat)))
+
+    def say(text: str) -> None:
+        list(chat.ask(text))
+        note()
+
+    say("Our zebra is called Quixbert, and it lives in Lisbon.")
+    say("What a rainy day it is today, and how cold it was yesterday.")
+    for policy in POLICIES:
+        chat.switch("/policy", policy=policy)
+        say(f"Tell me more of {policy}.")
+    told.append([one.log_probabilities for one in chat.score_continuations(["Yes, it is.", "No."])])
+    told.append(chat.attention_paid(len(chat.turns) - 1))
+    chat.switch("/policy", policy="salience")
+    for recall in RECALLS:
+        chat.switch("/recall", **recall)
+        say("What is our zebra called?")
+    chat.undo()
+    note()
+    chat.switch("/budget", budget=64)
+    note()
+    chat.switch("/set", positions="stream")
+    say("Where does it live?")
+    chat.pin("zebra")
+    note()
+    chat.erase("Lisbon")
+    note()
+    again = Session(model, chat.profile)
+    seen = chat.save()
+    again.load(seen, chat.conversation, chat.rows(), chat.attention(seen.held))
+    chat = again
+    say("And now?")
+    return told
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Any]:
+    return talk(load(folder))
+
+
+def test_the_simulation_refuses_what_mixes_devices(simulation: None) -> None:
+    one, other = (torch.ones(2, device=device) for device in DEVICES)
+    for mixed in (other, torch.ones(2)):
+        with pytest.raises(RuntimeError, match="mixes"):
+            _ = one + mixed
+        with pytest.raises(RuntimeError, match="mixes"):
+            torch.stack([one, mixed])
+    assert (one + other.to(one.device)).device == DEVICES[0]
+    assert (one * 2).tolist() == [2, 2]
+
+
+_LONG = pytest.mark.skipif(not os.environ.get("SIRCHAT_ATTACK"), reason="a longer form")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["cpu and disk", pytest.param("two devices", marks=_LONG), "cpu, devices and disk"],
+)
+def test_a_chat_over_several_devices_is_that_on_one(
+    name: str, folder: Path, expected: list[Any]
+) -> None:
+    with ExitStack() as stack:
+        if name != "cpu and disk":
+            stack.enter_context(simulated_devices())
+        model = load(folder, MAPS[name])
+        assert [str(one) for one in model.row_devices] == ROWS_AT[name]
+        found = talk(model)
+        for step, (here, there) in enumerate(zip(found, expected, strict=True)):
+            if not isinstance(there, tuple):
+                assert here == there, step
+                continue
+            assert here[:2] == there[:2], step
+            assert all(map(torch.equal, here[2], there[2])), step
+
+
+def test_rows_weights_and_archive_are_counted_where_they_are(folder: Path) -> None:
+    whole = load(folder)
+    with simulated_devices():
+        model = load(folder, MAPS["cpu, devices and disk"])
+        assert fingerprint(model) == fingerprint(whole)
+        chat = session(model, budget=48, recent=8, max_new_tokens=4)
+        list(chat.ask("Our zebra is called Quixbert, and it lives in the old town of Lisbon. " * 3))
+        held = {one.device: one for one in chat.memory}
+        layer = 4 * sum(one.numel() for one in whole.module.model.layers[0].parameters())
+        row = 4 * 48 * 3 * 2 * 16  # float32, budget, two keys and a value, heads, dimensions
+        assert set(held) == {"cpu", SIM_0, SIM_1, DISK}
+        assert held[DISK].weights == held[SIM_0].weights == layer
+        assert sum(one.weights for one in held.values()) == pytest.approx(
+            sum(4 * one.numel() for one in whole.module.parameters()), rel=0.01
+        )
+        assert [held[one].cache for one in ("cpu", SIM_0, SIM_1)] == [row, 2 * row, row]
+        assert held["cpu"].archive > 0
+
+
+def test_surprisal_is_computed_where_the_output_head_is(folder: Path, simulation: None) -> None:
+    model = load(folder, MAPS["two devices"])
+    ids = list(range(20, 60))
+    vars(model)["_has_plain_head"] = True
+    read = model.read(ids, model.new_cache(40))
+    head, hidden = load(folder).module.lm_head, torch.randn(40, 64)
+    logits = model.forward(ids, model.new_cache(40)).cpu()
+    torch.testing.assert_close(read.surprisal.cpu(), surprisal(logits[:-1], torch.tensor(ids[1:])))
+    on_device = hidden.to(DEVICES[1])
+    moved = surprisal_at(model.module.lm_head, on_device, torch.tensor(ids, device=DEVICES[1]))
+    assert moved.tolist() == pytest.approx(surprisal_at(head, hidden, torch.tensor(ids)).tolist())
+
+
+def test_a_gguf_file_is_spread_too(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", tiny(), "F32")
+    said = tmp_path / "map.yaml"
+    said.write_text('"": cpu\nmodel.layers.1: disk\nmodel.embed_tokens: disk\n')
+    how: dict[str, Any] = {"dtype": "float32"}
+    whole = load_model(str(file), device="cpu", for_hub=True, **how)
+    model, ids = load_model(str(file), device_map=str(said), **how), list(range(5, 25))
+    assert model.module.model.layers[1].mlp.down_proj.weight.is_meta
+    assert fingerprint(model) == fingerprint(whole)
+    logits = [one.forward(ids, one.new_cache(20)) for one in (model, whole)]
+    torch.testing.assert_close(*logits)
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process, without pages of files, which the system drops when it must."""
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return 1024 * next(int(one.split()[1]) for one in lines if one.startswith("RssAnon:"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+    module = build("llama", {**sizes, "vocab_size": len(hub_tokenizer())}, torch.bfloat16)
+    layer = 2 * sum(one.numel() for one in module.model.layers[0].parameters())
+    module.save_pretrained(tmp_path)
+    hub_tokenizer().save_pretrained(tmp_path)
+    del module
+    gc.collect()
+    said = tmp_path / "map.yaml"
+    said.write_text('"": cpu\n' + "".join(f"model.layers.{at}: disk\n" for at in range(4, 8)))
+    taken, is_loaded = list[int](), Event()
+
+    def watch() -> None:
+        while not is_loaded.wait(0.0005):
+            taken.append(anonymous_bytes())
+
+    watching = Thread(target=watch)
+    watching.start()
+    model = load_model(str(tmp_path), device_map=str(said), dtype="float32")
+    is_loaded.set()
+    watching.join()
+    stays = sum(one.nbytes for one in model.module.parameters() if not one.is_meta)
+    assert 8 * layer < stays < 10 * layer  # of float32
+    assert max(taken, default=0) <= anonymous_bytes() + 0.2 * stays
+
+
+@pytest.mark.parametrize("plan", ["auto", "balanced"])
+def test_a_plan_fills_devices_or_gives_them_equally_much(
+    plan: str, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sirchat.models.placement.free_memory", lambda: 10**10)
+    model = load_model(str(folder), device_map=plan, dtype="float32", rows=48)
+    where = [str(one) for one in model.row_devices]
+    assert where == sorted(where)
+    assert where.count(SIM_0) == (4 if plan == "auto" else 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({}, "no mapping of module names"),
+        ([1], "no mapping of module names"),
+        ({"": "gpu"}, r'device "gpu".*allowed: cpu, disk'),
+        ({"": "meta"}, r'device "meta"'),
+        ({"": 7}, "device 7"),
+        ({"": True}, "device true"),
+        ({"": "cpu", "model.layer.3": "disk"}, r"model\.layer\.3.*did you mean model\.layers\.3"),
+        ({"": "cpu", "model.layers.1.mlp": "disk"}, r"splits model\.layers\.1 "),
+        ({"model.layers": "cpu"}, "no device for model.embed_tokens"),
+    ],
+    ids=str,
+)
+def test_a_bad_map_is_an_error_in_one_line(said: object, error: str, folder: Path) -> None:
+    with pytest.raises(SirchatError, match=error) as caught:
+        load(folder, said)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_map_is_yaml_or_json_without_tags_and_aliases(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "map.yaml"
+    file.write_text('"": cpu\nmodel.layers.3: disk\n')
+    model = load_model(str(folder), device_map=str(file), dtype="float32")
+    assert model.module.model.layers[3].mlp.down_proj.weight.is_meta
+    for text in ("a: &x cpu\nb: *x", "a: !!python/name:os.system", "a: cpu\na: disk"):
+        file.write_text(text)
+        with pytest.raises(SettingError, match=r"map\.yaml, line"):
+            load_model(str(folder), device_map=str(file))
+    with pytest.raises(SirchatError, match="no such file"):
+        load_model(str(folder), device_map=str(tmp_path / "none.yaml"))
+    others: tuple[dict[str, Any], ...] = ({"device": "cpu"}, {"quantize": "int8"})
+    for other in others:
+        with pytest.raises(SirchatError, match="can't be used with a device map"):
+            load_model(str(folder), device_map="auto", **other)
+
+
+PARTS = [ModelPart("in", 30), *(ModelPart(str(at), 20, 5) for at in range(4)), ModelPart("out", 30)]
+
+
+def names(laid: list[list[ModelPart]] | None) -> list[str] | None:
+    return None if laid is None else [" ".join(one.name for one in held) for held in laid]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "even", "found"),
+    [
+        ([("a", 200)], 0, ["in 0 1 2 3 out"]),
+        ([("a", 80), ("b", 100)], 0, ["in 0 1", "2 3 out"]),
+        ([("a", 160), ("b", 160)], 2, ["in 0 1", "2 3 out"]),
+        ([("a", 150), ("b", 160)], 0, ["in 0 1 2 3", "out"]),
+        ([("a", 54), ("b", 50)], 0, None),
+        ([("a", 54), ("b", 50), ("cpu", 1000)], 2, ["in", "0 1", "2 3 out"]),
+        ([("a", 100), (DISK, None)], 0, ["in 0", "1 2 3 out"]),  # 15 of caches, 30 of a weight
+        ([("a", 49), (DISK, None)], 0, None),  # not even for the caches and one part
+    ],
+)
+def test_parts_are_laid_out_in_order(
+    rooms: list[tuple[str, int | None]], even: int, found: list[str] | None
+) -> None:
+    assert names(lay_out(PARTS, [DeviceRoom(*one) for one in rooms], even=even)) == found
