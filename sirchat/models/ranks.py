@@ -247,7 +247,7 @@ class Ranks:
                 self._store.wait([_ENDING], timedelta(seconds=3))
             except RuntimeError:
                 if self.rank == 1:
-                    sys.stderr.write(f"sirchat: process 0 of {self.count} has ended: {error}\n")
+                    sys.stderr.write(f"sirchat: process 0 of {self.count} has ended\n")
         return 1
 
     def _watch(self, rank: int) -> None:

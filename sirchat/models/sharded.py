@@ -243,7 +243,8 @@ def refuse_heads(name: str, source: str, trust_remote_code: bool, count: int) ->
 
 def follow() -> int:
     """What a rank other than 0 does: compute what rank 0 asks for; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for rank 0, which tells when to end
+        signal.signal(number, signal.SIG_IGN)
     return ranks().follow()
 
 

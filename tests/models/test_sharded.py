@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from attacking import MANY
 from chatting import hub_tokenizer
-from random_sessions import RandomSession, Step
+from random_sessions import WITH_STATISTICS, RandomSession, Step
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
@@ -24,7 +22,6 @@ from sirchat.engine.sampling import FixedIds
 from sirchat.errors import ModelError, SirchatError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
-from sirchat.models import ranks as ranks_module
 from sirchat.models.loading import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.sharded import ranks
@@ -81,7 +78,7 @@ def assert_equal(found: list[Step], expected: list[Step]) -> None:
 def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, since a second process takes seconds to start."""
     names = {"tiny": "tiny"} if MANY else {}
-    for shape in _SHAPES if MANY else ["gemma3"]:
+    for shape in _SHAPES if MANY else ["llama"]:
         names[shape] = saved_model(shape, tmp_path / shape)
     single_head = saved_model("llama", tmp_path / "single", heads=1)
     alone = {shape: load_model(name, device="cpu") for shape, name in names.items()}
@@ -92,9 +89,27 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
             for seed in range(MANY or 1):
                 told = [tmp_path / f"{shape}-{seed}-{which}" for which in ("one", "two")]
                 assert_equal(steps(shared, seed, told[0]), steps(alone[shape], seed, told[1]))
+            if shape == "llama":  # the others normalize keys: all have the same norm
+                check_statistics(shared, alone[shape])
         check_messages(shared)
         check_refusals(single_head)
-        check_a_death(shared, alone[shape], other, tmp_path, monkeypatch)
+        check_a_death(shared, alone[shape], other, tmp_path)
+
+
+def check_statistics(shared: LoadedModel, alone: LoadedModel) -> None:
+    """Policies that need something of all heads hold the same rows."""
+    for policy in WITH_STATISTICS:
+        assert held_under(policy, shared) == held_under(policy, alone), policy
+
+
+def held_under(policy: str, model: LoadedModel) -> list[list[int]]:
+    """The positions that a policy holds after each round."""
+    session, held = Session(model, Profile(policy=policy, budget=48, recent=8)), list[list[int]]()
+    for said in ("Anna walks to the old lake with her grey dog and a red boat.", "Tom reads."):
+        list(session.read_user(said * 2))
+        list(session.read_reply("Seven small towns are near the river, where nobody sells apples."))
+        held.append(session.save().held.tolist())
+    return held
 
 
 def check_messages(model: LoadedModel) -> None:
@@ -134,20 +149,15 @@ def check_a_death(
     alone: LoadedModel,
     other: subprocess.Popen[bytes],
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the other process dies, this one is told to end, and the chat is saved."""
+    """When the other process dies, this one says so in one line, and the chat is saved."""
     session = Session(shared, Profile(budget=96, max_new_tokens=8))
     saving = Autosave(session, folder=folder / "saved")
     list(session.ask("My name is Anna."))
     saving.update()
-    ended = list[int]()
-    stub = SimpleNamespace(kill=lambda process, number: ended.append(process), getpid=os.getpid)
-    monkeypatch.setattr(ranks_module, "os", stub)
     other.kill()
     with pytest.raises((SirchatError, RuntimeError)):
         list(session.ask("What is my name?"))
-    assert ended == [os.getpid()]
     assert ranks().failure.startswith("process 1 of 2 has ended")
     saving.close()
     with SessionStore.open(folder / "saved" / f"{saving.id}{SUFFIX}") as store:

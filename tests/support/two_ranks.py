@@ -8,16 +8,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from sirchat.models import ranks as ranks_module
 from sirchat.models.sharded import end, ranks
 
 
 @contextmanager
 def second_rank() -> Iterator[subprocess.Popen[bytes]]:
-    """Within this block, models are loaded by this process, rank 0, and by the one it yields."""
+    """Within this block, models are loaded by this process, rank 0, and by the one it yields.
+
+    This process gets no signal when the other one has ended.
+    """
     store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     shared = {
         "TORCHELASTIC_RUN_ID": "test",
@@ -32,6 +37,8 @@ def second_rank() -> Iterator[subprocess.Popen[bytes]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**shared, "RANK": "0", "LOCAL_RANK": "0"}.items():
             patch.setenv(name, value)
+        calm = SimpleNamespace(kill=lambda *_: None, getpid=os.getpid, environ=os.environ)
+        patch.setattr(ranks_module, "os", calm)
         other = subprocess.Popen(
             [sys.executable, "-m", "sirchat"],
             env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"},
@@ -45,4 +52,6 @@ def second_rank() -> Iterator[subprocess.Popen[bytes]]:
         finally:
             other.kill()
             other.communicate()
+            for watch in ranks()._watches:
+                watch.join()
             ranks.cache_clear()
