@@ -24,6 +24,7 @@ from attacking import attack
 from command import run
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SessionError, SirchatError, UsageError
+from sirchat.memory.segments import SEGMENT_ROWS
 from sirchat.models import compiling
 from sirchat.paths import data_dir
 from sirchat.saved import search_index
@@ -230,7 +231,8 @@ def test_an_export_to_a_full_disk_leaves_the_old_file(folder: Path, tmp_path: Pa
 def test_an_archive_that_does_not_fit_leaves_no_part_of_a_file(folder: Path) -> None:
     with largest_file(2**16):
         chat = Chat(archive="disk", save=False)
-        chat.say(*[f"{words} " * 90 for words in SAYINGS])
+        chat.say(*[f"{words} " * 90 for words in SAYINGS[:2]])
+        assert len(chat.session._engine.store._archive) > SEGMENT_ROWS
         files = chat.session._engine.store._archive._files
         assert files is not None
         files.wait()
@@ -280,7 +282,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
 def test_a_small_disk_is_survived_like_a_limit(folder: Path, options: str) -> None:
     with small_disk(folder, options):
         chat = Chat(save_kv="on")
-        chat.say(*[f"{words} " * 60 for words in SAYINGS])
+        chat.say(*[f"{words} " * 60 for words in SAYINGS[:3]])
         chat.saved_chat.close()
         assert shown(chat, _FAILS) + shown(chat, "without keys and values") == 1
         listing = list_sessions(folder)
