@@ -80,7 +80,7 @@ class Budget:
         """
         recall, size = self.settings.recall, self.full_reserve
         is_fixed = recall is None or recall.n is not None
-        has_evicted = self.ledger.held_count < self.ledger.seen
+        has_evicted = self.policy_rows < self.ledger.seen  # even if all were recalled
         if is_fixed or (has_evicted and self.policy_rows <= self.total - size):
             return size
         return 0
@@ -91,7 +91,8 @@ class Budget:
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
-        room = self.total - self.sinks - self.pins(self.ledger.held_positions)
+        pins = self.pins(self.ledger.pinned_positions)  # those to be restored, too
+        room = self.total - self.sinks - pins
         return most_recalled(usual_reserve(room) if recall.n is None else recall.n, room)
 
     @property

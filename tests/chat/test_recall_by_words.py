@@ -109,6 +109,32 @@ def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all()
     assert one.resident - len(one.recalled) <= 256 - one.limits.reserve
 
 
+def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
+    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    list(one.read_user("Our zebra is called Quixbert. " * 14))
+    before = one.seen
+    assert 120 < before < 200
+    list(one.read_user("Who is Quixbert? " * 20))
+    assert one.seen - before > 68, "more than the reserve leaves to the policy"
+    assert one.recalled, "what was restored stays for this turn"
+    assert one.limits.reserve == one.limits.full_reserve > 0
+    assert one.resident <= 256
+
+
+def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
+    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    told = len(one.template.as_text("Our zebra is called Quixbert. " * 9))
+    list(one.read_user("Our zebra is called Quixbert. " * 9))
+    while one.seen < 900:
+        list(one.read_user("Tell me a joke."))
+        list(one.read_reply("Fine."))
+    assert 256 - one.limits.reserve < told < 128, "half of the budget may be pinned"
+    one.pin("turn 0")
+    assert len(one._engine.ledger.pinned_positions) >= told
+    assert one.resident <= 256
+    list(one.read_user("Who is Quixbert?"))
+
+
 def test_a_first_message_larger_than_the_budget_has_all_of_it_until_the_next_turn() -> None:
     one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
     list(one.read_user("My name is Anna. " * 80))
