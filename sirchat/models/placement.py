@@ -37,6 +37,7 @@ from sirchat.models.layout import DISK, GPU_RESERVE, DeviceRoom, ModelPart, lay_
 from sirchat.models.listing import find_model
 from sirchat.models.scorer import decoder_layers
 from sirchat.models.shape import free_memory
+from sirchat.models.threads import free_large_blocks_at_once
 from sirchat.paths import archives_dir
 
 _PLANS = ("auto", "balanced")
@@ -166,9 +167,13 @@ class Spread:
 
     @cached_property
     def _folder(self) -> ArchiveFolder:
-        """A private folder for weights on disk that the model's files do not have as they are."""
+        """A private folder for weights on disk that the model's files do not have as they are.
+
+        Whoever asks for it has weights on disk.
+        """
         folder = ArchiveFolder(archives_dir() / f"weights-{os.getpid()}-{secrets.token_hex(4)}")
         folder.make()
+        free_large_blocks_at_once()
         return folder
 
     def place(self, module: Any) -> Placement:
