@@ -37,7 +37,7 @@ from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
-from sirchat.errors import LostRankError, UndoError
+from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
 from sirchat.models.devices import DeviceMemory, memory_by_device
@@ -111,14 +111,8 @@ class Session:
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Keys and values of all tokens, or of the held ones; see `KeyValueStore.rows`.
-
-        None, too, if a process that has a part of them has ended.
-        """
-        try:
-            return self._engine.store.rows(limit)
-        except LostRankError:
-            return None
+        """Keys and values of all tokens, or of the held ones; see `KeyValueStore.rows`."""
+        return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
         """The counted attention that these tokens received so far, to be saved in a file."""
@@ -314,11 +308,10 @@ class Session:
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
-        """Pin or unpin the tokens of `target`, which is a text, `last` or `turn N`.
+        """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
 
-        `around` is the number of tokens before, and after, each of them that are included. Archived
-        tokens are restored. Raises UsageError if nothing matches, and SettingError, changing
-        nothing, if the pins would leave too little room.
+        Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
+        changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
         events = self._events.moved(self._now.last, self._engine.contents.pin(positions, pinned))

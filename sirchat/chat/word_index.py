@@ -99,11 +99,11 @@ class TurnIndex(ABC):
 
     def _update(self, texts: Sequence[str]) -> None:
         """Remove texts that changed or no longer exist from the index, then add the new texts."""
-        known, same, step = self._texts, min(len(self._texts), len(texts)), 1
-        while known[:same] != texts[:same]:  # mostly, only the last text has changed
-            same, step = max(0, same - step), 8 * step
-        while same < min(len(known), len(texts)) and known[same] == texts[same]:
-            same += 1
+        known, least, step = self._texts, min(len(self._texts), len(texts)), 1
+        while known[:least] != texts[:least]:  # mostly, only the last text has changed
+            least, step = max(0, least - step), 8 * step
+        pairs = enumerate(zip(known[least:], texts[least:], strict=False), least)
+        same = next((at for at, (a, b) in pairs if a != b), min(len(known), len(texts)))
         while len(known) > same:
             self._remove(known.pop())
         for at, text in enumerate(texts[same:], same):
@@ -368,8 +368,7 @@ class _Near(NamedTuple):
 class _Sums:
     """Counts how often turns have a term, each turn together with the turns beside it.
 
-    `WideIndex` says how much the turns beside it count. Only turns that have the term, and turns
-    beside these, are looked at.
+    `WideIndex` says how much the turns beside it count. No other turns are looked at.
     """
 
     def __init__(self, turns: int) -> None:

@@ -234,7 +234,7 @@ class KeyValueStore:
         """All held or archived rows as first written, in order of position, on the CPU.
 
         If these rows are larger than `limit` bytes, returns only the held rows; if the held rows
-        are larger, too, returns None.
+        are larger, too, returns None. Raises LostRankError if a process that shares them has ended.
         """
         positions = self.reachable()
         held = self.ledger.held_positions

@@ -26,7 +26,7 @@ from sirchat.chat.conversation import Turn
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
-from sirchat.errors import SessionError
+from sirchat.errors import LostRankError, SessionError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW
@@ -221,7 +221,10 @@ class Autosave:
         if self._store is None or mode == "off" or not self._session.seen:
             return False
         limit = KV_BYTES if mode == "auto" else None
-        rows = self._session.rows(limit)
+        try:
+            rows = self._session.rows(limit)
+        except LostRankError:  # a process has ended, with its part of them
+            rows = None
         if rows is None:
             self._store.drop_kv()
             return False

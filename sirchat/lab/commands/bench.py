@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ from sirchat.cli.flags import Debug, misplaced_flag
 from sirchat.config.profile import Profile, parse_size
 from sirchat.config.profile_files import changed, resolve
 from sirchat.errors import UsageError
+from sirchat.lab.commands.bench_files import files_app
 from sirchat.lab.commands.study_flags import Json, whole_numbers
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class _BenchGroup(TyperGroup):
 
 
 bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_command=True)
+bench_app.add_typer(files_app)
 
 Model = Annotated[
     str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 4b or 8b.")
@@ -242,82 +243,6 @@ def measure_all(
     from sirchat.lab.bench.report import print_json, print_record
 
     (print_json if json else print_record)(bench_everything(profile, rounds, llama_cpp))
-
-
-@bench_app.command("compare")
-def compare_two(
-    first: Annotated[Path, typer.Argument(help="A record that `bench all --json` has printed.")],
-    second: Annotated[Path, typer.Argument(help="Another record, of another machine for example.")],
-    debug: Debug = False,
-) -> None:
-    """Show two records of `sirchat bench all --json` side by side."""
-    from sirchat.lab.bench.record import read_record
-    from sirchat.lab.bench.report import print_compared
-
-    print_compared(read_record(first), read_record(second))
-
-
-@bench_app.command("claims")
-def repeat_claims(
-    which: Annotated[
-        str, typer.Argument(help="A part of commands or headings, or all.", metavar="TEXT|all")
-    ] = "",
-    put: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="What a word such as FILE in a command stands for."
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Repeat the commands in sirchat's documents, and show the documents' figures beside new ones.
-
-    Without TEXT, the commands are listed. Some take hours.
-    """
-    from sirchat.lab.bench.claims import claims, repeat
-
-    given = dict(one.partition("=")[::2] for one in put or ())
-    found = [
-        one.put(given)
-        for one in claims()
-        if which in ("", "all") or which.casefold() in f"{one.command} {one.place}".casefold()
-    ]
-    if not found:
-        raise UsageError(f"no document has a command with {which!r}", hint="sirchat bench claims")
-
-    for claim in found:
-        typer.echo(f"{claim.place}: {claim.command}")
-        if which:
-            typer.echo(f"\nas written:\n\n{claim.text}\n\nnow:\n")
-            if status := repeat(claim):
-                typer.echo(f"(it ended with exit code {status})", err=True)
-            typer.echo("")
-
-
-@bench_app.command()
-def make_model(
-    shape: Annotated[str, typer.Argument(help="135m, 1b, 4b or 8b.", metavar="SHAPE")],
-    path: Annotated[
-        Path, typer.Argument(help="The GGUF file to write.", dir_okay=False, metavar="PATH")
-    ],
-    type: Annotated[
-        str, typer.Option(metavar="Q4_0|Q4_1|Q4_K", help="How the matrices are stored.")
-    ] = "Q4_K",
-    debug: Debug = False,
-) -> None:
-    """Write a GGUF file with random weights, to measure models of sizes that are not bundled.
-
-    The shapes are those of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B; the tokenizer is
-    that of `tiny`. Embeddings and output head are stored as Q6_K. The model's text is nonsense.
-    """
-    from sirchat.lab.bench.made_model import write_model
-    from sirchat.lab.bench.ratio import SHAPES
-
-    if shape not in SHAPES:
-        raise UsageError(f"{shape!r} is not a shape", hint=f"the shapes are {', '.join(SHAPES)}")
-    if path.exists():
-        raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
-    write_model(path, SHAPES[shape], type)
 
 
 @bench_app.command()
