@@ -59,7 +59,8 @@ class Ranks:
     def __init__(self, root: Any, classes: Mapping[type, type]) -> None:
         import torch.distributed as dist
 
-        self._dist, self._classes = dist, classes
+        self._dist = dist
+        self._classes: Mapping[type, Any] = classes
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -235,8 +236,8 @@ class Ranks:
         one = self._shared[number]
         try:
             self._run(getattr(type(one), name), one, args, options)
-        except Exception as error:
-            if not _is_common(error):
+        except Exception as error:  # a call that had no error on rank 0 must have none here
+            if name not in self._classes[type(one)].now or not _is_common(error):
                 raise
 
     def _failed(self, error: str) -> int:
@@ -324,7 +325,8 @@ def on_all_ranks(
         return call
 
     methods = [Method(getattr(kind, name), meets=name in now) for name in (*later, *now)]
-    return type(kind.__name__, (kind,), {one.name: called(one) for one in methods})
+    own = {one.name: called(one) for one in methods}
+    return type(kind.__name__, (kind,), {**own, "now": frozenset(now)})
 
 
 class _Pickler(pickle.Pickler):

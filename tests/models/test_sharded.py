@@ -86,7 +86,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     with second_rank() as other:
         for shape, name in names.items():
             shared = load_model(name)
-            for seed in range(MANY or 1):
+            for seed in range(MANY) if MANY else [3]:  # it does most things
                 told = [tmp_path / f"{shape}-{seed}-{which}" for which in ("one", "two")]
                 assert_equal(steps(shared, seed, told[0]), steps(alone[shape], seed, told[1]))
             if shape == "llama":  # the others normalize keys: all have the same norm
