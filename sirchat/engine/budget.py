@@ -91,8 +91,9 @@ class Budget:
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
-        pins = self.pins(self.ledger.pinned_positions)  # those to be restored, too
-        room = self.total - self.sinks - pins
+        # An automatic size gives way to pins that are still to be restored, too.
+        at = self.ledger.pinned_positions if recall.n is None else self.ledger.held_positions
+        room = self.total - self.sinks - self.pins(at)
         return most_recalled(usual_reserve(room) if recall.n is None else recall.n, room)
 
     @property
