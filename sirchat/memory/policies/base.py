@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.ledger import HeldRows, KeyValueStat
+from sirchat.memory.ledger import Flag, HeldRows, KeyValueStat, Ledger, Role
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class ScorePolicy(Policy):
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
         return highest(self._ranking(rows), rows.protected, num_keep)
 
+    def best_first(self, rows: HeldRows) -> Tensor:
+        """The numbers [n] of all rows, from those that stay the longest to the first that go."""
+        return _best_first(self._ranking(rows), rows.protected)
+
     def _ranking(self, rows: HeldRows) -> Tensor:
         """The numbers [n] by which unprotected rows are ranked; rows with higher numbers stay."""
         return self.score(rows)
@@ -141,10 +147,50 @@ def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
 
     Rows in the mask `protected` [n] come before all others. Of equal rows, the newer one is chosen.
     """
+    kept: Tensor = _best_first(ranking, protected)[:num_keep].sort().values
+    return kept
+
+
+def _best_first(ranking: Tensor, protected: Tensor) -> Tensor:
     newest_first = ranking.double().flip(0)
     order = torch.argsort(newest_first, descending=True, stable=True)
     order = len(ranking) - 1 - order
     is_protected = protected[order]
-    order = torch.cat((order[is_protected], order[~is_protected]))
-    kept: Tensor = order[:num_keep].sort().values
-    return kept
+    return torch.cat((order[is_protected], order[~is_protected]))
+
+
+def rows_of_text(
+    ids: Sequence[int],
+    surprisal: Sequence[float],
+    *,
+    roles: Sequence[Role] = (),
+    continues_word: Sequence[bool] = (),
+    learned_scores: Sequence[float] = (),
+    sinks: int = 4,
+    seed: int = 0,
+) -> HeldRows:
+    """A text of n tokens as policies see it, without a chat: all tokens are held.
+
+    Args:
+        ids: its token ids [n].
+        surprisal: of each token, in nats; that of the first one, which nothing predicts, is NaN.
+        roles: who wrote each token; if empty, the user wrote all.
+        continues_word: whether each token belongs to the same word as the one before it.
+        learned_scores: of the model's scorer, for the policy `learned`.
+        sinks: how many of the first tokens are protected.
+        seed: of the policy's random numbers.
+
+    Statistics of attention, keys and values are 0; `dataclasses.replace` sets them.
+    """
+    ledger = Ledger(seed)
+    ledger.append(
+        list(ids),
+        list(surprisal),
+        turn=0,
+        round=0,
+        roles=[int(one) for one in roles] or [int(Role.USER)] * len(ids),
+        flags=[int(Flag.CONTINUES) * bool(one) for one in continues_word] or [0] * len(ids),
+        learned_scores=list(learned_scores) or None,
+    )
+    ledger.rank_first_token(len(ids))
+    return ledger.held(sinks=sinks, protected=np.arange(len(ids)) < sinks)

@@ -1,0 +1,1 @@
+"""Scores of sirchat as presses of NVIDIA's kvpress."""
