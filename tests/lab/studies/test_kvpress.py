@@ -24,7 +24,7 @@ from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.knorm import Knorm
 from sirchat.memory.policies.learned import Learned
 from sirchat.memory.policies.salience import Salience
-from sirchat.models.model import load_model
+from sirchat.models.loading import load_model
 from sirchat.models.surprisal import surprisal
 from sirchat.text.detokenizer import WordContinuation
 
