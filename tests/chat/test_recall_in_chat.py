@@ -89,7 +89,7 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sirchat.engine.search.observed_by", lambda *_: nullcontext())
+        patch.setattr("sirchat.models.model.observed_by", lambda *_: nullcontext())
         events = list(chat.ask("Tell me a joke."))
     (notice,) = [one for one in events if isinstance(one, Notice)]
     assert "no token can be restored" in notice.text

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import sirchat
 from sirchat.errors import UsageError
 
 _SHOWN = re.compile(r"`((?:[A-Z_]+=\S+ )*sirchat (?:bench|eval|train) \w[^`]*)`")
@@ -49,7 +48,7 @@ class Claim:
 
 def documents() -> list[Path]:
     """All documents of sirchat; the first README only in its source tree."""
-    package = Path(sirchat.__file__).parent
+    package = Path(__file__).parents[2]
     first = package.parent / "README.md"
     is_source = (package.parent / "pyproject.toml").exists()
     return [*([first] if is_source else []), *sorted(package.rglob("*.md"))]
