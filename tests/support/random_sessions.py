@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -56,9 +56,15 @@ def _of(event: Event) -> Any:
 
 
 class RandomSession:
-    """A session with a model, of random settings and steps; equal seeds give equal ones."""
+    """A session with a model, of random settings and steps; equal seeds give equal ones.
 
-    def __init__(self, model: LoadedModel, seed: int, folder: Path) -> None:
+    The settings have none of the policies `without`.
+    """
+
+    def __init__(
+        self, model: LoadedModel, seed: int, folder: Path, without: Collection[str] = ()
+    ) -> None:
+        self._policies = [one for one in PLAIN + WITH_STATISTICS if one not in without]
         self._random, self._model, self._folder = Random(seed), model, folder
         profile = Profile(save=False, save_kv="on", temperature=0.0, **self._settings())
         self._session = Session(model, profile)
@@ -66,7 +72,7 @@ class RandomSession:
     def _settings(self) -> dict[str, Any]:
         random = self._random
         return {
-            "policy": random.choice(PLAIN + WITH_STATISTICS),
+            "policy": random.choice(self._policies),
             "budget": random.choice((72, 96, 128)),
             "recent": random.choice((8, 16)),
             "sinks": random.choice((0, 4)),
@@ -126,7 +132,7 @@ class RandomSession:
         return []
 
     def _trial(self) -> list[Event]:
-        with self._session.trial("trial", {"policy": self._random.choice(WITH_STATISTICS)}):
+        with self._session.trial("trial", {"policy": self._random.choice(self._policies)}):
             return list(self._session.ask(sentence(self._random)))
 
     def _resume(self) -> list[Event]:
