@@ -266,7 +266,7 @@ def test_stats_counts(chat: Terminal) -> None:
     chat.ask("/decay 0.9")
     assert re.fullmatch(
         r"2 messages; \d+ tokens read, \d+ written, [\d,]+ tok/s; \d+ of 1,024 held, 0 evicted; "
-        r"policy salience, decay 0.9",
+        r"policy salience, decay 0.9 cpu: \d+ MB weights, [\d.]+ MB KV cache",
         chat.ask("/stats").replace("\n", " "),
     )
 
