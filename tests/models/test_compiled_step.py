@@ -256,7 +256,7 @@ def test_where_nothing_can_be_written_auto_leaves_it(
     thread.join(60)
     assert step_of(model).compiled is None
     compiling._fail(compiled_dir() / "program.so", "wrong logits")
-    with pytest.raises(ModelError, match="--compile on: compiling fails: Not a directory"):
+    with pytest.raises(ModelError, match="--compile on: compiling fails: File exists"):
         compiling.use_compiled(model, "on")
 
 
