@@ -148,9 +148,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies a
 def main() -> None:
     """Run the command line and exit with its exit code.
 
-    Started by torchrun, only the first process does so; the others compute what it asks for.
+    Started by torchrun, only the first process does so; the others compute what it asks for. But
+    `train` runs in each of them, with data of its own.
     """
     ranks = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    ranks = ranks and sys.argv[1:2] != ["train"]
     if ranks and os.environ["RANK"] != "0":
         from sirchat.models.sharded import follow
 

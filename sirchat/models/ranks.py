@@ -42,7 +42,12 @@ _ENDING = "sirchat ends"
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process, and others beside it."""
+    """Whether torchrun has started this process and others, which are to share one model.
+
+    In `sirchat train`, each process has the whole model.
+    """
+    if sys.argv[1:2] == ["train"]:
+        return False
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
 
