@@ -282,13 +282,18 @@ class Keyboard:
         The rows below the cursor are erased; if a panel stood there, the next frame draws it again.
         """
         self._restore()
-        self._write(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
+        self._write_now(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._suspend)
         self._quiet()
         if self._marks_pastes:
-            self._write(_PASTE_ON)
+            self._write_now(_PASTE_ON)
+
+    def _write_now(self, sequence: str) -> None:
+        """Write past the buffer of the stream, since a signal may have interrupted its `write`."""
+        if self._out is not None:
+            os.write(self._out.fileno(), sequence.encode())
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """On SIGTERM or SIGHUP, raise SystemExit, so that every context manager can clean up."""

@@ -217,3 +217,32 @@ def test_ctrl_c_drops_nothing_that_is_on_its_way() -> None:
         assert os.read(terminal, 100) == b"a frame"
         assert os.read(program, 100) == b"next"
     os.close(terminal)
+
+
+class _Suspending(io.FileIO):
+    """A terminal at which Ctrl-Z comes while the program writes to it."""
+
+    keyboard: Keyboard
+
+    def write(self, data: object) -> int:
+        self.keyboard._suspend(signal.SIGTSTP, None)
+        return super().write(data)  # type: ignore[arg-type]
+
+
+def test_ctrl_z_while_a_frame_is_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: stopped.append(number))
+    terminal, program = os.openpty()
+    os.set_blocking(terminal, False)
+    raw = _Suspending(os.dup(program), "w")
+    with (
+        io.TextIOWrapper(io.BufferedWriter(raw)) as out,
+        open(program, encoding="utf-8") as line,
+        Keyboard(Vt100Input(line), out) as raw.keyboard,
+    ):
+        out.write("a frame")
+        out.flush()
+        assert os.read(terminal, 100).endswith(b"\x1b[Ja frame")
+        raw.close()
+    os.close(terminal)
+    assert stopped == [signal.SIGTSTP]
