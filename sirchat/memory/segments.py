@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.transfers import to_device
 from sirchat.paths import private_dir
 
@@ -238,6 +239,7 @@ class SegmentFiles:
             os.replace(new, path)
             stored = load_file(path)
             segment.tensors = [stored[str(n)] for n in range(len(stored))]
+            trim_memory()  # else what was in RAM leaves gaps in the heap
         except Exception as error:  # safetensors raises its own errors for a full disk
             self.error = f"{getattr(error, 'strerror', None) or error}: {self.folder}"
             with suppress(OSError):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sirchat.memory.free_memory import trim_memory
 from sirchat.models.packed import (
     Int4Linear,
     Int8Head,
@@ -18,7 +19,6 @@ from sirchat.models.packed import (
     eight_bits,
     four_bits,
 )
-from sirchat.models.threads import trim_memory
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Groups of layers with the same input; a decode step computes one product for each group."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from sirchat.config.values import parse_yaml
 from sirchat.errors import ModelError, format_value, nearest
+from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.memory.segments import ArchiveFolder
 from sirchat.models.devices import (
     CPU,
@@ -37,7 +38,6 @@ from sirchat.models.layout import DISK, GPU_RESERVE, DeviceRoom, ModelPart, lay_
 from sirchat.models.listing import find_model
 from sirchat.models.scorer import decoder_layers
 from sirchat.models.shape import free_memory
-from sirchat.models.threads import free_large_blocks_at_once
 from sirchat.paths import archives_dir
 
 _PLANS = ("auto", "balanced")

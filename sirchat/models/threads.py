@@ -1,4 +1,4 @@
-"""Sets the number of CPU threads of the process, and returns its free memory to the system.
+"""Sets the number of CPU threads of the process.
 
 If other programs use the CPU, one thread for each core is several times slower than one thread:
 every step waits for the thread that was interrupted. So the number of threads is the number of
@@ -7,9 +7,7 @@ physical cores that this process may use, minus those that are busy. The user's 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -91,29 +89,3 @@ def threads_in_words(device: torch.device) -> str:
         return ""
     count = torch.get_num_threads()
     return f"{count} thread{'s' * (count > 1)}"
-
-
-def trim_memory() -> None:
-    """Return free memory to the system, if the C library has a function for it (glibc)."""
-    _call_glibc("malloc_trim", 0)
-
-
-def free_large_blocks_at_once() -> None:
-    """From now on, return each freed block of a megabyte or more to the system at once (glibc).
-
-    Weights that are read from disk for every pass would else leave gaps in the heap.
-    """
-    _call_glibc("mallopt", _MMAP_THRESHOLD, 2**20)
-
-
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in glibc's malloc.h
-
-
-def _call_glibc(name: str, *arguments: int) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        function = getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):  # another C library
-        return
-    function(*arguments)

@@ -16,12 +16,12 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles, load_profile, resolve
 from sirchat.config.values import allowed, as_typed, is_option, parse_option, parse_value
 from sirchat.errors import SettingError, format_value, nearest
+from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.policies import import_typed
 from sirchat.models.compiling import load_model_of
 from sirchat.models.listing import model_names
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
-from sirchat.models.threads import trim_memory
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.progress import loading_bar

@@ -27,11 +27,11 @@ from gguf_file import write_gguf
 from simulated_devices import DEVICES, KIND, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, SirchatError
+from sirchat.memory.free_memory import trim_memory
 from sirchat.models.layout import DISK, DeviceRoom, ModelPart, lay_out
 from sirchat.models.loading import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_at
-from sirchat.models.threads import trim_memory
 from sirchat.saved.autosave import fingerprint
 
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sirchat.models.threads import trim_memory
+from sirchat.memory.free_memory import trim_memory
 
 
 def resident() -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sirchat.errors import ModelError
+from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.decoder_config import DecoderConfig
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
@@ -35,7 +36,6 @@ from sirchat.models.packed import (
 from sirchat.models.packed_experts import PackedExperts
 from sirchat.models.packing import WeightStore, fuse_projections, has_same_input
 from sirchat.models.progress import Progress, switch_off_bars
-from sirchat.models.threads import trim_memory
 
 
 class FourBit(NamedTuple):
