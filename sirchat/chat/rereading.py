@@ -190,7 +190,7 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
     """Make the tokens `wanted` the user's pins; if not all have room, only the newest of them.
 
-    `more` tokens will be pinned next. Returns how many of `wanted` are not pinned.
+    Room for `more` further pins is left free. Returns how many of `wanted` are not pinned.
     """
     limits, own = session.limits, own_pins(session)
     free = wanted[wanted >= limits.sinks]

@@ -42,14 +42,16 @@ def contract_violations(policy: Policy) -> list[str]:
             "keep() must return int64 row numbers": kept.dtype == torch.int64,
             "keep() must return exactly num_keep rows": len(kept) == num_keep,
             "rows must be sorted and unique": bool((kept.diff() > 0).all()),
-            "rows must be within the held rows": bool(((kept >= 0) & (kept < len(held))).all()),
+            "keep() must return numbers of held rows": bool(
+                ((kept >= 0) & (kept < len(held))).all()
+            ),
             "keep() must return the same rows for the same arguments": torch.equal(kept, again),
             "keep() must not change the rows": torch.equal(before, held.position),
             "score() and log_factors() must return tensors with one number for each row": all(
                 isinstance(one, torch.Tensor) and one.shape == (len(held),) for one in numbers
             ),
         }
-        if promises["rows must be within the held rows"]:
+        if promises["keep() must return numbers of held rows"]:
             stays = torch.zeros(len(held), dtype=torch.bool)
             stays[kept] = True
             promises["protected rows must stay"] = bool(stays[held.protected].all())

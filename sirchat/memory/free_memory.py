@@ -11,7 +11,10 @@ import sys
 
 
 def trim_memory() -> None:
-    """Return free memory to the system, if the C library has a function for it (glibc)."""
+    """Return free memory to the system; this takes a few milliseconds.
+
+    Without effect if the C library has no function for it.
+    """
     _call_glibc("malloc_trim", 0)
 
 

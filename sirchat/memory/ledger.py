@@ -95,7 +95,8 @@ class HeldRows:
     Attributes:
         position: stream positions, ascending.
         token_id, turn, round, role: of each token; `role` is a number as in `Role`.
-        surprisal: in nats; the first token of the stream has the maximum of the ids read with it.
+        surprisal: in nats. Nothing predicts the first token of the stream, so it has the highest
+            surprisal of those read with it.
         log_decay_since: logarithm of the product of the decays since the row was read.
         log_decayed_surprisal: logarithm of the surprisal times these decays.
         attention: attention received so far, if attention is counted; else 0.

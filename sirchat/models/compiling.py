@@ -171,7 +171,7 @@ def _use(step: DecodeStep, path: Path) -> str:
     except DamagedProgramError:
         with suppress(OSError):
             path.unlink()
-        return "its program was damaged; it is compiled again"
+        return "its program was damaged and has been deleted; it will be compiled again"
     except WrongProgramError as error:
         _fail(path, error)
         return str(error)

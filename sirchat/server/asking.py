@@ -148,7 +148,7 @@ class AskRoutes:
         if server_socket(wanted.model) != server_socket(own.model):
             differing.insert(0, "model")
         if differing:
-            message = f"the server has another {differing[0]}: {getattr(own, differing[0])}"
+            message = f"the server has a different {differing[0]}: {getattr(own, differing[0])}"
             raise RequestError(message, status=409)
         if is_path(wanted.policy):
             raise RequestError("a question can't name a policy of your own")

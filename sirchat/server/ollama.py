@@ -46,7 +46,7 @@ class OllamaOptions(Fields):
     num_ctx: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The same options as fields of a request for a chat."""
+        """These options, without `num_ctx`, under the names that a chat request has for them."""
         given = self.model_dump(exclude_none=True, exclude={"num_ctx"})
         renamed = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
         return {renamed.get(name, name): value for name, value in given.items()}

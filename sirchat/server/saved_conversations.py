@@ -71,7 +71,7 @@ class SavedConversation:
 
     @staticmethod
     def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
-        """The entry of a conversation in memory."""
+        """What to keep of a conversation that is in memory; `file` is where it is being written."""
         return SavedConversation(
             conversation.id,
             tuple(conversation.keys),

@@ -149,7 +149,7 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
 ) -> Table:
-    """A table of the turns of recalled tokens: how many tokens, shared words, recalled text."""
+    """A table of the turns with recalled tokens: their number, the shared words, the text."""
     table = _table(theme)
     _columns(table, "turn", "tokens")
     table.add_column("by the words", no_wrap=True, overflow="ellipsis", min_width=12)

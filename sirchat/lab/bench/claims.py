@@ -1,8 +1,8 @@
-"""The figures in sirchat's documents, with the commands beside them; commands are run again.
+"""Finds the figures in sirchat's documents and the commands that made them; runs these again.
 
-Nothing is registered: the Markdown files themselves say which command a figure is from. A claim is
-a command in `code` that stands in a table's row or in a paragraph with figures; a table right
-before the paragraph belongs to it.
+There is no list of them: the Markdown files themselves say which command a figure is from. A claim
+is a command in backticks, in a table's row or in a paragraph with figures. A table right before the
+paragraph belongs to it.
 """
 
 from __future__ import annotations

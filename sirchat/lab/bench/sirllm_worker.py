@@ -20,7 +20,7 @@ START = 4
 
 
 class Loop:
-    """A Llama model with random weights, read turn by turn.
+    """SirLLM's loop: a Llama model with random weights reads turns, and evicts before each.
 
     `configuration` holds arguments of transformers' LlamaConfig; `dtype` is a name in torch; every
     turn multiplies the stored entropies by `decay`.

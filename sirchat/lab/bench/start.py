@@ -51,7 +51,7 @@ _NAMES: dict[str, tuple[str, str, float]] = {
     "resident": ("memory after the first token", "MiB", 2.0**20),
     "peak": ("most memory until the first token", "MiB", 2.0**20),
     "paste": ("first token after {long:,} in an empty cache", "s", 1.0),
-    "decode": (f"each of {REPLY} tokens after them", "ms", 0.001),
+    "decode": (f"each of the next {REPLY} tokens", "ms", 0.001),
     "most": ("most memory until the end", "MiB", 2.0**20),
 }
 _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
