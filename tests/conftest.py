@@ -40,7 +40,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that never stops speaking."""
-    return str(save_babbler(tmp_path_factory.mktemp("babbler")))
+    return str(save_babbler(tmp_path_factory.mktemp("babbler"), sure=5))
 
 
 @pytest.fixture

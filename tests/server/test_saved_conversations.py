@@ -207,7 +207,7 @@ def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
                     stream.readline()
                 process.send_signal(number)
                 process.wait()
-        _wait_for_the_end(urlsplit(url).port or 0)
+                _wait_for_the_end(urlsplit(url).port or 0)  # a client that leaves ends its reply
     first, second = memory
     assert second["id"] == first["id"]
     assert second["cached"] == first["seen"]
