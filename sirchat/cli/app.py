@@ -151,8 +151,11 @@ def main() -> None:
     Started by torchrun, only the first process does so; the others compute what it asks for. But
     `train` runs in each of them, with data of its own.
     """
-    ranks = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    ranks = ranks and sys.argv[1:2] != ["train"]
+    ranks = False
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from sirchat.models.ranks import by_torchrun
+
+        ranks = by_torchrun()
     if ranks and os.environ["RANK"] != "0":
         from sirchat.models.sharded import follow
 

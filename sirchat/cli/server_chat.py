@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from prompt_toolkit.completion import WordCompleter
@@ -166,11 +166,7 @@ class ServerChat:
         connection, text = self._connect(), ""
         try:
             body["sirchat"] = self._memory
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers())
-            response = connection.getresponse()
-            if response.status != 200:
-                raise SirchatError(f"the server refuses: {why_refused(response)}")
-            for event in _events(response):
+            for event in _events(_response(connection, "POST", "/v1/chat/completions", body)):
                 if "error" in event:
                     raise SirchatError(event["error"]["message"])
                 text += (piece := event["choices"][0]["delta"].get("content") or "")
@@ -214,16 +210,21 @@ def _asked(connect: Callable[[], HTTPConnection], method: str, path: str, body: 
     """The JSON of a response; raises SirchatError if the server refuses or can't be asked."""
     connection = connect()
     try:
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, headers())
-        response = connection.getresponse()
-        if response.status != 200:
-            raise SirchatError(f"the server refuses: {why_refused(response)}")
-        return json.load(response)
+        return json.load(_response(connection, method, path, body))
     except (OSError, HTTPException, ValueError) as error:
         raise SirchatError(f"the server can't be asked: {error}") from None
     finally:
         connection.close()
+
+
+def _response(connection: HTTPConnection, method: str, path: str, body: Any) -> HTTPResponse:
+    """The response to a request; raises SirchatError if the server refuses."""
+    data = None if body is None else json.dumps(body)
+    connection.request(method, path, data, headers())
+    response = connection.getresponse()
+    if response.status != 200:
+        raise SirchatError(f"the server refuses: {why_refused(response)}")
+    return response
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[Any]:

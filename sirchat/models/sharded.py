@@ -7,7 +7,7 @@ transformers divides the weights, by the plan of the model's family (`Distribute
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
@@ -62,23 +62,13 @@ class ShardedModel(LoadedModel):
         self.forward([0], cache)
         return ranks().count * cache.nbytes // cache.capacity
 
-    def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        *,
-        visible: Tensor | None = None,
-        positions: Sequence[int] | None = None,
-        observer: AttentionObserver | None = None,
-        scores: list[float] | None = None,
-    ) -> Tensor:
-        """As `LoadedModel.forward`; what `observer` has recorded is then that of all heads."""
-        logits = super().forward(
-            ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
-        )
+    @contextmanager
+    def _observed_by(self, observer: AttentionObserver | None) -> Iterator[None]:
+        """As in `LoadedModel`; what `observer` has recorded is then that of all heads."""
+        with super()._observed_by(observer):
+            yield
         if observer is not None:
             observer.combine(ranks())
-        return logits
 
     @cached_property
     def _recordings(self) -> list[tuple[QueryRecorder, ExitStack]]:
