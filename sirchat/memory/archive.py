@@ -142,7 +142,7 @@ class Archive:
                     self._files.put(number, segment)
             start += count
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for the rows that are on their way from a GPU."""
         while self._arriving:
             self._put_first()
@@ -225,7 +225,7 @@ class Archive:
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested rows")
-        self.settle()
+        self.flush()
         order = np.argsort(self._slots[positions])
         slots = self._slots[positions[order]]
         numbers, starts = np.unique(slots // SEGMENT_ROWS, return_index=True)
@@ -256,7 +256,7 @@ class Archive:
         Positions that are not archived are skipped. If all rows of a segment are wanted, they are
         views of its tensors; otherwise copies.
         """
-        self.settle()
+        self.flush()
         is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
         is_wanted[wanted[wanted < len(self._slots)]] = True
         for segment in self._segments:
@@ -303,7 +303,7 @@ class Archive:
 
     @torch.inference_mode()
     def _erase(self, positions: Positions) -> None:
-        self.settle()
+        self.flush()
         slots = self._slots[positions]
         for number in np.unique(slots // SEGMENT_ROWS):
             segment = self._segments[number]

@@ -202,8 +202,8 @@ def describe_use(
         help_ = "/retry full may help" if can_retry else "/retry draws another reply"
         return f"{was}, but the reply made little use of it {times}; {help_}."
     if share < 1:
-        return f"{was}, and the reply paid it some attention {times}: it was not forgotten."
-    return f"{was}, and the reply paid attention to it {times}: it was not forgotten."
+        return f"{was}, and the reply paid it some attention {times}."
+    return f"{was}, and the reply paid attention to it {times}."
 
 
 _LENGTH = 40  # most characters that are quoted of the words asked for

@@ -116,7 +116,7 @@ def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
     assert left <= set(view.next_to_go)
 
 
-def test_a_glance_has_the_strongest_rows_and_the_same_counts() -> None:
+def test_a_compact_snapshot_has_the_strongest_rows_and_the_same_counts() -> None:
     chat, _ = _talk("entropy", 1)
     whole, compact = chat.snapshot(), chat.snapshot(strongest=10)
     said = [row for row in whole.rows if row.role != "template"]

@@ -65,7 +65,7 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
 
     def post_init_from_model(self, model: Any) -> None:
         """Prepare for the next context that the model reads; kvpress calls this."""
-        self._forget()
+        self._reset()
         body = model.model
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if not self._reads_ahead:
-                self._forget()
+                self._reset()
 
         self._hooks = [
             body.register_forward_pre_hook(before, with_kwargs=True),
@@ -141,7 +141,7 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
             sinks=self.sinks,
         )
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._rows = [], None
