@@ -1,12 +1,14 @@
 """The archive: keys and values of evicted tokens, as first written, in RAM or on disk.
 
 A row is the keys and values of one token in all layers. Rows are appended to segments, blocks of a
-fixed number of rows, and are looked up by stream position. A row that is restored to the cache also
-stays in the archive, so it is not stored a second time when it is evicted again. When the archive
-exceeds its limit, it deletes whole segments, the one with the lowest mean score first.
+fixed number of rows, and are looked up by stream position: the index of their token among all
+tokens of the conversation. A row that is restored to the cache also stays in the archive, so it is
+not stored a second time when it is evicted again. When the archive exceeds its limit, it deletes
+whole segments, the one with the lowest mean score first.
 
-Rows on a GPU are copied while the next step is computed; they have their place at once, and are put
-there when they have arrived, at the latest when rows are read.
+Rows on a GPU are copied in the background, while the next step is computed. Their slots in a
+segment are reserved at once. They are written to these slots when the copy is finished, at the
+latest before any row is read.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ class Archive:
         folder: where full segments (blocks of rows) are written; None keeps them in RAM.
 
     Attributes:
-        parts: number of processes that have an equal part of each row; `nbytes` is of all.
-        index: search index over the archived rows; None if none was built. Rows removed from
+        parts: number of processes that each store an equal part of every row; `nbytes` counts
+            all parts.
+        index: search index over the archived rows; None if it was not built. Rows removed from
             the archive are removed from the index, too.
     """
 
@@ -59,7 +62,7 @@ class Archive:
 
     @property
     def disk_error(self) -> str | None:
-        """Why the disk can't be written to; None if it can."""
+        """Message that says why the disk can't be written to; None if there was no error."""
         return self._files.error if self._files is not None else None
 
     def close(self) -> None:
@@ -82,7 +85,10 @@ class Archive:
         return self._nbytes * self.parts
 
     def bytes_by_device(self) -> Counter[str]:
-        """The same in memory (`cpu`) and on `disk`, where a folder's full segments are."""
+        """Size in bytes of the segments in memory (`cpu`) and of those in files (`disk`).
+
+        Only this process's part of each row is counted.
+        """
         sizes = Counter[str]()
         for one in self._segments:
             if one is not None:
@@ -107,7 +113,7 @@ class Archive:
 
     @torch.inference_mode()
     def add(self, rows: Rows) -> None:
-        """Store rows, which may be on any device; rows that are archived already are skipped."""
+        """Store `rows`, which may be on any device; rows that are archived already are skipped."""
         new = np.flatnonzero(~self.has(rows.positions))
         if len(new) < len(rows):
             rows = rows.take(new)
@@ -131,7 +137,7 @@ class Archive:
             self._put_first()
 
     def _put_first(self) -> None:
-        """Put the rows that have been on their way for the longest time into their segments."""
+        """Wait for the oldest copy from a GPU, and write its rows to their segments."""
         transfer, parts = self._arriving.pop(0)
         tensors, start = transfer.take(), 0
         for number, at, count in parts:
@@ -143,12 +149,12 @@ class Archive:
             start += count
 
     def flush(self) -> None:
-        """Wait for the rows that are on their way from a GPU."""
+        """Wait for all copies from a GPU, and write their rows to the segments."""
         while self._arriving:
             self._put_first()
 
     def add_held(self, cache: BoundedCache, rows: Tensor, positions: Positions) -> None:
-        """Store the held rows of `cache` with the numbers `rows` [k].
+        """Store a copy of the rows that `cache` holds under the numbers `rows` [k].
 
         `positions` [k] are their stream positions.
         """
@@ -162,10 +168,10 @@ class Archive:
     def fill(
         self, cache: BoundedCache, rows: Tensor, held: Positions, positions: Positions
     ) -> None:
-        """Let `cache` hold exactly the rows at `positions` [n].
+        """Make `cache` hold exactly the rows at the stream `positions` [n].
 
-        Its held rows numbered `rows` [k], at the stream positions `held` [k], are among them; the
-        others come from the archive.
+        Some of these rows are in `cache` already: they have the row numbers `rows` [k] and the
+        stream positions `held` [k]. The other rows are copied from the archive.
         """
         filling = self.fetch(np.setdiff1d(positions, held, assume_unique=True))
         if len(held):
@@ -173,7 +179,7 @@ class Archive:
         cache.replace(filling)
 
     def insert_into(self, cache: BoundedCache, start: int, layers: Sequence[Positions]) -> None:
-        """Put extra rows into `cache`, before held row number `start`.
+        """Copy archived rows into `cache` as extra rows, before held row number `start`.
 
         Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
         if one of the rows is not archived.
@@ -187,10 +193,10 @@ class Archive:
         positions: Positions,
         wanted: Collection[KeyValueStat],
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """Statistics [n] of the rows at stream `positions` [n], ascending; `wanted` names them.
+        """Compute the statistics `wanted` of the rows at stream `positions` [n], ascending.
 
-        `held` are the stream positions of all rows that `cache` holds. A row that is neither held
-        nor archived gets NaN.
+        Returns an array [n] for each statistic. `held` are the stream positions of all rows that
+        `cache` holds. A row that is neither held nor archived gets NaN.
         """
         blocks = partial(self._ranked_blocks, cache, held, positions)
         return key_value_stats(wanted, len(positions), blocks, partial(blocks, as_read=True))
@@ -218,7 +224,7 @@ class Archive:
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
-        """The rows at stream `positions` [n], in the same order: all layers, or only `layer`.
+        """The rows at stream `positions` [n], in the same order: of all layers, or only of `layer`.
 
         If `values` is False, only keys are read, in half the time; the value tensors have width 0.
         Raises LookupError if one of the rows is not archived.
@@ -251,10 +257,10 @@ class Archive:
         return Rows(positions.copy(), written_at, tensors)
 
     def blocks(self, wanted: Positions) -> Iterator[Rows]:
-        """Yield the archived rows at the stream positions `wanted`, one segment's at a time.
+        """Yield the archived rows at the stream positions `wanted`, one `Rows` for each segment.
 
         Positions that are not archived are skipped. If all rows of a segment are wanted, they are
-        views of its tensors; otherwise copies.
+        views of the segment's tensors; otherwise they are copies.
         """
         self.flush()
         is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
@@ -293,7 +299,7 @@ class Archive:
         return gone
 
     def remove(self, positions: Positions) -> None:
-        """Remove these rows, and overwrite their keys and values with zeros.
+        """Remove the rows at these stream positions, and overwrite keys and values with zeros.
 
         The search index is deleted, too, because it was built from these rows. Positions that are
         not archived are skipped.
@@ -325,7 +331,7 @@ class Archive:
         self._slots[positions] = -1
 
     def truncate(self, seen: int) -> None:
-        """Remove every row from stream position `seen` on; overwrite its keys and values."""
+        """Remove every row from stream position `seen` on, and overwrite it with zeros."""
         stored = self.positions
         stored = stored[stored >= seen]
         self._erase(stored)
@@ -350,9 +356,9 @@ class Archive:
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """The segment to append rows to, and its number.
+        """Find the segment to which rows are appended; returns it and its number.
 
-        If the last segment is full, this is a new one for tensors shaped like `like`.
+        If the last segment is full, a new segment is made, for rows shaped like the tensors `like`.
         """
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:

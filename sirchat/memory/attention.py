@@ -2,8 +2,8 @@
 
 For the policy `kvzip`, the model reads each round a second time when the round has ended. Then the
 round's tokens get one more number: the highest attention weight that any query of this second
-reading gave them, as a mean over heads and layers. (KVzip, arXiv:2505.23416, section 3, has such a
-number for each head.) It never changes later.
+reading gave them, as a mean over heads and layers. This number never changes later. (KVzip,
+arXiv:2505.23416, section 3, has such a number for each head.)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RepeatAttention:
         self._highest[positions[positions < len(self._highest)]] = 0
 
 
-_RESTORATIONS = 256  # most entries remembered, at most one per checkpoint: enough for every undo
+_RESTORATIONS = 256  # maximum number of `_restored` entries; one per checkpoint, enough to undo
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,18 @@ class PassAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCheckpoint:
-    """Attention that n tokens have received: saved with a chat, or kept for undo.
+    """The attention that n tokens have received, copied so that it can be saved or undone.
 
     Attributes:
         positions: [n], stream positions, ascending.
         total: [n], sum of the attention weights received, after the decays up to `log_decay`.
-        log_decay: [n], the ledger's `log_decay` when each total was last changed.
+        log_decay: [n], the logarithm of the ledger's accumulated decay when each total was last
+            changed.
         window: weights from the newest queries.
         repeated: [n], highest weights in the second reading: see `RepeatAttention`; None if unset.
-        restorations: how often tokens had been restored to the cache before the checkpoint, as
-            noted by `AttentionStats`; None if no attention had been recorded.
+        restorations: how often `AttentionStats` had noted restored tokens before the checkpoint;
+            all restorations between two checkpoints count as one. None if no attention had been
+            recorded.
     """
 
     positions: Positions
@@ -145,11 +147,11 @@ class AttentionStats:
     def __init__(self) -> None:
         self.repeat = RepeatAttention()
         self._total = np.zeros(0)
-        self._log_decay = np.zeros(0)  # the ledger's, when the total was brought up to date
+        self._log_decay = np.zeros(0)  # the ledger's log_decay at each total's last update
         self._window: tuple[QueryWindow, ...] = ()
-        # Totals of rows as they were restored; all between two checkpoints are one entry.
+        # Totals of rows at their restoration; all restorations between two checkpoints: one entry.
         self._restored: deque[AttentionCheckpoint] = deque(maxlen=_RESTORATIONS)
-        self._restorations = 0  # entries so far, with those no longer remembered
+        self._restorations = 0  # number of entries so far, deleted ones included
         self._is_checkpointed = True
 
     @property
@@ -166,9 +168,9 @@ class AttentionStats:
     ) -> None:
         """Add the attention that the tokens at stream `positions` [n] got in forward `passes`.
 
-        `log_decay` is the ledger's. The weights of the newest `window` queries are also stored one
-        by one. A token that was read while no attention was recorded starts with the median of
-        the other tokens' totals.
+        `log_decay` is the logarithm of the ledger's accumulated decay. The weights of the newest
+        `window` queries are also stored one by one. A token that was read while no attention was
+        recorded starts with the median of the other tokens' totals.
         """
         if not passes:
             return
@@ -190,7 +192,8 @@ class AttentionStats:
     def totals(self, positions: Positions, log_decay: float) -> Floats:
         """For each stream position [n], the summed attention weights, after all decays so far.
 
-        0 for a token that was read while no attention was recorded.
+        A token that was read while no attention was recorded gets 0. `log_decay` is the logarithm
+        of the ledger's accumulated decay.
         """
         known, out = positions < len(self._total), np.zeros(len(positions))
         at = positions[known]
@@ -269,9 +272,9 @@ class AttentionStats:
             self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Exempt tokens from stream position `start` on from all decays so far.
+        """Exempt all tokens at stream position `start` or later from the decays so far.
 
-        `log_decay` is the ledger's accumulated decay.
+        `log_decay` is the logarithm of the ledger's accumulated decay.
         """
         self._log_decay[start:] = log_decay
 
@@ -292,7 +295,7 @@ class AttentionStats:
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
     def _grow(self, rows: int) -> None:
-        """Extend the arrays to at least `rows` tokens; if too short, they at least double."""
+        """If the arrays are too short for `rows` tokens, extend them to at least twice as long."""
         more = max(rows, 2 * len(self._total)) - len(self._total)
         if rows > len(self._total):
             self._total = np.concatenate([self._total, np.zeros(more)])
@@ -303,7 +306,7 @@ def or_median(received: Tensor) -> Tensor:
     """The attention `received` [n] by n rows, with each 0 replaced by the median of the others.
 
     A 0 means that the row was read while no attention was recorded: any other row has received
-    some weight, at least from its own query.
+    some weight, at least from its own query. If all are 0, they are replaced by 1.
     """
     known = received[received > 0]
     usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
@@ -311,7 +314,7 @@ def or_median(received: Tensor) -> Tensor:
 
 
 def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
-    """The totals of two checkpoints as one checkpoint; they have no position in common."""
+    """Combine the totals of two checkpoints that have no stream position in common."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     total = np.concatenate([one.total, other.total])[order]

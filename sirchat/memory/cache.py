@@ -52,8 +52,8 @@ class BoundedCache:
         rotations: rotary position embedding of the keys and values, one entry for each layer that
             has keys and values. All methods count only these layers.
         capacity: number of rows to allocate.
-        dtype: the attribute of this name.
-        devices: the device of each of these layers; None for that of the first rows written.
+        dtype: see the attribute `dtype`.
+        devices: the device of each of these layers; None to use that of the first rows written.
 
     Attributes:
         layers: all layers of the model, in order.
@@ -62,7 +62,7 @@ class BoundedCache:
     """
 
     reads_singly = False
-    """Whether the model can continue a state by one token at a time only."""
+    """Whether the model's layers with a state can read only one token in a pass."""
 
     in_stream = False
     """Whether a key's rotary position is its stream position, and not its slot in the cache."""
@@ -90,7 +90,7 @@ class BoundedCache:
         self._is_clean = True  # whether no pass has begun since the last commit
 
     def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
-        """Empty layers with rows, one for each of their arguments `rows`."""
+        """Make empty layers with keys and values; `rows` has the arguments of each layer."""
         return [RowLayer(*one) for one in rows]
 
     def new_archive(self, limit: int, folder: Path | None) -> Archive:
@@ -114,19 +114,20 @@ class BoundedCache:
 
     @property
     def _tensors(self) -> list[CachedTensor]:
-        """The tensors of the layers with rows: keys of the first, its values, and so on."""
+        """The tensors of all layers with rows, in order: keys, then values of each layer."""
         return [tensor for layer in self.row_layers for tensor in layer.tensors]
 
     @property
     def has_state(self) -> bool:
-        """Whether there are recurrent or convolution layers."""
+        """Whether the model has recurrent or convolution layers."""
         return bool(self._with_state)
 
     @property
     def state(self) -> CacheState:
-        """The state of the recurrent and convolution layers; assign it to go back to it.
+        """The state of the recurrent and convolution layers.
 
-        The empty tuple stands for the state before the first token.
+        Assign an earlier value to restore that state. The empty tuple stands for the state before
+        the first token.
         """
         return self._state
 
@@ -138,7 +139,7 @@ class BoundedCache:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """If the last pass was not committed, undo what it has changed in the state."""
+        """If the last pass was not committed, undo its changes to the layers' state."""
         if self._is_clean:
             return
         self._cursor.written = 0
@@ -147,7 +148,7 @@ class BoundedCache:
         self._is_clean = True
 
     def begin_pass(self) -> None:
-        """Call this before each forward pass; undoes what a pass without a commit has changed."""
+        """Undo the changes of a pass that was not committed; call this before each pass."""
         self.roll_back()
         self._is_clean = not self._with_state
 
@@ -157,7 +158,7 @@ class BoundedCache:
         return sum(self.bytes_by_device().values())
 
     def bytes_by_device(self) -> Counter[torch.device]:
-        """The same for each device."""
+        """Size of all buffers and states on each device, in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
         states = [tensor for layer in self._state for tensor in layer.values()]
         sizes = Counter[torch.device]()
@@ -168,7 +169,7 @@ class BoundedCache:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values; only layers that have some are counted."""
+        """The device of each layer's keys and values; layers without a known device are skipped."""
         found = [layer.tensors[0].device for layer in self.row_layers]
         return [one for one in found if one is not None]
 
@@ -178,9 +179,10 @@ class BoundedCache:
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
-        """Add to the held rows the `count` rows that a forward pass has written after them.
+        """Make held rows of the `count` rows that a forward pass has written after the held rows.
 
-        `positions` [count] are the new rows' stream positions; by default they follow the last one.
+        `positions` [count] are the new rows' stream positions; by default they continue from the
+        position of the last held row.
         """
         start = self._cursor.length
         if self._with_state:
@@ -233,7 +235,7 @@ class BoundedCache:
         for column in (self._written_at, self._stream):
             column[start + count : end + count] = column[start:end].copy()
         self._written_at[start : start + count] = slots.numpy()
-        self._stream[start : start + count] = -1  # they differ from layer to layer
+        self._stream[start : start + count] = -1  # inserted rows differ from layer to layer
         self._inserted = range(start, start + count)
         self._cursor.length = end + count
         moved = torch.arange(start + count, end + count)
@@ -352,7 +354,7 @@ class BoundedCache:
     def as_read(self, rows: Tensor) -> list[Tensor]:
         """The held rows numbered `rows` [k], rotated as attention reads them.
 
-        A list of tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, ...
+        Returns tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, and so on.
         """
         slots = self.slots_of(rows)
         views = [self._view(at, which)[0] for at in range(len(self.row_layers)) for which in (0, 1)]

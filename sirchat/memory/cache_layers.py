@@ -15,12 +15,12 @@ LayerKind = tuple[bool, int]
 """Whether a layer has keys and values, and its number of recurrent or convolution states."""
 
 CacheState = tuple[dict[tuple[str, int], Tensor], ...]
-"""Tensors of each layer with a state, by kind and number; they are never changed in place."""
+"""For each layer with a state, a copy of its tensors by kind (`conv`, `recurrent`) and number."""
 
 
 @dataclass
 class Cursor:
-    """Numbers of rows, shared by all layers: in use, allocated, and written by the last pass."""
+    """Row counts, the same for all layers: in use, allocated, and written by the last pass."""
 
     length: int
     capacity: int
@@ -29,7 +29,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """The rotary position embedding of a layer's keys and of its values; None if they have none."""
+    """Rotary position embeddings of a layer's keys and of its values; None means no rotation."""
 
     key: Rotation | None
     value: Rotation | None = None
@@ -38,9 +38,9 @@ class LayerRotation:
 class CachedTensor:
     """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
 
-    `copies` is 2 for a tensor with rotary positions: copy 0 is what attention reads, copy 1 has the
-    rows as first written. It is 1 for a tensor without a rotation. The buffer's number type is
-    `dtype`, and it is on `device`; where one is None, it is that of the first rows written.
+    `copies` is 2 for a tensor with rotary positions: copy 0 has the rows as attention reads them,
+    copy 1 the rows as first written. `copies` is 1 for a tensor without a rotation. If `dtype` or
+    `device` is None, the buffer gets that of the first rows written.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CachedTensor:
         self.buffer: Tensor | None = None
 
     def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Write m new `rows` [1, H, m, D] after the last of n; returns all rows [1, H, n + m, D].
+        """Write m new `rows` [1, H, m, D] after the n rows in use; returns all [1, H, n + m, D].
 
         The result has the dtype of `rows`; it is a view unless the buffer has another dtype.
         """
@@ -166,7 +166,7 @@ class RowLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write m new keys and values [1, H, m, D] after the last of n; returns all n + m."""
+        """Write m new keys and values [1, H, m, D] after the n rows in use; returns all n + m."""
         keys, values = self.tensors
         self.cursor.written = key_states.shape[2]
         return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
@@ -177,13 +177,13 @@ class HoldsState(Protocol):
     """A layer with recurrent or convolution states."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:
-        """A copy of the states that were written."""
+        """A copy of the layer's states, by kind and number; states never written are left out."""
 
     def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
-        """Continue from a copy of `state`."""
+        """Replace the layer's states by a copy of `state`."""
 
 
 def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """For layers with rows: a map from the number in the model to the number among these layers."""
+    """For each layer with rows: its number in the model, mapped to its number among such layers."""
     with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
     return {number: at for at, number in enumerate(with_rows)}

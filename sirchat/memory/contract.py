@@ -1,6 +1,6 @@
 """Checks that an eviction policy keeps its contract (`sirchat policies check NAME`).
 
-The contract is what `contract_violations` lists; it is tested on token ledgers with random entries.
+`contract_violations` describes the contract, and tests it on token ledgers with random entries.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CASES = 50
 
 
 def contract_violations(policy: Policy) -> list[str]:
-    """What the policy does wrong, one line for each fault; an empty list if it keeps its contract.
+    """How the policy violates its contract, one line for each fault; an empty list if it does not.
 
     The policy's `keep` is called on random rows. It must return sorted, unique int64 row numbers,
     exactly as many as asked for, among them every protected row. A second call must return the same
     numbers, and no call may change the rows. `score` and `log_factors`, if the policy has them,
-    must return one number for each row.
+    must return one number for each row. A policy that never evicts is not tested.
     """
     if not policy.bounded:
         return []
@@ -60,7 +60,7 @@ def contract_violations(policy: Policy) -> list[str]:
 
 
 def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
-    """What the policy's `score` and `log_factors` return for these rows; empty without a score."""
+    """The tensors that the policy's `score` and `log_factors` return; empty if it has no score."""
     if not isinstance(policy, ScorePolicy):
         return []
     return [policy.score(rows), *policy.log_factors(rows).values()]

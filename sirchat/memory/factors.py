@@ -1,4 +1,4 @@
-"""Factors by which policies multiply a token's score: automatic decay, its word, its neighbours.
+"""Factors by which policies multiply a token's score: for its age, its word, and its neighbours.
 
 With `decay: auto`, older scores are lowered when a round is more surprising than usual. A round's
 surprisal is the sum of its eight highest token surprisals, in nats, so that a long message does not
@@ -113,7 +113,7 @@ def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor
 
 
 _MIN_ROUNDS, _MAX_ROUNDS = 4, 16  # earlier rounds that a round is compared with
-_THRESHOLD = 1.5  # times their mean
+_THRESHOLD = 1.5  # times the mean surprisal of these rounds
 _TOP_TOKENS = 8  # tokens of a round whose surprisals are summed
 _MIN_FACTOR = 0.1
 

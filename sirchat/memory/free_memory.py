@@ -1,7 +1,7 @@
-"""Returns memory that the process has freed to the system, if the C library is glibc.
+"""Gives freed memory back to the operating system, if the C library is glibc.
 
-glibc keeps freed blocks for later use. Where large blocks come and go while small ones stay, as
-with tensors that are read from disk or written to it, the process grows without need.
+glibc keeps freed blocks for later use. If a program frees large blocks but not the small ones
+between them, as when it reads tensors from disk or writes them, it takes more memory than it needs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 
 
 def trim_memory() -> None:
-    """Return free memory to the system; this takes a few milliseconds.
+    """Give freed memory back to the operating system; this takes a few milliseconds.
 
-    Without effect if the C library has no function for it.
+    Does nothing if the C library has no function for it.
     """
     _call_glibc("malloc_trim", 0)
 
 
 def free_large_blocks_at_once() -> None:
-    """From now on, return each freed block of a megabyte or more to the system at once (glibc).
+    """From now on, give freed blocks of a megabyte or more back to the system at once (glibc).
 
-    Weights that are read from disk for every pass would else leave gaps in the heap.
+    Otherwise weights that are read from disk for every pass would leave gaps in the heap.
     """
     _call_glibc("mallopt", _MMAP_THRESHOLD, 2**20)
 

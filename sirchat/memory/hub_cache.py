@@ -1,7 +1,7 @@
-"""The KV cache in the form that models of transformers take: a `transformers.Cache`.
+"""The KV cache as a `transformers.Cache`, the class that models of transformers accept.
 
-Every model with per-token keys and values can use it unpatched, hybrid models, too. This is the
-only file of this folder that imports transformers, which takes a second.
+Every model with per-token keys and values can use it without a patch, and so can hybrid models.
+This is the only file of this folder that imports transformers, which takes a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is un
     Args:
         rotations, capacity, dtype, devices: the same as in `BoundedCache`.
         kinds: the kind of each layer of the model; None if all have keys and values only.
-        reads_singly: whether the model can continue a state by one token at a time only.
+        reads_singly: whether the model's layers with a state can read only one token in a pass.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """One layer's recurrent and convolution states, without keys and values."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:
-        """A copy of the states that were written."""
+        """A copy of the layer's states, by kind and number; states never written are left out."""
         kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
         return {
             (kind, number): tensor.clone()
@@ -90,7 +90,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         }
 
     def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
-        """Continue from a copy of `state`."""
+        """Replace the layer's states by a copy of `state`."""
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
         for (kind, number), tensor in state.items():
             getattr(self, f"{kind}_states")[number] = tensor.clone()
@@ -102,7 +102,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
 
 class RowAndStateLayer(StateLayer, HubRowLayer):
-    """One layer with both: keys and values, and states."""
+    """One layer that has keys and values as well as recurrent or convolution states."""
 
     def __init__(self, states: int, *args: Any) -> None:
         HubRowLayer.__init__(self, *args)
@@ -110,7 +110,7 @@ class RowAndStateLayer(StateLayer, HubRowLayer):
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each layer of a model, according to transformers' own cache."""
+    """The kind of each layer of a model, as transformers' own cache for `config` has it."""
     return [
         (
             isinstance(layer, CacheLayerMixin),

@@ -1,11 +1,12 @@
-"""The search index of the archive: proposes rows that probably score highest, by faiss.
+"""The search index of the archive: uses faiss to propose the rows that probably score highest.
 
 A row is one archived token. The index has one or several parts; in each, a row has one vector, and
 the inner product with a query's vector ranks the rows. The vectors are projections to principal
 axes; faiss groups them in lists, each around a centroid. Axes and centroids are learnt from the
 rows that are archived when the index is built; the index is rebuilt when the archive has four times
-as many. Rows removed from the archive are removed from the index, too. After `/erase` the index is
-rebuilt from the remaining rows, because axes and centroids carry traces of the erased rows.
+as many rows. Rows removed from the archive are removed from the index, too. After `/erase` the
+index is rebuilt from the remaining rows, because axes and centroids carry traces of the erased
+rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ AUTO_INDEX_ROWS = 100_000
 """Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Minimum number of rows that one query vector proposes; number that all of them should propose."""
+"""Minimum number of rows that one query vector proposes, and number for all vectors together."""
 
 _INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
@@ -140,7 +141,7 @@ class Index:
         self._has[positions] = True
 
     def _grow(self, rows: int) -> None:
-        """Extend the mask of indexed rows to at least `rows` positions; it at least doubles."""
+        """If the mask of indexed rows is shorter than `rows`, at least double its length."""
         if rows > len(self._has):
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
@@ -277,8 +278,9 @@ class IndexVectors:
     def of_softmax(self, query: Query) -> list[Tensor]:
         """For each part of the index, vectors [m, d] that find rows with large attention logits.
 
-        A row's surprisal plays no part in this search. These rows have the largest terms in the sum
-        of the softmax. Returns an empty list if the vectors of `of_query` find them already.
+        Such rows have the largest terms in the sum of the softmax. Their surprisals have no
+        influence on this search. Returns an empty list if the vectors of `of_query` find these
+        rows already.
         """
         if not self._retriever.needs_queries or not self._is_weighted:
             return []
@@ -305,14 +307,14 @@ class IndexVectors:
         return [torch.cat(parts, dim=1)]
 
     def _pair(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [H, n, D] as the retriever compares them: without positions."""
+        """A layer's keys and values [H, n, D] as the retriever compares them, without rotation."""
         keys, values = pair(layer, rows, self._rotations[layer])
         if isinstance(self._retriever, SimilarityRetriever):
             keys, values = self._retriever.vectors(keys, values)
         return keys.cpu(), values.cpu()
 
     def _head_queries(self, query: Query, layer: int, head: int) -> Tensor:
-        """The query vectors [group x m, D] of the `group` query heads that share one key head."""
+        """The scaled query vectors [group x m, D] of the `group` query heads of one key head."""
         layer_queries = query.of_layer(layer)
         dims = layer_queries.queries.shape[-1]
         by_head = layer_queries.queries.reshape(layer_queries.heads, -1, dims)  # [H, group x m, D]
@@ -401,7 +403,7 @@ class FaissIndex:
         return int(len(self) * row_bytes + self._centroids.nbytes)
 
     def add(self, positions: Positions, vectors: Tensor) -> None:
-        """Store `vectors` [n, d] for these stream positions [n], which must have none yet."""
+        """Store `vectors` [n, d] for these stream positions [n], which have no vectors yet."""
         self._index.add_with_ids(_array(vectors), positions)
 
     def remove(self, positions: Positions) -> None:

@@ -70,9 +70,10 @@ def key_value_stats(
 
 
 def _similarities(as_read: Blocks) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-    """Yield, for each block, its row numbers [k], and the cosines [k] of keys with the mean key.
+    """Yield, for each block, its row numbers [k], and the cosine [k] of each key with the mean key.
 
-    The cosine with the sum of all keys is computed: it equals the cosine with their mean.
+    The mean key is the mean of all keys scaled to length 1. The cosine with their sum is computed,
+    because it equals the cosine with their mean.
     """
     sums: list[Tensor] = []
     for block in as_read():

@@ -110,13 +110,13 @@ class KeyValueStore:
         self._shrink()
 
     def _bounded(self, limit: int) -> int:
-        """The archive's limit: if the disk can't be written, it grows by at most so much in RAM."""
+        """The limit to set: smaller than `limit` if the disk can't be written and RAM is used."""
         if self._archive.disk_error is None:
             return limit
         return min(limit, self._archive.nbytes + _MOST_UNWRITTEN)
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of the rows that can be held: now held or archived.
+        """Stream positions [n], ascending, of the rows that can be held: all held or archived rows.
 
         Rows with the flag `EXCLUDED` are left out.
         """
@@ -183,7 +183,7 @@ class KeyValueStore:
     def checkpoint(self) -> CacheCheckpoint:
         """Return the present state, for `undo`; call this at the beginning of a turn.
 
-        If the archive is off, this deletes the rows that the turn before evicted.
+        If the archive is off, this deletes the rows that the previous turn evicted.
         """
         if not self._archiving:
             self._archive.clear()
@@ -200,7 +200,7 @@ class KeyValueStore:
         return bool(self._archive.has(missing).all())
 
     def undo(self, checkpoint: CacheCheckpoint) -> None:
-        """Go back to the state of `checkpoint`, and delete what was read since.
+        """Go back to the state of `checkpoint`, and delete all tokens that were read since.
 
         Raises LookupError, changing nothing, when a row that was held then is neither held nor
         archived now.
@@ -222,9 +222,10 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """Statistics [n] of the rows at these stream positions [n], ascending; `wanted` names them.
+        """Compute the statistics `wanted` of the rows at these stream positions [n], ascending.
 
-        A row that is neither held nor archived gets the median of the other rows.
+        Returns an array [n] for each statistic. A row that is neither held nor archived gets the
+        median of the other rows.
         """
         held = self.ledger.held_positions
         found = self._archive.statistics(self.cache, held, positions, wanted)
@@ -234,7 +235,8 @@ class KeyValueStore:
         """All held or archived rows as first written, in order of position, on the CPU.
 
         If these rows are larger than `limit` bytes, returns only the held rows; if the held rows
-        are larger, too, returns None. Raises LostRankError if a process that shares them has ended.
+        are larger, too, returns None. Raises LostRankError if a process that has a part of the rows
+        has ended.
         """
         positions = self.reachable()
         held = self.ledger.held_positions
@@ -284,7 +286,7 @@ class KeyValueStore:
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
         """Make the cache hold exactly the rows at `positions` [n].
 
-        Some of them are held now: those numbered `rows` [k]. The others come from the archive.
+        The held rows numbered `rows` [k] are among them. The others come from the archive.
         """
         held, chosen = self.ledger.held_positions[rows], torch.from_numpy(rows)
         if len(held) == len(positions):
@@ -293,7 +295,7 @@ class KeyValueStore:
             self._archive.fill(self.cache, chosen, held, positions)
 
     def _shrink(self) -> None:
-        """Keep the archive within its limit; note if its disk can't be written to."""
+        """Delete archived rows above the limit; record problems for `take_problems`."""
         archive = self._archive
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True

@@ -88,9 +88,9 @@ KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"
 
 @dataclass(frozen=True)
 class HeldRows:
-    """The held rows as a policy sees them: one entry per cache slot, in stream order, on the CPU.
+    """The n rows (tokens) among which a policy chooses, in stream order: tensors [n] on the CPU.
 
-    Every tensor has shape [n].
+    These are the held rows; after a change of settings or pins, the archived rows, too.
 
     Attributes:
         position: stream positions, ascending.
@@ -149,12 +149,11 @@ class HeldRows:
 
 
 class Ledger:
-    """What is known of each token of the stream, one row per token; and which tokens are held.
+    """A table of all tokens of the stream, one row per token; also records which tokens are held.
 
     Args:
         seed: seed of the arrival keys: one random number in [0, 1) for each token.
-        unknown_surprisal: surprisal in nats of the first token, which nothing predicts. It counts
-            until `rank_first_token` replaces it.
+        unknown_surprisal: surprisal of the first token, in nats, until `rank_first_token` sets it.
 
     Attributes:
         attention: statistics of the attention that each row received.
@@ -189,7 +188,7 @@ class Ledger:
         return self._held[: self._held_count]
 
     def held_of_turn(self, turn: int) -> int:
-        """Number of tokens of this turn that are held."""
+        """Number of tokens of the turn number `turn` that are held."""
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
 
     def column(self, name: str) -> NDArray[Any]:
@@ -317,12 +316,15 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Record that the rows at these positions can be restored from the archive, unless held."""
+        """Record that the rows at these positions are archived; rows that are held stay held."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
     def erase(self, positions: NDArray[np.int64]) -> None:
-        """Delete all data of these rows, which must be neither held nor archived."""
+        """Delete the ids, surprisals, learned scores, flags and attention of these rows.
+
+        The rows must be neither held nor archived. Their turns, rounds and roles stay recorded.
+        """
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
         rows["learned_score"][positions] = math.nan
@@ -436,7 +438,7 @@ class Ledger:
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Extend the arrays to `rows` rows and `held` held ones; a short one at least doubles."""
+        """Extend the arrays to `rows` rows and `held` held rows; they grow at least twofold."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)

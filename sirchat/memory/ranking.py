@@ -1,9 +1,9 @@
 """A search of the archive: scores its rows (one per token), or only those that an index proposes.
 
 An index proposes rows that probably score highest; these are then scored exactly. An evenly spaced
-sample of all rows is scored, too. For the retriever `attention`, the sample represents all rows
-that are not proposed, in the softmax; for other retrievers, it gives an estimate of the lowest
-score.
+sample of all rows is scored, too. With the retriever `attention`, the sample stands for all rows
+that are not proposed when the softmax is computed; with other retrievers, the sample gives an
+estimate of the lowest score.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SAMPLE = 32_768
 index does not propose."""
 
 LOWEST_OF = 16_384, 65_536
-"""Least and greatest number of rows in the sample that gives the lowest score.
+"""Minimum and maximum size of the sample from which the lowest score is estimated.
 
-Between these limits it is the fraction `_PART` of all rows.
+Between these limits, the sample has the fraction `_PART` of all rows.
 """
 
 _PART = 1 / 16
@@ -63,7 +63,7 @@ class ArchiveSearch:
     Attributes:
         archive: where the rows are stored.
         archived: stream positions [n], ascending, of the rows to score; all are in the archive.
-        query: what the rows are compared with: the new turn.
+        query: the tokens with which the rows are compared, usually the new turn.
         recall: settings of recall.
         rotations: rotary position embedding of each layer of the model.
         surprisal_of: gives the surprisals [k], in nats, of rows at stream positions [k].
@@ -116,7 +116,7 @@ class ArchiveSearch:
     def _by_similarity(self, index: Index) -> Ranked:
         """Scores of the rows that the index proposes.
 
-        If scores are weighted by surprisal, a sample is scored, too; this gives the lowest score.
+        If scores are weighted by surprisal, a sample is scored, too, to estimate the lowest score.
         """
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"

@@ -84,7 +84,7 @@ class CosSin:
         self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
 
     def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines, each [n, d/2], for `rotation` on `device`; None without one."""
+        """The cosines and sines, each [n, d/2], on `device`; None if `rotation` is None."""
         if rotation is None:
             return None
         for other, where, cos_sin in self._computed:

@@ -162,14 +162,14 @@ class Segment:
         return self.used == SEGMENT_ROWS
 
     def reserve(self, positions: Positions, written_at: NDArray[np.int64]) -> None:
-        """Make place for rows at the end, where `put` writes them; they must fit."""
+        """Reserve slots for rows, which `put` writes later; there must be enough free slots."""
         end = self.used + len(positions)
         self.positions[self.used : end] = positions
         self.written_at[self.used : end] = written_at
         self.used = end
 
     def put(self, start: int, tensors: list[Tensor]) -> None:
-        """Write keys and values [H, k, D] of k rows into the places from `start` on."""
+        """Write keys and values [H, k, D] of k rows into the slots from `start` on."""
         for stored, given in zip(self.tensors, tensors, strict=True):
             stored[:, start : start + given.shape[1]].copy_(given)
 
@@ -194,7 +194,7 @@ class SegmentFiles:
     Files are read through memory maps, so that only the pages in use take memory.
 
     Attributes:
-        error: why a segment could not be written; None if there was no error.
+        error: message that says why a segment could not be written; None if there was no error.
     """
 
     def __init__(self, folder: Path) -> None:

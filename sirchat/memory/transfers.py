@@ -1,8 +1,8 @@
-"""Copies of keys and values between a GPU and main memory, for which the computation does not wait.
+"""Copies keys and values between a GPU and main memory while the computation continues.
 
-From a GPU they go on a stream of their own into pinned memory, while the next step is computed;
-only who reads them waits for their end. To a GPU they go from pinned memory on the stream of the
-computation, so that the CPU goes on at once.
+Copies from a GPU run on a CUDA stream of their own, into pinned memory, while the next step is
+computed; only code that reads a copy waits until it is finished. Copies to a GPU come from pinned
+memory and run on the CUDA stream of the computation; the CPU does not wait for them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Copies in main memory of some tensors, perhaps not finished."""
+    """Copies of some tensors to main memory, which may still be running."""
 
     def is_done(self) -> bool:
-        """Whether `take` would not wait."""
+        """Whether the copies are finished, so that `take` returns at once."""
 
     def take(self) -> list[Tensor]:
-        """The copies, once they are finished."""
+        """Wait until the copies are finished; returns the copied tensors."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class _UnderWay:
 
 @dataclass
 class Transfers:
-    """Begins copies from GPUs to main memory; has one stream for each GPU."""
+    """Starts copies from GPUs to main memory; uses one CUDA stream for each GPU."""
 
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Begin to copy tensors, which nobody changes meanwhile, to main memory."""
+        """Start to copy tensors to main memory; they must not change until this is finished."""
         copies, streams = list[Tensor](), dict[torch.device, Any]()
         for one in tensors:
             if not one.is_cuda:
@@ -69,7 +69,7 @@ class Transfers:
             copy = torch.empty(one.shape, dtype=one.dtype, pin_memory=True)
             with torch.cuda.stream(streams[one.device]):
                 copy.copy_(one, non_blocking=True)
-            one.record_stream(streams[one.device])  # its memory is not used again before
+            one.record_stream(streams[one.device])  # keeps its memory until the copy is finished
             copies.append(copy)
         ends = [one.record_event() for one in streams.values()]
         return _UnderWay(copies, ends) if ends else _Finished(copies)
@@ -81,7 +81,10 @@ class Transfers:
 
 
 def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """The tensor on a device; the CPU does not wait for a copy from main memory to a GPU."""
+    """Copy the tensor to `device`, if it is not there; None leaves it where it is.
+
+    The CPU does not wait for a copy from main memory to a GPU.
+    """
     if device is None or tensor.device == device:
         return tensor
     if device.type == "cuda" and tensor.device.type == "cpu":
