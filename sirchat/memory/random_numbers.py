@@ -1,4 +1,4 @@
-"""Random numbers that need no generator state.
+"""Random numbers that are computed from their arguments alone, without a generator's state.
 
 Each number is a hash of four numbers: seed, purpose, stream position, and number of tokens seen. So
 the same conversation gets the same numbers on every device, in any order, and after a resume. The
@@ -32,7 +32,7 @@ def uniform(
 ) -> NDArray[np.float64]:
     """A random number in [0, 1) for each stream position [n].
 
-    `seen` is the number of tokens read so far; another number gives other random numbers.
+    `seen` is the number of tokens read so far; other values give other random numbers.
     """
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))

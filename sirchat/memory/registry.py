@@ -21,8 +21,8 @@ class Registry:
 
     Args:
         kind: what error messages call such a class, for example "policy".
-        package: the package with the built-in classes, one per module; the module `base` has none.
-            The file `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`.
+        package: the package with the built-in classes, one in each module except `base`. The file
+            `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`.
         group: the group of entry points by which other packages add classes.
         aliases: additional names of built-in classes.
     """

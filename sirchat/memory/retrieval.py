@@ -1,8 +1,8 @@
-"""The data by which retrievers score archived tokens, and the choice of the best tokens.
+"""The data that retrievers use to score archived tokens, and the choice of the best tokens.
 
-Recall restores archived tokens (rows) for one turn. The folder `recall` has the ways to score them:
-one file for each retriever. With scope `token` the layers' scores are averaged, and all layers
-recall the same rows. With scope `layer` each layer recalls its own rows, as in the code of
+Recall restores archived tokens (rows) for one turn. A retriever scores the tokens; each retriever
+is in a file of the folder `recall`. With scope `token` the layers' scores are averaged, and all
+layers recall the same rows. With scope `layer` each layer recalls its own rows, as in the code of
 Retrieval-Augmented StreamingLLM.
 """
 
@@ -45,7 +45,7 @@ class RecallSettings:
         soft: take the square root of each score and average it with those of the rows right before
             and after, if the retriever allows this.
         span: number of neighbours, on each side of a chosen row, that are restored with it.
-        scope: `token` restores the same rows for all layers; `layer` chooses for each layer anew.
+        scope: `token` restores the same rows in all layers; `layer` chooses rows for each layer.
         query: what archived rows are compared with. `turn`: the new turn, which is read once more
             for the search; `recent`: the newest tokens before the turn, as in the paper.
         index: whether a search index proposes the rows to score; `auto`: only if more than
@@ -83,7 +83,7 @@ class LayerQueries:
 
 @dataclass(frozen=True)
 class Query:
-    """What a search compares archived tokens with: usually the new turn.
+    """The tokens with which a search compares archived tokens: usually those of the new turn.
 
     Attributes:
         rows: keys and values of m tokens, of the new turn or of the newest tokens before it; empty
@@ -118,11 +118,11 @@ class Candidates:
     Attributes:
         archive: where their keys and values are stored.
         positions: their stream positions [n], ascending.
-        query: what they are compared with.
+        query: the tokens with which they are compared.
         rotations: rotary position embedding of each layer of the model.
         ledger: the table of all tokens; may be None where only keys and values are compared.
-        counts: [n], how many archived rows each candidate stands for, if some are a sample; None
-            if each stands for itself alone.
+        counts: [n], how many archived rows each candidate represents, if some candidates are a
+            sample; None if each represents only itself.
         fetched: keys and values of the n rows, if they have been fetched from the archive.
     """
 
@@ -205,7 +205,7 @@ def softened(scores: Tensor, positions: Positions) -> Tensor:
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
-    """The at most n of the `positions` [k] with the highest `scores` [k]; ascending.
+    """Choose at most n of the `positions` [k], those with the highest `scores` [k]; ascending.
 
     Of equal scores, the newer position is chosen. With each chosen position, its neighbours in
     `positions` are chosen, too: those at most `span` before or after it, the nearest first. In

@@ -1,9 +1,9 @@
 """The base classes of eviction policies, which choose the tokens that stay in the KV cache.
 
-A policy sees only the ledger's rows: what is known of each token in the cache, one row per token.
-Most policies are a score: the author writes `score`; the base class keeps the protected rows and
-those with the highest scores, and decides ties. A policy's options are the fields of its dataclass.
-It has no other state, so that it can be switched at any moment.
+A policy sees only rows of the ledger, the table with one row of facts for each token. Most policies
+rank rows by a score: they define the method `score`, and the base class keeps the protected rows
+and those with the highest scores. A policy's options are the fields of its dataclass. It has no
+other state, so that it can be replaced by another policy at any moment.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Policy(ABC):
         uses: names of the settings, besides its own options, that change what the policy keeps.
         honours_sinks, honours_pins: whether sinks and pinned rows are protected.
         bounded: False for a policy that never evicts.
-        needs_attention: True for a policy that can't do without attention statistics.
-        needs_scorer: True for a policy that can't do without the model's scorer.
+        needs_attention: True for a policy that requires attention statistics.
+        needs_scorer: True for a policy that requires the model's trained scorer.
     """
 
     source: ClassVar[str] = ""
@@ -54,7 +54,7 @@ class Policy(ABC):
 
     @property
     def attention_stats(self) -> AttentionStatsConfig | None:
-        """Which attention statistics the policy uses; None for none."""
+        """Which attention statistics the policy uses; None if it uses none."""
         return None
 
     @property
@@ -83,9 +83,10 @@ class Policy(ABC):
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
-        """Called right after an anchor is read; returns the indices of the rows that stay.
+        """Choose the rows that stay after an anchor (the last token of a sequence) has been read.
 
-        The indices are int64 and ascending; all other rows are evicted. None if all rows stay.
+        Returns their indices, int64 and ascending; all other rows are evicted. None if all rows
+        stay.
         """
         return None
 
@@ -99,7 +100,7 @@ class Policy(ABC):
 
 
 class ScorePolicy(Policy):
-    """A policy that gives each row a score: rows with higher scores stay; newer rows win ties.
+    """A policy that keeps the rows with the highest scores; of equal scores, the newest rows.
 
     Class attributes:
         log_scale: whether `score` returns natural logarithms; the user is shown their exponentials.
@@ -124,17 +125,17 @@ class ScorePolicy(Policy):
         return highest(self._ranking(rows), rows.protected, num_keep)
 
     def best_first(self, rows: HeldRows) -> Tensor:
-        """The numbers [n] of all rows, from those that stay the longest to the first that go."""
+        """The numbers [n] of all rows, in reverse order of eviction: the first are evicted last."""
         return _best_first(self._ranking(rows), rows.protected)
 
     def _ranking(self, rows: HeldRows) -> Tensor:
-        """The numbers [n] by which unprotected rows are ranked; rows with higher numbers stay."""
+        """The values [n] by which unprotected rows are ranked; rows with higher values stay."""
         return self.score(rows)
 
 
 @dataclass(frozen=True)
 class RecentScorePolicy(ScorePolicy):
-    """A score policy that keeps the `recent` newest tokens before all others."""
+    """A score policy that ranks the `recent` newest tokens above all others."""
 
     recent: int = field(default=32, metadata={"help": "number of newest tokens that always stay"})
 
@@ -143,9 +144,10 @@ class RecentScorePolicy(ScorePolicy):
 
 
 def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
-    """The numbers [num_keep], ascending, of the rows with the highest `ranking` [n].
+    """The row numbers [num_keep], ascending, of the rows with the highest `ranking` [n].
 
-    Rows in the mask `protected` [n] come before all others. Of equal rows, the newer one is chosen.
+    Rows in the mask `protected` [n] are chosen before all others. Of rows with equal ranking, the
+    newer one is chosen.
     """
     kept: Tensor = _best_first(ranking, protected)[:num_keep].sort().values
     return kept
@@ -169,16 +171,16 @@ def rows_of_text(
     sinks: int = 4,
     seed: int = 0,
 ) -> HeldRows:
-    """A text of n tokens as policies see it, without a chat: all tokens are held.
+    """Make the rows that a policy sees from a text of n tokens, without a chat; all are held.
 
     Args:
         ids: its token ids [n].
         surprisal: of each token, in nats; that of the first one, which nothing predicts, is NaN.
         roles: who wrote each token; if empty, the user wrote all.
         continues_word: whether each token belongs to the same word as the one before it.
-        learned_scores: of the model's scorer, for the policy `learned`.
+        learned_scores: score of each token from the model's scorer, for the policy `learned`.
         sinks: how many of the first tokens are protected.
-        seed: of the policy's random numbers.
+        seed: seed of the policy's random numbers.
 
     Statistics of attention, keys and values are 0; `dataclasses.replace` sets them.
     """

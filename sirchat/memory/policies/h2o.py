@@ -20,9 +20,10 @@ class H2o(RecentScorePolicy):
     weights from all queries since the token was read; after each round it is multiplied by `decay`.
     The option `lifetime` divides the sum by the number of these queries, so that a token's age
     alone does not raise its score. The option `values` multiplies the sum by |v|, the L1 norm of
-    the token's value (VATP, Guo et al. 2024, arXiv:2406.12335: "H2O w/ VATP"). Known deviation: all
-    heads and layers keep the same tokens. Their score is the mean over heads and over `layers`
-    evenly spaced layers; |v| is the mean over all heads and layers.
+    the token's value (VATP, Guo et al. 2024, arXiv:2406.12335: "H2O w/ VATP"). Known deviation: the
+    paper chooses tokens for each head and layer; here all keep the same tokens. Their score is the
+    mean over heads and over `layers` evenly spaced layers; |v| is the mean over all heads and
+    layers.
     """
 
     source: ClassVar[str] = "H2O, arXiv:2306.14048"

@@ -17,16 +17,17 @@ _LEAST = 1e-9  # a weight of zero still has a logarithm
 
 @dataclass(frozen=True)
 class Kvzip(RecentScorePolicy):
-    """Keeps the sinks, the tokens needed to repeat what was said, and the newest.
+    """Keeps the sinks, the tokens needed to repeat the conversation, and the newest.
 
     KVzip (Kim et al. 2025, arXiv:2505.23416) between turns: when a round has ended, the model reads
     its text a second time, after the first. A token's score is the highest attention weight that it
     receives in this second reading (section 3). A repeated token attends to its first occurrence,
-    unless it can be predicted without it. Known deviations: a round is read again only once, and
-    without the paper's prompt; the score is the mean over heads and layers, so that all heads and
-    layers keep the same tokens. Two factors, the same as in `salience`, are ours, and an option
-    switches each off. With `whole_words`, each token of a word gets the sum of the scores of all
-    tokens of the word; `template` is 0 for the chat template's tokens.
+    unless the model can predict the token without it. Known deviations: the paper's prompt, which
+    asks the model to repeat the text, is left out, and a round is read again only once. The paper
+    has a score for each head; here it is the mean over heads and layers, so that all of them keep
+    the same tokens. Two factors, the same as in `salience`, are ours; each can be switched off by
+    the option with its name. With `whole_words`, each token of a word gets the sum of the scores of
+    all tokens of the word; `template` is 0 for the chat template's tokens.
 
     On SmolLM2-135M and real talk (`sirchat eval facts-in-dialogue`, 1,000 tokens, 200 questions,
     seed 0; paired, 95 %) it answers a larger share of the questions correctly than `salience`: 0.12

@@ -30,7 +30,7 @@ class Learned(RecentScorePolicy):
     where h is the hidden states after a few layers, joined to one vector. `sirchat train scorer`
     fits w and b by ridge regression. Known deviations: the paper has a scorer for every layer, and
     evicts tokens whose score is below a threshold; here all layers share one score, which predicts
-    the mean over heads and layers, and as many tokens are evicted as room is needed. Three factors,
+    the mean over heads and layers, and only as many tokens are evicted as necessary. Three factors,
     the same as in `salience`, are ours; an option switches each on or off: `whole_words`,
     `template` and `neighbours`. A token that was read without a scorer gets the median score.
 

@@ -17,11 +17,12 @@ class Snapkv(RecentScorePolicy):
     """Keeps the sinks, the tokens that the newest queries attend to most, and the `recent` newest.
 
     The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
-    sum of the attention weights from the newest `window` queries. Known deviations: tokens are
-    chosen anew at each eviction, by the queries before it, of the user's or the model's tokens; the
-    paper chooses once, after the prompt. The paper's pooling over neighbouring tokens is left out.
-    All heads and layers keep the same tokens, by the mean score over heads and over `layers` evenly
-    spaced layers.
+    sum of the attention weights from the newest `window` queries. Known deviations: the paper
+    chooses tokens once, after the prompt; here they are chosen anew at each eviction, by the last
+    queries before it, whether these are of the user's tokens or of the model's. The paper's pooling
+    over neighbouring tokens is left out. The paper chooses tokens for each head; here all heads and
+    layers keep the same tokens, by the mean score over heads and over `layers` evenly spaced
+    layers.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"

@@ -1,6 +1,6 @@
-"""Policy `vase`: keeps the tokens whose value vectors have the widest range, and draws others.
+"""Policy `vase`: keeps the tokens whose values have the widest range, and a sample of the others.
 
-The others are drawn at random, with the attention that they received as their weights.
+The probability of a token in this sample is proportional to the attention that it received.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POOL = 5
 
 @dataclass(frozen=True)
 class Vase(RecentScorePolicy):
-    """Keeps the sinks, the tokens whose values span most, a random draw, and the `recent` newest.
+    """Keeps the sinks, the tokens of widest value range, a random sample, and the `recent` newest.
 
     VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928, and its released code): sinks, pins and the
     newest tokens stay; of the remaining room, `large` percent go to the tokens with the largest
@@ -31,9 +31,10 @@ class Vase(RecentScorePolicy):
     each eviction, without replacement, each with a probability proportional to the attention from
     the newest `window` queries, averaged over 5 adjacent tokens. The score is log(u) / w, where u
     is a uniform random number and w the attention: the tokens with the largest scores are such a
-    sample (Efraimidis and Spirakis 2006). Known deviations: all heads and layers keep the same
-    tokens, by the mean over heads and layers (for attention, `layers` evenly spaced layers);
-    `large` is a share of the room, 25 % by default, while the released code has a number of tokens.
+    sample (Efraimidis and Spirakis 2006). Known deviations: the paper chooses tokens for each head
+    and layer; here all keep the same tokens, by the mean over heads and layers (for attention,
+    `layers` evenly spaced layers). `large` is a share of the room, 25 % by default; in the released
+    code it is a number of tokens.
     """
 
     source: ClassVar[str] = "VaSE, arXiv:2606.03928"

@@ -16,8 +16,8 @@ class Window(ScorePolicy):
     """Keeps the most recent tokens; ignores sinks and pins.
 
     Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1) as a cache policy.
-    Once the first tokens are evicted, most models write text without sense, so this policy is only
-    a baseline.
+    Once the first tokens are evicted, most models write nonsense, so this policy is only a
+    baseline.
     """
 
     source: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"

@@ -1,8 +1,8 @@
 """The base classes of retrievers, which score archived tokens (rows) for a turn.
 
-A retriever's class attributes say what it needs. Settings are checked against them, also by
-commands that load no model. So these modules import torch only for types, or where something is
-computed.
+A retriever's class attributes say what it needs. Settings are checked against these attributes,
+also by commands that load no model. To keep such commands fast, these modules import torch only
+for types and inside functions that compute with it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Retriever(ABC):
         needs_turn: whether the turn is read once before the search, for its keys and values.
             (Reading it may evict rows; the search can find the evicted rows, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
-        needs_words: whether it needs a score for each turn by the words shared with the new turn.
-        wide_words: whether this score also counts pairs of words and words of similar meaning.
+        needs_words: whether it needs word scores: for each turn, a score by the words that this
+            turn shares with the new turn.
+        wide_words: whether a word score also counts pairs of words and words of similar meaning.
         index_probes: how many lists of a faiss index each query visits; 0 if the retriever can't
             use an index. (To use one, it must need queries, or be a `SimilarityRetriever`.)
         takes_weight: whether the setting `recall_weight` applies to its scores.
@@ -68,10 +69,10 @@ class LayerRetriever(Retriever):
 class SimilarityRetriever(LayerRetriever):
     """Scores rows by the similarity of keys and values to those of the turn's tokens.
 
-    These are equations (1) to (3) of Retrieval-Augmented StreamingLLM.
+    The class attributes select one of the equations (1) to (3) of Retrieval-Augmented StreamingLLM.
 
-    Keys and values are compared as first written, with the rotary position undone, so that
-    distance in the conversation plays no part. Vectors are compared head by head: inner products
+    Keys and values are compared as first written, with the rotary position undone, so that the
+    distance between tokens has no influence. Vectors are compared head by head: inner products
     are averaged over keys, values and heads; the score is the largest such average over the turn's
     tokens.
 
@@ -121,9 +122,9 @@ class TurnRetriever(Retriever):
     takes_weight = False
 
     def score(self, candidates: Candidates) -> Tensor:
-        """Give each row the score of its turn; but rows of the chat template get the lowest score.
+        """Give each row the score of its turn, and rows of the chat template the lowest of all.
 
-        Template tokens carry no content, but are a sixth of a short turn.
+        Template tokens have no content, but are a sixth of the tokens of a short turn.
         """
         import torch
 
@@ -137,7 +138,7 @@ class TurnRetriever(Retriever):
 
 
 class WordRetriever(TurnRetriever):
-    """A retriever that scores turns by words alone, so the new turn need not be read to search."""
+    """A retriever that scores turns by words alone, so the search does not read the new turn."""
 
     needs_turn = False
 
@@ -152,7 +153,7 @@ class WordRetriever(TurnRetriever):
         """
 
 
-_SHORTEST = 1e-12  # so that a zero vector stays a zero vector
+_SHORTEST = 1e-12  # minimum length to divide by, so that a zero vector stays a zero vector
 
 NEIGHBOUR = 0.5
 """The fraction of a turn's score that is added to the scores of the turns before and after it."""

@@ -54,9 +54,9 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
     """Scores [t] of the t turns that have archived tokens, by the keys `sought` [H, m, D].
 
     The keys have length 1. For each key, its similarity to a turn is the largest cosine with a key
-    of that turn. This is expressed in standard deviations from the mean over all turns, so that a
-    key that is close to every turn counts no more than a key that is close to few. A turn's score
-    is the sum over all keys.
+    of that turn. This similarity is expressed in standard deviations from the mean over all turns,
+    so that a key that is similar to every turn counts no more than a key that is similar to few
+    turns. A turn's score is the sum over all keys.
     """
     turns = candidates.turns
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
@@ -77,7 +77,7 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
 
 
 def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The scores, expressed in standard deviations from the mean of the turns `among` [k].
+    """The scores of all turns, in standard deviations from the mean of the turns `among` [k].
 
     All are 0 if the scores of these turns are equal.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Random(Retriever):
-    """Chooses tokens at random, among the same as the other retrievers; for comparison."""
+    """Chooses archived tokens at random, as a baseline for the other retrievers."""
 
     takes_weight = False
 
