@@ -50,7 +50,7 @@ class PassWeights:
     def mean(self) -> NDArray[np.float32] | None:
         """The mean weights [m, n] from m queries to n cache rows.
 
-        None if the model has shown no attention weights of these layers.
+        None if the model has exposed no attention weights of these layers.
         """
         if self._sum is None:
             return None
@@ -81,7 +81,7 @@ class HighestWeights:
         self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float64] | None:
-        """The highest weights [k]; None if the model has shown no weights of these layers."""
+        """The highest weights [k]; None if the model has exposed no weights of these layers."""
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 
 
@@ -92,7 +92,7 @@ class AttentionTracker:
     result does not depend on how the ids were split into passes.
 
     Args:
-        config: which attention is recorded; None for none.
+        config: which attention is recorded; None to record none.
         model: the model that reads the ids.
         cache, ledger: where the rows of the ids are added.
     """
@@ -140,7 +140,7 @@ class AttentionTracker:
         return PassWeights(self._config.counted_layers(count, sliding))
 
     def add(self, observed: PassWeights | None) -> None:
-        """Add the weights of a forward pass, after its rows were committed to the cache."""
+        """Add the weights of a forward pass; call this when the pass is committed to the cache."""
         weights = observed.mean() if observed is not None else None  # [m, n]
         if self._config is not None and weights is not None:
             shared = self._cache.slots_of(torch.arange(self._shared_rows)).numpy()

@@ -75,23 +75,23 @@ class Budget:
 
         If the setting `recall_n` is a number, this is always `full_reserve`. If it is `auto`, this
         is 0 until a token has been evicted and `full_reserve` rows are free; recalled rows count as
-        free. `make_room_for_turn` frees them when a turn does not fit beside all tokens read so
-        far.
+        free. `make_room_for_turn` frees these rows when a turn does not fit beside all tokens read
+        so far.
         """
         recall, size = self.settings.recall, self.full_reserve
         is_fixed = recall is None or recall.n is not None
-        has_evicted = self.policy_rows < self.ledger.seen  # even if all were recalled
+        has_evicted = self.policy_rows < self.ledger.seen  # also if all evicted rows are recalled
         if is_fixed or (has_evicted and self.policy_rows <= self.total - size):
             return size
         return 0
 
     @property
     def full_reserve(self) -> int:
-        """Number of rows for recalled tokens once not all tokens read fit in the budget."""
+        """Number of rows to reserve for recalled tokens when the budget can't hold all tokens."""
         recall = self.settings.recall
         if recall is None or self.unbounded:
             return 0
-        # An automatic size gives way to pins that are still to be restored, too.
+        # An automatic reserve leaves room for all pins, also for those that are not held now.
         at = self.ledger.pinned_positions if recall.n is None else self.ledger.held_positions
         room = self.total - self.sinks - self.pins(at)
         return most_recalled(usual_reserve(room) if recall.n is None else recall.n, room)
@@ -113,7 +113,7 @@ class Budget:
 
     @property
     def policy_positions(self) -> Positions:
-        """Stream positions [n], ascending, of the held rows that are not recalled ones."""
+        """Stream positions [n], ascending, of the held rows, except recalled rows."""
         held, recalled = self.ledger.held_positions, self.ledger.recalled
         return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
 
@@ -197,7 +197,7 @@ class Budget:
 
     @property
     def most_pins(self) -> int | None:
-        """How many rows may be pinned, not counting sinks; None if that is not limited."""
+        """How many rows may be pinned, not counting sinks; None if their number is not limited."""
         if self.unbounded or not self.settings.policy.honours_pins:
             return None
         return min(self.total // 2, self.total - self.sinks - _LEAST)

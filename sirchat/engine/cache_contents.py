@@ -1,6 +1,6 @@
 """Decides which tokens (rows) the cache holds: by eviction, changed settings, pins, undo, recall.
 
-Almost every method that changes what is held returns records of the evicted and restored rows.
+Almost every method that evicts or restores rows returns records of these rows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CacheContents:
         """The held rows, except recalled ones, as the policy sees them.
 
         Sinks and pins are marked as protected. If `round` is not None and the setting `protect` is
-        on, the newest rows of that round are, too.
+        on, the newest rows of that round are marked, too.
         """
         return self.view_of(self.budget.policy_positions, round)
 
@@ -237,7 +237,7 @@ class CacheContents:
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
     ) -> CacheUpdate:
-        """Go back to the checkpoint `to`, with the recalled rows of `selection`, and round `round`.
+        """Go back to the checkpoint `to`, to the recalled rows of `selection`, and to `round`.
 
         The rows of the checkpoint are held. If they do not fit the present settings, the policy
         chooses from all rows. The pins of the checkpoint are restored; with `keep_pins`, the
@@ -282,14 +282,14 @@ class CacheContents:
         return self._hold(Selection(self.budget.policy_positions, _NONE))
 
     def erase(self, positions: Positions) -> None:
-        """Delete these rows from cache and archive, and what the ledger knows of their tokens."""
+        """Delete these rows from cache and archive, and their ids and scores from the ledger."""
         self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
         self._at_last_pass = None
 
     def _after_switch(self, before: CacheSettings) -> Selection:
-        """Which rows to hold now that the settings have changed from `before`."""
+        """Find which rows to hold, after the settings have changed from `before`."""
         budget, last = self.budget, self._at_last_pass
         now = budget.settings
         if last is not None and last[0] == now and self._store.has(last[1].held):
@@ -315,7 +315,7 @@ class CacheContents:
         return Selection(reachable[chosen.numpy()], _NONE)
 
     def _hold(self, selection: Selection) -> CacheUpdate:
-        """Hold exactly the rows of `selection`; returns what was evicted and restored."""
+        """Hold exactly the rows of `selection`; returns which rows were evicted and restored."""
         gone, came = _NONE, _NONE
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)

@@ -144,9 +144,9 @@ class Engine:
         """Generate tokens; yields one record for each, and one for each eviction.
 
         Ends at a stop id, after `max_new_tokens`, or when `interrupted` returns true; the last
-        record, `Stopped`, says which. If a `lookup` is given, all tokens that it guesses at once
-        are computed in one forward pass. While `together` returns true, a `ChosenToken` comes
-        before each token that may be read together with others.
+        record, `Stopped`, gives the reason. If a `lookup` is given, all tokens that it guesses at
+        once are computed in one forward pass. While `together` returns true, a `ChosenToken` is
+        yielded before each token that may be read in one pass with tokens of other conversations.
 
         Raises ContextFullError if nothing may be evicted and fewer than `closing` rows would stay
         free for the ids that end the turn.
@@ -251,7 +251,7 @@ class Engine:
         return moves
 
     def erase(self, positions: Positions) -> None:
-        """Delete these rows, and what the ledger knows of their tokens; see `rebuild_state`."""
+        """Delete these rows, their ids and their scores; then compute the state again."""
         self.contents.erase(positions)
         self.rebuild_state()
 
@@ -273,7 +273,7 @@ class Engine:
         with self._model.several_passes():
             for start in range(0, len(stay), size):
                 at = stay[start : start + size]
-                leaving = max(0, cache.length + len(at) - total)  # so many rows after the sinks
+                leaving = max(0, cache.length + len(at) - total)  # rows to remove after the sinks
                 slots = torch.arange(cache.length)
                 cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
                 ids, positions = self.ledger.column("token_id")[at].tolist(), at.tolist()

@@ -63,7 +63,7 @@ class FamilyCheck:
     Attributes:
         family: name of the family, the `model_type` of its configuration.
         status: `runs`; `refused`: sirchat does not run it; `not built`: no small model could be
-            built here; `wrong`: it runs, but its cache or its logits differ.
+            built here; `wrong`: it runs, but its cache or its logits differ from the model's own.
         note: the limits of a family that runs; for the others, the reason. One line.
     """
 
@@ -160,7 +160,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _limits(model: LoadedModel) -> Iterator[str]:
-    """What does not work with a model that runs."""
+    """Yield the features that do not work with a model that runs, such as `compressed keys`."""
     if not model.exposes_attention:
         yield "no attention weights"
     if caches_latents(model):
@@ -179,8 +179,9 @@ def _largest_difference(model: LoadedModel) -> tuple[float, float]:
     first turn are restored, so the rows of the second turn move. A third turn is read under a
     smaller budget.
 
-    The second number that is returned compares two computations of the model itself: for the same
-    ids, but at other positions. It is nearly 0 if only the distance between positions matters.
+    Returns this number and a second one: the difference between two computations of the model
+    itself, of the same ids at other positions. It is nearly 0 if only distances between positions
+    have an influence.
     """
     draw = random.Random(0)
     first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)
@@ -212,7 +213,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 class _OwnCache:
-    """What the model itself computes with transformers' cache, from which nothing is evicted."""
+    """Computes the expected results: the model with transformers' cache, without evictions."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._module, self._singly = model.module, model.reads_singly
@@ -228,7 +229,7 @@ class _OwnCache:
 
     @torch.inference_mode()
     def read(self, ids: list[int]) -> Tensor:
-        """Read ids [m] after all rows; returns logits [m, V]."""
+        """Read ids [m] after all rows in the cache; returns logits [m, V]."""
         if self._singly and len(ids) > 1:
             return torch.cat([self.read([one]) for one in ids])
         positions = torch.arange(self._read, self._read + len(ids))[None]

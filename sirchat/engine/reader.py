@@ -49,7 +49,7 @@ class CausalModel(AttendingModel, Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many rows of the cache its sliding-window layers see; None without such layers."""
+        """How many rows of the cache sliding-window layers see; None without such layers."""
 
     def new_cache(self, capacity: int) -> BoundedCache:
         """An empty cache with room for `capacity` rows."""
@@ -81,7 +81,7 @@ class CausalModel(AttendingModel, Protocol):
     ) -> PassResult:
         """Run ids [m] through the model, after the rows of `cache`, like `forward`.
 
-        Returns less: the surprisals of the ids, and the logits after the last id.
+        Returns only the surprisals of the ids, and the logits after the last id.
         """
 
     def several_passes(self) -> AbstractContextManager[None]:
@@ -158,7 +158,8 @@ class Reader:
     def chosen(self, token_id: int) -> ChosenToken:
         """Make the record of the id that is read next.
 
-        If its function `accept` is not called before, the id is read alone.
+        The caller may compute the logits after this id in one pass with other conversations, and
+        give them to the record's function `accept`. Otherwise the id is read alone.
         """
 
         def accept(logits: Tensor, score: float) -> None:
@@ -181,7 +182,7 @@ class Reader:
             chunk: the ids to read.
             visible_to_anchor: returns the numbers [k] of the held rows to which the chunk's last id
                 attends, if it is an anchor; None if anchors attend to all rows like other tokens.
-            stats: which attention is recorded; None for none.
+            stats: which attention is recorded; None to record none.
         """
         start = 0
         with self._tracker(stats) as tracker:
@@ -255,7 +256,7 @@ class Reader:
     def attention_from(
         self, rows: Tensor, visible: NDArray[np.bool_]
     ) -> NDArray[np.float64] | None:
-        """The mean attention [n] that each held row gets from the tokens of some rows.
+        """The mean attention [n] that each held row gets from the tokens of the held `rows`.
 
         For this, the tokens of `rows` are read again at their own positions, so that each attends
         to itself and the rows before it. The mean is over heads, layers and queries. Nothing else
@@ -266,7 +267,7 @@ class Reader:
             visible: mask [n] of the held rows that may receive attention.
 
         Returns None if the model exposes no attention weights, if its sliding-window layers do not
-        see the whole cache, or if it has layers with a state, which have read the later tokens too.
+        see the whole cache, or if it has layers with a state, which already depends on all tokens.
         """
         cache, held = self._cache, self._ledger.held_positions
         ids, shared = self._ledger.column("token_id")[held], torch.arange(len(held))
@@ -302,7 +303,7 @@ class Reader:
     def score_continuations(
         self, alternatives: Sequence[Sequence[int]]
     ) -> tuple[ContinuationScore, ...]:
-        """The log-probabilities of each alternative's ids, if they were the next tokens.
+        """For each alternative, the log-probabilities of its ids, if they were the next tokens.
 
         All alternatives are read in one forward pass, in which none attends to another. If the
         model has sliding-window layers or layers with a state, each alternative is read in its own
@@ -413,8 +414,8 @@ class Reader:
     def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
         """Add the ids of `chunk`, which the model has read, to the held rows and to the ledger.
 
-        `found` has the surprisals of all ids but the first. The first one's is computed from the
-        logits that were stored before.
+        `found` has the surprisals of all ids but the first. The surprisal of the first id is
+        computed from the logits that were stored before.
         """
         ids = list(chunk.ids)
         with torch.inference_mode():

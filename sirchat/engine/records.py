@@ -1,4 +1,4 @@
-"""Types of what the engine takes and returns: settings, records, checkpoints, saved state."""
+"""Types of the engine's arguments and results: settings, records, checkpoints, saved state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CacheSettings:
 
     @property
     def attention_stats(self) -> AttentionStatsConfig | None:
-        """Which attention weights are recorded; None for none."""
+        """Which attention weights are recorded; None if none are."""
         default = AttentionStatsConfig() if self.count_attention else None
         return self.policy.attention_stats or default
 
@@ -146,8 +146,8 @@ class ChosenToken:
         id: the token's id.
         position: its rotary position.
         cache: the conversation's cache, which has room for it.
-        accept: to be called if the caller has read it, with the logits [1, V] after it and its
-            learned score.
+        accept: a function that the caller calls if it has read the token; the arguments are the
+            logits [1, V] after the token, and its learned score.
     """
 
     id: int
@@ -178,7 +178,7 @@ class ContinuationScore:
     Attributes:
         ids: the ids; at least one.
         log_probabilities: natural logarithms, one for each id.
-        greedy: whether every id is the most likely one at its place.
+        greedy: whether every id is the one with the highest probability at its place.
     """
 
     ids: tuple[int, ...]

@@ -33,7 +33,7 @@ class Sampling:
 
 
 Allowed = Callable[[Sequence[int]], Tensor]
-"""Called with the ids of a reply so far, returns which ids may follow: a mask [V], on the CPU."""
+"""A function from the ids of a reply so far to the mask [V], on the CPU, of ids that may follow."""
 
 
 class Sampler:
@@ -61,7 +61,8 @@ class Sampler:
                 them.
             position: stream position of the next token; the random number depends on it.
 
-        Raises ModelError if the logits are NaN, as after a division by zero.
+        Raises ModelError if the logits are NaN, as after a division by zero, or if no id is allowed
+        to follow.
         """
         if self._allowed is None:
             return self._choose(logits, said_ids, position)
@@ -113,13 +114,13 @@ def _refuse_nan(value: float) -> None:
 
 
 def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
-    """The scores [V]; those of the ids `said` [k] are made lower by the factor `penalty`."""
+    """The scores [V]; those of ids `said` [k] are divided by `penalty`, if negative multiplied."""
     chosen = scores[said]
     return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
 def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Scores [V] divided by the temperature; those of ids that can't be drawn are -infinity."""
+    """Scores [V] divided by the temperature; -infinity for ids excluded by top-k, top-p, min-p."""
     scores = scores.float() / sampling.temperature
     if sampling.top_k is not None:
         least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
@@ -135,11 +136,11 @@ def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
     return scores
 
 
-_MATCH = 3  # newest tokens that must have occurred before, if the last guess was right
-_LONG = 8  # the same at the start, and if the last guess was wrong
+_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
+_LONG = 8  # how many at the start, and if the last guess was wrong
 _WITHIN = 2**14  # newest tokens that are searched
 _BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
-_PAYS = 3  # right guesses from which on the larger pass saves time
+_PAYS = 3  # minimum number of right tokens with which the larger pass saves time
 _LONGEST_REST = 256  # tokens
 
 

@@ -89,9 +89,9 @@ def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | N
 
     Each token gets the score of its turn. At least as many tokens are returned as are reserved for
     recall, if there are that many. Of turns with equal scores, newer ones come first. Tokens that
-    are recalled now count as archived, since they may stay. Tokens of the chat template, which have
-    no content, are left out. Only tokens of these turns are looked at, so that the time does not
-    grow with the archive.
+    are recalled now are included, since they may be recalled again. Tokens of the chat template,
+    which have no content, are left out. Only tokens of these turns are examined, so that the time
+    does not grow with the archive.
     """
     ledger, reserve = engine.ledger, engine.contents.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
@@ -139,7 +139,7 @@ def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
 def _score(
     engine: Engine, recall: RecallSettings, query: Query, rotations: Sequence[LayerRotation]
 ) -> SearchResult | None:
-    """The scores of the archived tokens from before the turn; None if there are no such tokens.
+    """Score the archived tokens that precede the turn; returns None if there are no such tokens.
 
     If a search index is used, only the tokens that it proposes, and a sample, have scores.
     """
@@ -178,9 +178,10 @@ def _query(
     words: NDArray[np.float64] | None,
     layer_queries: Sequence[LayerQueries] = (),
 ) -> Query:
-    """What archived tokens are compared with, for a turn that begins at stream position `start`.
+    """Make the query with which archived tokens are compared, for a turn that begins at `start`.
 
-    `slots` are the numbers of the held rows whose keys and values are compared.
+    `slots` are the numbers of the held rows whose keys and values are compared; `start` is a stream
+    position.
     """
     positions = engine.ledger.held_positions[slots]
     return Query(
