@@ -1,4 +1,4 @@
-"""`python -m sirchat`."""
+"""Runs the command line with `python -m sirchat`."""
 
 from sirchat.cli import main
 

@@ -149,7 +149,7 @@ def _slips(one: str, other: str) -> int:
 
 
 def format_value(value: object) -> str:
-    """A value as text for an error message: one line of YAML, at most 60 characters."""
+    """A value as text for an error message: one line of at most 60 characters."""
     scalar = isinstance(value, str | int | float | None)
     text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
     text = text.encode(errors="backslashreplace").decode()

@@ -36,7 +36,7 @@ FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
 """Settings that cannot change within a conversation; all others can."""
 
 LEAST_TEMPERATURE = 0.01
-"""Lowest allowed temperature besides 0; at it, the most likely token is nearly always sampled."""
+"""Lowest allowed temperature besides 0; there, the most likely token is nearly always sampled."""
 
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
 """For each renamed setting: its former name, and the name that it has today."""
@@ -46,7 +46,7 @@ _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings from a file of an earlier version, with today's names and values."""
+    """Replace the names and values of an earlier version's settings by those of this version."""
     renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):

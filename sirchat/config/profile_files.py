@@ -47,7 +47,7 @@ class Layer:
 
 
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
-    """A copy of `profile` with other values for the settings `updates`.
+    """A copy of `profile` with the new values `updates`, by setting.
 
     If another policy is set, `policy_options` becomes empty. Raises SettingError for the first
     value that is not allowed; its message begins with `source`, such as `/budget`.
@@ -102,8 +102,8 @@ def _conflict_error(
 ) -> SettingError:
     """The error for settings that don't fit together.
 
-    Its message names the one that was set last, and where. `set_by` has, for each setting, the
-    number of the layer that set it and the layer's origin.
+    Its message names the setting that was set last, and the source that set it. `set_by` has, for
+    each setting, the number of the layer that set it and the layer's origin.
     """
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
@@ -135,7 +135,7 @@ _HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown 
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """Where a profile is, and its description.
+    """A profile's name, file and description.
 
     `shipped` is true if the profile comes with sirchat, false if the user made it.
     """
@@ -294,7 +294,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise SettingError if a variable's name is nearly, but not exactly, that of a setting."""
+    """Raise SettingError if an environment variable's name is a misspelt `SIRCHAT_<SETTING>`."""
     known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
     for variable in sorted(environ):
         name = variable.removeprefix("SIRCHAT_")

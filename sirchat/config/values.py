@@ -176,10 +176,10 @@ def short(value: float | str) -> str:
 
 
 def is_option(name: str, text: str, policy: str) -> bool:
-    """Whether `name=text` means an option of `policy`; otherwise it means a setting.
+    """Whether `name=text` sets an option of `policy`; otherwise it sets a setting.
 
-    If an option and a setting have this name, it means the setting if `text` is one of the
-    setting's listed values: `attention=on` means the setting, `attention=false` the option.
+    If an option and a setting have this name, the setting is meant if `text` is one of the
+    setting's listed values: `attention=on` sets the setting, `attention=false` the option.
     """
     if name not in Profile.model_fields:
         return True

@@ -147,7 +147,7 @@ def plain_text_ids(
 ) -> list[int]:
     """The ids, with anchors, of a text that is not a chat.
 
-    As it has no rounds, `per: round` inserts anchors after sentences.
+    Such a text has no rounds, so with `per: round` anchors are inserted after sentences.
     """
     if anchors is None:
         return encode(text)
@@ -156,7 +156,7 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """The ids, with `anchor` inserted after the n-th one, counted from 1, if `is_chosen(n)`."""
+    """The ids, with `anchor` inserted after the n-th id, counted from 1, if `is_chosen(n)`."""
     return [
         i
         for count, token_id in enumerate(ids, 1)

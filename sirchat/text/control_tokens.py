@@ -1,8 +1,9 @@
-"""Tells control tokens that are in the texts of a chat from those that the template writes.
+"""Distinguishes control tokens in the texts of a chat from those that the template writes.
 
-A text is marked before the template gets it: each control token in it is put between two characters
-of Unicode's private use. When the rendered chat is turned into ids, what is between two marks is
-read as plain text, and the marks are left out. transformers does the same, with the same marks.
+A control token, such as `<|im_end|>`, is an added token that structures the chat. Before the
+template gets a text, marks are put around each control token in the text: two characters of
+Unicode's private use. When the rendered chat is turned into ids, the text between two marks is read
+as plain text, and the marks are left out. transformers does the same, with the same marks.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class ControlTokens:
     def ids(self, chat: str) -> list[int]:
         """The ids of a rendered chat whose texts were marked.
 
-        A template that cuts a text can leave a lone mark: this separates the text before it from
-        the text after it. Raises ValueError if the tokenizer makes a control token from plain text.
+        If a template cuts a text, one mark of a pair can remain: the texts before and after this
+        mark are turned into ids separately. Raises ValueError if the tokenizer makes a control
+        token from plain text.
         """
         first, *others = self._marked.split(chat)
         ids: list[int] = self._tokenizer.encode(first, add_special_tokens=False)
-        for number, piece in enumerate(others):  # a marked token, or None; then other text; ...
+        for number, piece in enumerate(others):  # in turn: a marked token or None, other text
             if not piece:
                 continue
             is_text = number % 2 == 0
@@ -56,7 +58,7 @@ class ControlTokens:
         return ids
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of a piece that follows other text: the tokenizer puts no space before it."""
+        """The ids of a piece that follows other text, without the space that can begin a text."""
         count = len(self._line_end)
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)
@@ -82,6 +84,6 @@ class ControlTokens:
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """A pattern that matches any of the tokens; if several match, the longest."""
+    """A regular expression that matches any of the tokens; if several match, the longest."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"  # matches nothing

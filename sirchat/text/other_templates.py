@@ -30,7 +30,8 @@ class ToolTemplate(Template):
 
     Attributes:
         tools: the tools, as JSON; empty if there are none.
-        following: ids for the next turn, from `results` or `calls`; they replace those of its text.
+        following: ids of the next turn, made by `results` or `calls`. If they are set, `user` or
+            `assistant` returns them instead of the ids of a text.
     """
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None, tools: str = "") -> None:
@@ -73,7 +74,7 @@ class ToolTemplate(Template):
         return super().assistant(content) if turn is None else turn
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of `messages` with the role tool, the results of tools, as one user turn."""
+        """The ids of `messages` with the role `tool`, which are results of tools, as one turn."""
         whole, *others = (
             self._after_reply([one | {"content": text or one["content"]} for one in messages])
             for text in ("", *OTHERS)
@@ -88,10 +89,10 @@ class ToolTemplate(Template):
         return ids[size:]
 
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
-        """The ids of a reply that calls tools, if the reply is given, not generated.
+        """The ids of a reply that calls tools and comes from the caller, not from the model.
 
-        If the template can't render the reply, the ids are those of a text with the calls; see
-        `calls_as_text`.
+        If the template can't render the reply, the ids are those of the text that `calls_as_text`
+        makes of the calls.
         """
         message = {"role": "assistant", "content": content, "tool_calls": calls}
         neutral, usual = message | self._neutral(message), None
@@ -106,10 +107,10 @@ class ToolTemplate(Template):
         return TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids)))
 
     def call_form(self) -> tuple[str, str, str] | None:
-        """How the template writes a call as JSON with a name and arguments.
+        """How the template writes a tool call; None if not as JSON with a name and arguments.
 
-        The text before the JSON, how the arguments are called in it, and the text after it. None
-        if it writes calls in another way.
+        Returns the text before the JSON, the JSON's key for the arguments (`arguments` or
+        `parameters`), and the text after the JSON.
         """
         function = {"name": QUESTION, "arguments": {QUESTION: ANSWER}}
         call = {"id": "call00000", "type": "function", "function": function}
@@ -129,7 +130,7 @@ class ToolTemplate(Template):
         return [i for i in ids if i in self._added]
 
     def _neutral(self, value: Any) -> Any:
-        """A copy of `value` in which each text with a control token is replaced by another text.
+        """A copy of `value` in which each text with a control token is replaced by `_NEUTRAL`.
 
         Raises ModelError if a name has a control token, because names are rendered without marks.
         """
@@ -155,10 +156,10 @@ def calls_as_text(content: str, functions: Sequence[Message]) -> str:
 
 
 class PlainText(Template):
-    """Turns one text into token ids as it is, for a model that continues it without a chat."""
+    """Turns one text into token ids without a chat template, so that a model continues the text."""
 
     def opening(self, content: str, system: str | None = None) -> tuple[None, TurnIds]:
-        """The ids of the text, after the token that begins a sequence, if the tokenizer has one."""
+        """The ids of the text, after the tokenizer's beginning-of-sequence token, if it has one."""
         begin = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
         ids = self.as_text(content)
         roles = [*[Role.TEMPLATE] * len(begin), *[Role.USER] * len(ids)]

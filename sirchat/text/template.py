@@ -65,8 +65,8 @@ class Template:
     """Turns messages into token ids, by the tokenizer's chat template, one turn at a time.
 
     If the tokenizer has no chat template, the format is `USER: ... ASSISTANT: ...`. If `anchors`
-    has an added anchor token, this token is inserted where `anchors.per` says. Methods raise
-    ModelError if the template can't render a turn.
+    has an added anchor token (the token that ends a sentence or round), this token is inserted
+    where `anchors.per` says. Methods raise ModelError if the template can't render a turn.
     """
 
     _tools: Sequence[Message] | None = None
@@ -119,7 +119,7 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of the text of a reply that is given, not generated.
+        """The ids of the text of a reply that comes from the caller, not from the model.
 
         The template's ids before and after the reply are not included.
         """
@@ -131,8 +131,8 @@ class Template:
     def _reply(self, message: Message) -> list[int] | None:
         """The ids of a reply without the template's ids before and after it.
 
-        None if the ids can't be told apart, for example because the template has another header for
-        past replies.
+        None if the ids of the reply can't be separated from those of the template, for example
+        because the template has another header for past replies.
         """
         question = [_message("user", QUESTION)]
         header = self._render(question, prompt=True)
@@ -167,15 +167,16 @@ class Template:
 
         No reply contains the tokens that begin a turn: after one, the model would write the next
         speaker's text. Nor does a reply contain the tokens that this template never uses, such as
-        padding. `declared` are the ids that the model's own settings name.
+        padding. `declared` are the stop ids in the model's own generation settings.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids by which the model ends its reply.
 
-        These are `declared`, the ids that the model's own settings name; the tokenizer's end of
-        sequence; and the first id that the template puts after a reply, if it is an added token.
+        These are `declared`, the stop ids in the model's own generation settings; the tokenizer's
+        end of sequence; and the first id that the template puts after a reply, if this is an added
+        token.
         """
         ids = set(declared if isinstance(declared, list) else [declared])
         ids |= {self._tokenizer.eos_token_id}
@@ -224,9 +225,9 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """A list with the anchor's id, if an anchor ends each reply and system prompt.
+        """A list with the anchor's id, if an anchor ends each reply and system prompt, else empty.
 
-        This is so if `anchors.per` is `round`. Otherwise the list is empty.
+        An anchor ends them if `anchors.per` is `round`.
         """
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
@@ -374,7 +375,7 @@ class Template:
     def _later_system(self, content: str) -> list[int]:
         """The ids that a system message adds after a reply.
 
-        Empty if the template puts it at another place.
+        Empty if the template puts the system message at another place.
         """
         ids = self._render([*self._history, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing

@@ -1,6 +1,6 @@
-"""What transformers adds to jinja for chat templates: functions, a filter, and a kind of block.
+"""The functions, the filter and the block that transformers adds to jinja for chat templates.
 
-Chat templates are written for transformers, so each name means the same here as there.
+Chat templates are written for transformers, so each of these works here as in transformers.
 """
 
 from __future__ import annotations

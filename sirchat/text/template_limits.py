@@ -94,7 +94,7 @@ class _Rendering(local):
             raise TemplateError("rendering takes too much memory")
 
     def enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        """A trace function for `sys.settrace`; counts the lines of templates and jinja that run."""
+        """A trace function for `sys.settrace`: counts each line that a template or jinja runs."""
         return self._step if frame.f_code.co_filename.startswith(_RUN_BY_STEPS) else None
 
     def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
-            optimized=False,  # constants are not computed while it is compiled
+            optimized=False,  # a template's constants are not computed while it is compiled
             finalize=self._shown,
         )
         self.globals |= own_names()
@@ -180,7 +180,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.rendering.count(_size_of_filter(name, given, kwargs))
             return function(*args, **kwargs)
 
-        limited.__dict__.update(getattr(function, "__dict__", {}))  # such as: it takes the context
+        limited.__dict__.update(getattr(function, "__dict__", {}))  # jinja's marks, as for contexts
         return limited
 
     def concatenated(self, *parts: Any) -> str:

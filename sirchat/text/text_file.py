@@ -83,7 +83,7 @@ def load_text_file(name: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """The hint for a missing file: a file with a similar name, or how to type names with spaces."""
+    """A hint for a missing file: a file of similar name, or how to type a name with spaces."""
     with suppress(OSError, ValueError):
         if close := nearest(path.name, os.listdir(path.parent), alike=0.7):
             return close

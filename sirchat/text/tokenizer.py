@@ -1,7 +1,7 @@
-"""A tokenizer that needs only the library `tokenizers`, with what sirchat uses of a tokenizer.
+"""A tokenizer that needs only the library `tokenizers`, and has the methods that sirchat uses.
 
-It does not import transformers, which would take a second. Its ids are those of transformers'
-tokenizer over the same backend.
+It does not import transformers, which would take a second. It gives the same ids as transformers'
+tokenizer with the same backend.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ class FastTokenizer:
     """Turns text into ids and back.
 
     Args:
-        backend: does the work; it has all added tokens.
+        backend: the tokenizer of the library `tokenizers`, with all added tokens.
         special: the special tokens by name, such as `{"eos_token": "</s>"}`; `SPECIAL` has the
             names. A token that does not exist is None or left out.
         chat_template: the model's chat template, if it has one.
 
     Attributes:
         backend_tokenizer: `backend`.
-        chat_control_tokens: the control tokens that no text of a chat becomes; set by a `Template`.
+        chat_control_tokens: the control tokens, which are read as plain text where they occur in
+            the texts of a chat; set by a `Template`.
         special_tokens_map: `special`, without those that are None.
     """
 
@@ -48,7 +49,7 @@ class FastTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, without those that were added."""
+        """Number of tokens in the vocabulary, without added tokens."""
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=False))
 
     @property
@@ -63,7 +64,7 @@ class FastTokenizer:
         return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
 
     def get_chat_template(self) -> str | None:
-        """The model's chat template."""
+        """The model's chat template; None if it has none."""
         return self.chat_template
 
     def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:

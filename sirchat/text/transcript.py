@@ -38,7 +38,7 @@ _REFUSED = {
     "broken": "not valid",
     "deep": "nested too deeply, or has a number that is too long",
 }
-"""Formats that are refused, and what is wrong with such JSON."""
+"""Names of the kinds of JSON that are refused, each with the reason for error messages."""
 
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -60,8 +60,8 @@ class TranscriptTurn:
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
     """Yield the turns of a UTF-8 `stream`, each as soon as it is complete, if the format allows.
 
-    `name` is what errors call the stream; `format` is one of `FORMATS`. Raises UsageError for an
-    unknown format, and TranscriptError, which names the line and the problem, while reading.
+    `name` stands for the stream in error messages; `format` is one of `FORMATS`. Raises UsageError
+    for an unknown format, and TranscriptError, with the line and the problem, while reading.
     """
     if format not in FORMATS:
         raise UsageError(
@@ -75,8 +75,8 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
     """All turns of the transcript `data`, which is UTF-8.
 
-    `name` is what errors call it; `format` is one of `FORMATS`. Raises UsageError for an unknown
-    format, and TranscriptError for data that does not have this format.
+    `name` stands for the transcript in error messages; `format` is one of `FORMATS`. Raises
+    UsageError for an unknown format, and TranscriptError for data that does not have this format.
     """
     return list(iter_turns(io.BytesIO(data), name, format))
 
@@ -103,10 +103,10 @@ _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """A value as JSON that can't control a terminal; other characters than ASCII stay as they are.
+    """A value as JSON without control characters; other non-ASCII characters are not escaped.
 
-    JSON itself escapes only the control characters of ASCII; those of Latin-1, and the
-    bidirectional ones, are escaped here.
+    Python's `json` escapes only the controls below U+0020. Here those from U+007F to U+009F, and
+    the bidirectional ones, are escaped, too, so that the text can't control a terminal.
     """
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -169,7 +169,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 def _format_of(first: str) -> str:
     """The format of a transcript with this first line.
 
-    "unfinished" if the line is only the beginning of a JSON value; else a key of `_REFUSED`.
+    "unfinished" if a JSON value continues in the next line; a key of `_REFUSED` if it is refused.
     """
     if _PREFIX.match(first):
         return "text"
@@ -195,14 +195,14 @@ def _format_of_whole(text: str) -> str:
 
 
 def _format_of_broken(text: str) -> str:
-    """Text that begins with a bracket is text, unless it was to be an object or a list of them."""
+    """For invalid JSON: "broken" if it begins like an object or a list of objects, else "lines"."""
     return "broken" if _OBJECT.match(text) else "lines"
 
 
 def _format_of_json(value: object) -> str:
     """The format of a transcript that begins with this JSON value.
 
-    "unknown" for an object that is neither a message nor a conversation.
+    Returns "unknown" for an object that is neither a message nor a conversation.
     """
     if isinstance(value, dict) and "role" in value:
         return "jsonl"
@@ -428,7 +428,7 @@ class _JsonText:
         return found
 
     def _next(self, end: int) -> int:
-        """The index of what follows a value that ends at `end`: the next value, or a bracket."""
+        """The index of the next value, or closing bracket, after a value that ends at `end`."""
         at = self._skip_space(end)
         return self._skip_space(at + 1) if self.text[at] in ",:" else at
 
