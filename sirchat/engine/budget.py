@@ -1,7 +1,8 @@
 """The arithmetic of a budget: how many cache rows are for sinks, pins, the policy and recall.
 
-budget = sinks + pins + E + reserve. Sinks and pins are never evicted; the policy decides which
-tokens take the E rows; the reserve is for recalled tokens. The cache never has more rows than the
+A row is the place of one token. budget = sinks + pins + E + reserve. Sinks (the first tokens) and
+pins are never evicted; the policy decides which tokens take the E rows; the reserve is for tokens
+that recall restores from the archive. The cache never has more rows than the
 budget, unless rows are evicted only between turns: then a turn and its reply may exceed it, up to
 the model's context length.
 """
@@ -53,7 +54,7 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """Maximum number of rows held: the budget; `context_length` if the policy never evicts."""
+        """Maximum number of rows: the budget, or `context_length` if the policy never evicts."""
         return self.context_length if self.unbounded else self.settings.budget
 
     @property
@@ -63,7 +64,7 @@ class Budget:
 
     @property
     def hard_bound(self) -> int:
-        """Maximum number of rows held at any time, even within a turn.
+        """Maximum number of rows in the cache at any time, even within a turn.
 
         It is the budget, or the context length if rows are evicted only between turns.
         """
@@ -98,22 +99,22 @@ class Budget:
 
     @property
     def policy_budget(self) -> int:
-        """Maximum number of rows held, recalled rows not counted: the budget minus the reserve."""
+        """Maximum number of rows, recalled rows not counted: the budget minus the reserve."""
         return self.total - self.reserve
 
     @property
     def policy_bound(self) -> int:
-        """Maximum number of rows held at any time, even within a turn, without recalled rows."""
+        """Maximum number of rows at any time, even within a turn, recalled rows not counted."""
         return self.hard_bound - self.reserve
 
     @property
     def policy_rows(self) -> int:
-        """Number of rows held now, without the rows that recall has restored."""
+        """Number of rows in the cache now, without the rows that recall has restored."""
         return self.ledger.held_count - len(self.ledger.recalled)
 
     @property
     def policy_positions(self) -> Positions:
-        """Stream positions [n], ascending, of the held rows, except recalled rows."""
+        """Stream positions [n], ascending, of the rows in the cache, except recalled rows."""
         held, recalled = self.ledger.held_positions, self.ledger.recalled
         return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
 
@@ -161,8 +162,8 @@ class Budget:
     def evictable(self, at: Positions | None = None) -> int:
         """E: the number of rows that the policy decides about: budget minus sinks, pins, reserve.
 
-        The pins are those among the held rows or, if `at` is given, among the rows at these stream
-        positions.
+        The pins are those among the rows in the cache or, if `at` is given, among the rows at these
+        stream positions.
         """
         pins = self.pins(self.ledger.held_positions if at is None else at)
         return max(_LEAST, self.policy_budget - self.sinks - pins)
@@ -219,9 +220,10 @@ class Budget:
         return end
 
     def visible_to_anchor(self) -> Tensor:
-        """Numbers [k] of the held rows to which the next anchor may attend.
+        """Numbers [k] of the rows in the cache to which the next anchor may attend.
 
-        These are the rows of its own sequence (equation (4) of Anchor-based LLMs) and the sinks.
+        These are the rows of the anchor's own sequence (equation (4) of Anchor-based LLMs) and the
+        sinks.
         """
         held = self.ledger.held_positions
         anchors = np.flatnonzero(self.ledger.column("flags")[held] & Flag.ANCHOR)

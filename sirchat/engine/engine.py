@@ -91,12 +91,12 @@ class Engine:
 
     @property
     def budget(self) -> int:
-        """Maximum number of tokens held; for a policy that never evicts, the context length."""
+        """Maximum number of tokens in the cache: the context length if the policy never evicts."""
         return self.contents.budget.total
 
     @property
     def resident(self) -> int:
-        """Number of tokens held in the cache now."""
+        """Number of tokens in the cache now."""
         return self.cache.length
 
     @property
@@ -215,7 +215,7 @@ class Engine:
         """End a round: multiply the scores of earlier tokens by the setting `decay`.
 
         A fixed decay applies to all tokens, the decay `auto` only to tokens of older rounds. If the
-        policy needs it, the round's held tokens are first read a second time.
+        policy needs it, the round's tokens in the cache are first read a second time.
         """
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
@@ -305,8 +305,9 @@ class Engine:
 
         Args:
             saved: state that `save` returned.
-            rows: saved keys and values. If they are None, or lack a held token, they are computed
-                anew by reading all held ids. A state that `saved` lacks is rebuilt.
+            rows: saved keys and values. If they are None, or lack a token of the cache, they are
+                computed again by reading all ids of the cache. If `saved` has no state of
+                recurrent layers, the state is computed again, too.
             attention: the attention that the tokens of `rows` had received.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
@@ -343,7 +344,7 @@ class Engine:
         return ids
 
     def _said_ids(self, count: int) -> list[int]:
-        """The newest `count` held ids, without those of the chat template; all if `count` is 0."""
+        """The newest `count` ids in the cache, without the chat template's; all if `count` is 0."""
         held = self.ledger.held_positions
         said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
         ids: list[int] = self.ledger.column("token_id")[said].tolist()

@@ -227,12 +227,12 @@ class Reader:
                 start += len(part)
 
     def repeat(self, rows: Tensor, layers: int, most: int) -> None:
-        """Read the tokens of the held rows `rows` [k] a second time, after all held rows.
+        """Read the tokens of the held rows `rows` [k] a second time, after all rows in the cache.
 
         Only the attention that these rows receive from this reading is recorded (see
-        `RepeatAttention`); the new rows are not held. `layers` is the number of layers that are
-        recorded, 0 for all. At most `most` ids are read in one pass. If keys have stream positions,
-        reading stops before a position exceeds the model's context length.
+        `RepeatAttention`); the new rows do not stay in the cache. `layers` is the number of layers
+        that are recorded, 0 for all. At most `most` ids are read in one pass. If keys have stream
+        positions, reading stops before a position exceeds the model's context length.
         """
         held = self._ledger.held_positions
         ids = self._ledger.column("token_id")[held]
@@ -371,8 +371,8 @@ class Reader:
     ) -> PassResult:
         """Run ids [m] through the model, or use the logits that `look_ahead` has computed.
 
-        If `visible` is given, the last id attends only to the held rows with these numbers, and to
-        itself. If a list `scores` is given, the learned score of each id is added to it.
+        If `visible` is given, the last id attends only to the cache's rows with these numbers, and
+        to itself. If a list `scores` is given, the learned score of each id is added to it.
         """
         if len(ids) == 1 and observer is None and visible is None and self.is_ahead(ids[0]):
             assert self._ahead is not None
@@ -412,7 +412,7 @@ class Reader:
         return positions if self._cache.in_stream else None
 
     def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
-        """Add the ids of `chunk`, which the model has read, to the held rows and to the ledger.
+        """Add the ids of `chunk`, which the model has read, to the cache's rows and to the ledger.
 
         `found` has the surprisals of all ids but the first. The surprisal of the first id is
         computed from the logits that were stored before.

@@ -86,7 +86,7 @@ class ReadProgress:
 class EvictedRows:
     """The tokens at these stream positions were evicted.
 
-    Now `resident` tokens are held; `seen` tokens have been read in all.
+    After that, `resident` tokens are in the cache; `seen` tokens have been read in all.
     """
 
     positions: Positions
@@ -98,7 +98,7 @@ class EvictedRows:
 class RestoredRows:
     """The tokens at these stream positions were restored from the archive.
 
-    Now `resident` tokens are held; `seen` tokens have been read in all.
+    After that, `resident` tokens are in the cache; `seen` tokens have been read in all.
     """
 
     positions: Positions
@@ -234,7 +234,7 @@ class EngineState:
 
     Attributes:
         rows: the ledger's rows [seen], structured as `memory.ledger.ROW`.
-        held: stream positions [n] of the held rows, ascending.
+        held: stream positions [n] of the rows in the cache, ascending.
         log_decay, unknown_surprisal: the ledger's attributes with these names.
         logits: raw logits for the next token, float32 [V].
         round: number of user turns so far.

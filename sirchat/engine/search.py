@@ -162,9 +162,9 @@ def _archived(engine: Engine, before: int) -> Positions:
 
 
 def _recent(engine: Engine) -> Positions:
-    """Numbers of the held rows, except sinks, among the policy's `recent` newest tokens.
+    """Numbers of the rows in the cache, except sinks, among the policy's `recent` newest tokens.
 
-    If the policy has no setting `recent`, or it is 0: numbers of all held rows except sinks.
+    If the policy has no option `recent`, or if this is 0: numbers of all rows except sinks.
     """
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
@@ -180,8 +180,8 @@ def _query(
 ) -> Query:
     """Make the query with which archived tokens are compared, for a turn that begins at `start`.
 
-    `slots` are the numbers of the held rows whose keys and values are compared; `start` is a stream
-    position.
+    `slots` are the numbers of the cache's rows whose keys and values are compared; `start` is a
+    stream position.
     """
     positions = engine.ledger.held_positions[slots]
     return Query(
@@ -194,7 +194,7 @@ def _query(
 
 
 def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
-    """The search result without the tokens that are held, since all layers already have these.
+    """The search result without the tokens in the cache, since all layers already have these.
 
     Such tokens were evicted during the search, and were restored when the search was undone.
     """

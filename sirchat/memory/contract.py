@@ -67,7 +67,7 @@ def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
 
 
 def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
-    """Random held rows, and a random number of them to keep; `case` seeds the random numbers."""
+    """Random rows for a policy, and a random number of rows to keep; `case` is the random seed."""
     random = np.random.default_rng(case)
     ledger = Ledger(seed=case, unknown_surprisal=1.0)
     for round_number in range(int(random.integers(1, 6))):

@@ -8,9 +8,9 @@ last round is above the threshold, the scores of all older rounds are multiplied
 surprisal, but by no less than 0.1. Otherwise the factor is 1, so that early facts outlive any
 amount of small talk.
 
-The other factors are one number for each held token (row), which depends on the tokens of the same
-word or on the tokens right before and after. All factors are given as logarithms, because products
-of many decays would underflow.
+The other factors are one number for each token (row) in the cache, which depends on the tokens of
+the same word or on the tokens right before and after. All factors are given as logarithms, because
+products of many decays would underflow.
 """
 
 from __future__ import annotations

@@ -116,9 +116,9 @@ class KeyValueStore:
         return min(limit, self._archive.nbytes + _MOST_UNWRITTEN)
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of the rows that can be held: all held or archived rows.
+        """Stream positions [n], ascending, of all rows in the cache or in the archive.
 
-        Rows with the flag `EXCLUDED` are left out.
+        Rows with the flag `EXCLUDED`, which are not restored, are left out.
         """
         ledger, stored = self.ledger, self._archive.positions  # fewer than the whole stream
         stored = stored[stored < ledger.seen]
@@ -129,7 +129,7 @@ class KeyValueStore:
         return allowed
 
     def keep(self, rows: Tensor) -> Positions:
-        """Evict all held rows except those numbered `rows` [k].
+        """Evict all rows from the cache except those numbered `rows` [k].
 
         Returns the stream positions of the evicted rows.
         """
@@ -142,7 +142,7 @@ class KeyValueStore:
         return positions
 
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Evict and restore rows, so that exactly those at stream `positions` [n] are held.
+        """Evict and restore rows, so that the cache holds exactly those at stream `positions` [n].
 
         `positions` are ascending, and all are in `reachable`. Returns the positions of the evicted
         rows, and those of the rows restored from the archive.
@@ -195,7 +195,7 @@ class KeyValueStore:
         return CacheCheckpoint(ledger.seen, held, pinned, ledger.log_decay, attention, state)
 
     def has(self, positions: Positions) -> bool:
-        """Whether the rows at all of these stream positions are held or archived."""
+        """Whether the rows at all of these stream positions are in the cache or the archive."""
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self._archive.has(missing).all())
 
@@ -224,18 +224,18 @@ class KeyValueStore:
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
         """Compute the statistics `wanted` of the rows at these stream positions [n], ascending.
 
-        Returns an array [n] for each statistic. A row that is neither held nor archived gets the
-        median of the other rows.
+        Returns an array [n] for each statistic. A row that is neither in the cache nor archived
+        gets the median of the other rows.
         """
         held = self.ledger.held_positions
         found = self._archive.statistics(self.cache, held, positions, wanted)
         return {name: median_for_unknown(values) for name, values in found.items()}
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """All held or archived rows as first written, in order of position, on the CPU.
+        """All rows in the cache or the archive, as first written, ascending, on the CPU.
 
-        If these rows are larger than `limit` bytes, returns only the held rows; if the held rows
-        are larger, too, returns None. Raises LostRankError if a process that has a part of the rows
+        If these are larger than `limit` bytes, returns only the rows in the cache; if these are
+        larger, too, returns None. Raises LostRankError if a process that has a part of the rows
         has ended.
         """
         positions = self.reachable()
@@ -252,7 +252,7 @@ class KeyValueStore:
         return merged(held_rows, self._archive.fetch(archived))
 
     def load(self, rows: Rows) -> None:
-        """Load saved rows: held rows into the cache, the others into the archive."""
+        """Load saved rows: into the cache as the ledger says, the others into the archive."""
         held = np.searchsorted(rows.positions, self.ledger.held_positions)
         self.cache.replace(rows.take(held))
         if self._archiving:
@@ -276,7 +276,7 @@ class KeyValueStore:
         return State.ARCHIVED if self._archiving else State.GONE
 
     def _archive_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy the held rows numbered `rows` [k] to the archive, unless they are already there."""
+        """Copy the cache's rows numbered `rows` [k] to the archive, unless they are there."""
         positions = self.ledger.held_positions[rows]
         new = ~self._archive.has(positions)
         if new.any():

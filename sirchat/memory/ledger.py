@@ -90,21 +90,21 @@ KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"
 class HeldRows:
     """The n rows (tokens) among which a policy chooses, in stream order: tensors [n] on the CPU.
 
-    These are the held rows; after a change of settings or pins, the archived rows, too.
+    These are the rows in the cache; after a change of settings or pins, the archived rows, too.
 
     Attributes:
         position: stream positions, ascending.
         token_id, turn, round, role: of each token; `role` is a number as in `Role`.
-        surprisal: in nats. Nothing predicts the first token of the stream, so it has the highest
-            surprisal of those read with it.
+        surprisal: -log p(token) in nats. Nothing predicts the first token of the stream, so it has
+            the highest surprisal of the tokens read with it.
         log_decay_since: logarithm of the product of the decays since the row was read.
         log_decayed_surprisal: logarithm of the surprisal times these decays.
         attention: attention received so far, if attention is counted; else 0.
         recent_attention: attention received from the newest queries alone, if counted; else 0.
         repeat_attention: highest attention weight received while the row's round was read a second
             time, if a policy asked for that; else 0.
-        learned_score: what the model's scorer predicts for the row, a natural logarithm; NaN for a
-            row that was read without a scorer.
+        learned_score: score that the model's scorer predicts, a natural logarithm; NaN for a row
+            that was read without a scorer.
         key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
             see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
@@ -149,7 +149,7 @@ class HeldRows:
 
 
 class Ledger:
-    """A table of all tokens of the stream, one row per token; also records which tokens are held.
+    """A table with one row for each token of the conversation, whether in the cache or evicted.
 
     Args:
         seed: seed of the arrival keys: one random number in [0, 1) for each token.
@@ -174,7 +174,7 @@ class Ledger:
 
     @property
     def recalled(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of the held rows that recall restored for this round."""
+        """Stream positions, ascending, of the rows that recall restored to the cache this round."""
         return self._recalled
 
     @property
@@ -184,11 +184,11 @@ class Ledger:
 
     @property
     def held_positions(self) -> NDArray[np.int64]:
-        """Stream positions [n] of the held rows, ascending (a view)."""
+        """Stream positions [n] of the rows in the cache, ascending (a view)."""
         return self._held[: self._held_count]
 
     def held_of_turn(self, turn: int) -> int:
-        """Number of tokens of the turn number `turn` that are held."""
+        """Number of tokens of the turn number `turn` that are in the cache."""
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
 
     def column(self, name: str) -> NDArray[Any]:
@@ -199,7 +199,7 @@ class Ledger:
 
     @property
     def pinned_positions(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of all pinned rows, held or not."""
+        """Stream positions, ascending, of all pinned rows, in the cache or not."""
         if self._pinned is None:
             self._pinned = np.flatnonzero(self.column("flags") & Flag.PINNED)
             self._pinned.flags.writeable = False
@@ -216,7 +216,7 @@ class Ledger:
         flags: list[int],
         learned_scores: list[float] | None = None,
     ) -> None:
-        """Add one held row for each of the ids that the model has just read.
+        """Add one row for each of the ids that the model has just read into the cache.
 
         `surprisal` is in nats. `learned_scores` are the predictions of the model's scorer; None if
         the model has none.
@@ -247,7 +247,7 @@ class Ledger:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Record that all held rows are evicted, except those numbered `rows` [k].
+        """Record that all rows in the cache are evicted, except those numbered `rows` [k].
 
         Evicted rows get the state `state`; returns their stream positions.
         """
@@ -256,10 +256,10 @@ class Ledger:
     def hold(
         self, positions: NDArray[np.int64], state: State
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Record that exactly the rows at these stream positions [n], ascending, are held.
+        """Record that the cache holds exactly the rows at these stream positions [n], ascending.
 
-        Rows that were held before and are not now get the state `state`. Returns the positions of
-        these evicted rows, and those of the restored rows, which were not held before.
+        Evicted rows, which it held before, get the state `state`. Returns the positions of the
+        evicted rows, and those of the restored rows, which it did not hold before.
         """
         before = self.held_positions
         gone = np.setdiff1d(before, positions, assume_unique=True)
@@ -277,7 +277,7 @@ class Ledger:
         return gone, came
 
     def recall(self, positions: NDArray[np.int64]) -> None:
-        """Give the flag `RECALLED` to the held rows at these positions, and to no others."""
+        """Give the flag `RECALLED` to the cache's rows at these positions, and to no others."""
         flags = self._rows["flags"]
         flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
         flags[positions] |= np.uint8(Flag.RECALLED)
@@ -299,7 +299,7 @@ class Ledger:
         log_decay: float,
         recalled: NDArray[np.int64] | None = None,
     ) -> None:
-        """Replace all contents by saved `rows`; `held` has the positions of the held rows.
+        """Replace all contents by saved `rows`; those at the positions `held` are in the cache.
 
         The other rows count as lost, until `archive` records that they are archived.
         """
@@ -316,14 +316,14 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Record that the rows at these positions are archived; rows that are held stay held."""
+        """Record that the rows at these positions are archived, except rows in the cache."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
     def erase(self, positions: NDArray[np.int64]) -> None:
         """Delete the ids, surprisals, learned scores, flags and attention of these rows.
 
-        The rows must be neither held nor archived. Their turns, rounds and roles stay recorded.
+        They must not be in the cache or the archive. Their turns, rounds and roles stay recorded.
         """
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
@@ -335,7 +335,7 @@ class Ledger:
     def truncate(self, seen: int, log_decay: float) -> None:
         """Remove the rows of all but the first `seen` tokens, and set `log_decay`.
 
-        None of the removed rows may be held.
+        None of the removed rows may be in the cache.
         """
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
@@ -429,7 +429,7 @@ class Ledger:
         )
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The held rows as policies see them; the mask `protected` marks those that must stay."""
+        """The cache's rows as policies see them; the mask `protected` marks rows that must stay."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:

@@ -1,4 +1,4 @@
-"""Policy `interval`: keeps every n-th of the held tokens."""
+"""Policy `interval`: keeps every n-th of the tokens in the cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sirchat.memory.policies.base import Policy
 
 @dataclass(frozen=True)
 class Interval(Policy):
-    """Keeps the sinks and, from the oldest on, every stride-th of the other held tokens.
+    """Keeps the sinks and, from the oldest on, every stride-th of the other tokens in the cache.
 
-    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1). The stride is the number of held
+    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1). The stride is the number of these
     tokens divided by the number of tokens to keep, rounded down; tokens are chosen "until the cache
-    size is fully utilized". When fewer than half of the held tokens must be evicted, the stride is
-    1, and the oldest stay: this is the paper's rule, and it makes the baseline weak.
+    size is fully utilized". When fewer than half of the tokens must be evicted, the stride is 1,
+    and the oldest stay: this is the paper's rule, and it makes the baseline weak.
     """
 
     source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"

@@ -1,4 +1,4 @@
-"""Policy `random`: keeps a random choice of the held tokens."""
+"""Policy `random`: keeps a random choice of the tokens in the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 @dataclass(frozen=True)
 class Random(ScorePolicy):
-    """Keeps the sinks and a random choice of the other held tokens, drawn anew at each eviction.
+    """Keeps the sinks and a random choice of the other tokens in the cache.
+
+    The choice is made anew at each eviction.
 
     SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token stays only if every
     eviction so far has chosen it, so old tokens stay less often than new ones; the policy
