@@ -25,7 +25,7 @@ import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and bytes that are not UTF-8
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
 
 
 _LONGEST = 1000

@@ -101,7 +101,8 @@ class CacheContents:
     def make_room(self, count: int) -> list[EvictedRows]:
         """Evict rows, if necessary, so that `count` more fit in the cache; the policy chooses them.
 
-        Right after an anchor, first evict the rows that the policy's `reduce` does not keep.
+        If the last token is an anchor (the end of a sentence or round), rows that the policy's
+        `reduce` does not keep are evicted first.
         """
         budget, evicted = self.budget, list[EvictedRows]()
         flags = self._ledger.column("flags")
@@ -301,7 +302,7 @@ class CacheContents:
         return self._choice()
 
     def _choice(self) -> Selection:
-        """The rows that the policy chooses from all held or archived ones; none are recalled."""
+        """The rows that the policy chooses from all held or archived rows, without recall."""
         reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
             rows = budget.settings.policy.reduce(self.view_of(reachable, None))

@@ -52,7 +52,7 @@ SECONDS = 30
 
 _MEMORY = 4 << 30  # bytes that the check of one family may allocate
 _TURNS = 40, 60, 100  # ids read
-_BUDGET = 64  # rows held at last
+_BUDGET = 64  # maximum number of rows in the cache at the end
 _TOLERANCE = 1e-4
 
 

@@ -28,7 +28,7 @@ class CacheSettings:
 
     Attributes:
         policy: chooses the tokens (rows) that stay in the cache.
-        budget: maximum number of rows held.
+        budget: maximum number of rows in the cache.
         sinks: number of first tokens of the stream that always stay.
         decay: factor that multiplies surprisal and attention at the end of each round; None for the
             automatic decay.

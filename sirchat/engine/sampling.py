@@ -141,7 +141,7 @@ _LONG = 8  # how many at the start, and if the last guess was wrong
 _WITHIN = 2**14  # newest tokens that are searched
 _BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
 _PAYS = 3  # minimum number of right tokens with which the larger pass saves time
-_LONGEST_REST = 256  # tokens
+_LONGEST_REST = 256  # maximum number of tokens for which nothing is guessed
 
 
 class PromptLookup:

@@ -34,7 +34,7 @@ from sirchat.memory.transfers import Transfer, Transfers
 if TYPE_CHECKING:  # that module imports this one
     from sirchat.memory.cache import BoundedCache
 
-_MOST_ARRIVING = 8  # transfers from a GPU at a time
+_MOST_ARRIVING = 8  # maximum number of unfinished transfers from a GPU
 
 
 class Archive:

@@ -107,7 +107,8 @@ class PassAttention(NamedTuple):
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
         """Make the record of a pass from its `weights` [m, n], from m queries to n rows.
 
-        They are summed over all queries, and stored one by one for the newest `window` queries.
+        The weights are summed over all queries; those of the newest `window` queries are also
+        stored one by one.
         """
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)

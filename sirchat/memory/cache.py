@@ -179,7 +179,7 @@ class BoundedCache:
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
-        """Make held rows of the `count` rows that a forward pass has written after the held rows.
+        """Mark as held the `count` rows that a forward pass has written after the held rows.
 
         `positions` [count] are the new rows' stream positions; by default they continue from the
         position of the last held row.
@@ -274,7 +274,7 @@ class BoundedCache:
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
-        """A copy of the held rows numbered `rows` [k], with their keys as first written.
+        """A copy of the held rows numbered `rows` [k], with keys as the model first wrote them.
 
         `positions` [k] are the stream positions of these rows.
         """

@@ -74,7 +74,7 @@ class Index:
         return sum(part.nbytes for part in self._parts) + self._has.nbytes
 
     def is_for(self, recall: RecallSettings) -> bool:
-        """Whether the index was built for the same `retriever`, `weight` and `soft` as these."""
+        """Whether the index was built for the `retriever`, `weight` and `soft` of `recall`."""
         built = self._recall
         return all(getattr(built, key) == getattr(recall, key) for key in _INDEXED_SETTINGS)
 
@@ -120,7 +120,7 @@ class Index:
 
     @torch.inference_mode()
     def _learn(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Empty the index; learn axes and centroids anew from an even sample of these rows."""
+        """Empty the index; learn axes and centroids again from an evenly spaced sample of rows."""
         rows = archive.fetch(evenly(positions, sample_for(len(positions))))
         self._vectors = IndexVectors(self._recall, self._rotations, rows)
         self._vectors.learn(rows)
@@ -340,7 +340,7 @@ def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _divide_dims(parts: int) -> list[int]:
-    """The number of dimensions of each part of the index; together they have DIMS.
+    """The number of dimensions of each part of the index; the sum is `DIMS`.
 
     The last parts, which belong to deeper layers, get the remainder of the division.
     """

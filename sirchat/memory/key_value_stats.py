@@ -90,7 +90,7 @@ def _sum_of_units(keys: Tensor) -> Tensor:
 
 
 def _cosines(keys: Tensor, anchor: Tensor) -> Tensor:
-    """Cosines [H, k] between vectors [H, k, D] and each head's `anchor` [H, 1, D]."""
+    """Cosines [H, k] between vectors [H, k, D] and one vector of each head, `anchor` [H, 1, D]."""
     products = (keys.float() @ anchor.mT)[..., 0]
     return products / (_norm(keys, 2) * _norm(anchor, 2)).clamp_min(_TINY)
 

@@ -242,7 +242,7 @@ class Ledger:
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
-        """Set the first token's unknown surprisal to the highest of the first `count` tokens."""
+        """Set the first token's surprisal to the highest one among the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 

@@ -179,8 +179,8 @@ def _archived_near(positions: Positions, span: int, archived: Positions) -> Posi
 def _counts(proposed: NDArray[np.bool_], total: int) -> Tensor:
     """How many of the `total` archived rows each candidate [n] represents.
 
-    A candidate in the mask `proposed` [n] represents only itself. The other candidates share the
-    archived rows that are not proposed.
+    A candidate in the mask `proposed` [n] represents only itself. Each other candidate represents
+    an equal part of the archived rows that are not proposed.
     """
     counts = torch.ones(len(proposed))
     others = torch.from_numpy(~proposed)

@@ -138,9 +138,9 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int, sign: int) -> 
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """Largest relative error when `rotation` is applied to the sample at position 0.
+    """Rotate the sample at position 0 to all other positions; returns the largest relative error.
 
-    It is the largest over all other positions, each compared with its own sample.
+    At each position, the rotated sample is compared with the given sample of that position.
     """
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0

@@ -315,7 +315,7 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids of the stub answer `ANSWER`, which stands for the history, when rendered."""
+        """The ids of `ANSWER`, the stub answer in place of the history, in a rendered chat."""
         question = [_message("user", QUESTION)]
         ids = self._render([*question, _message("assistant", ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", ANSWER + " a")], prompt=False)
@@ -367,7 +367,7 @@ class Template:
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        """For each text in `OTHERS`, the ids of a later user turn with this text."""
+        """For each stub text in `OTHERS`, the ids of a later user turn with this text."""
         stub = self._history
         rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in OTHERS]
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]

@@ -51,7 +51,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a file to read it; a pipe to which nobody writes does not block."""
+    """Open a file for reading, without waiting if it is a pipe to which nobody writes."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     return open(path, "rb", opener=lambda file, _: os.open(file, flags))
 

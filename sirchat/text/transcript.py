@@ -169,7 +169,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 def _format_of(first: str) -> str:
     """The format of a transcript with this first line.
 
-    "unfinished" if a JSON value continues in the next line; a key of `_REFUSED` if it is refused.
+    Returns "unfinished" if a JSON value goes on in the next line, a key of `_REFUSED` if refused.
     """
     if _PREFIX.match(first):
         return "text"
