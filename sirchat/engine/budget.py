@@ -2,9 +2,9 @@
 
 A row is the place of one token. budget = sinks + pins + E + reserve. Sinks (the first tokens) and
 pins are never evicted; the policy decides which tokens take the E rows; the reserve is for tokens
-that recall restores from the archive. The cache never has more rows than the
-budget, unless rows are evicted only between turns: then a turn and its reply may exceed it, up to
-the model's context length.
+that recall restores from the archive. The cache never has more rows than the budget, unless rows
+are evicted only between turns: then a turn and its reply may exceed it, up to the model's context
+length.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class CacheContents:
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
     ) -> CacheUpdate:
-        """Go back to the checkpoint `to`, to the recalled rows of `selection`, and to `round`.
+        """Go back to the checkpoint `to`, with the recalled rows of `selection`, in round `round`.
 
         The rows of the checkpoint are held. If they do not fit the present settings, the policy
         chooses from all rows. The pins of the checkpoint are restored; with `keep_pins`, the

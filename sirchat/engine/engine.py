@@ -251,7 +251,7 @@ class Engine:
         return moves
 
     def erase(self, positions: Positions) -> None:
-        """Delete these rows, their ids and their scores; then compute the state again."""
+        """Delete these rows, their ids and scores; then rebuild the state of recurrent layers."""
         self.contents.erase(positions)
         self.rebuild_state()
 

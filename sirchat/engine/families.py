@@ -160,7 +160,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _limits(model: LoadedModel) -> Iterator[str]:
-    """Yield the features that do not work with a model that runs, such as `compressed keys`."""
+    """Yield the limits of a model that runs, such as `no recall by attention`."""
     if not model.exposes_attention:
         yield "no attention weights"
     if caches_latents(model):

@@ -116,7 +116,7 @@ class PassAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCheckpoint:
-    """The attention that n tokens have received, copied so that it can be saved or undone.
+    """A copy of the attention that n tokens have received, for a saved chat or for undo.
 
     Attributes:
         positions: [n], stream positions, ascending.

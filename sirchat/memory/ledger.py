@@ -438,7 +438,7 @@ class Ledger:
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Extend the arrays to `rows` rows and `held` held rows; they grow at least twofold."""
+        """Extend arrays that are too short for `rows` rows, of which `held` are in the cache."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)

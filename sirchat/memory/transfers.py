@@ -57,7 +57,7 @@ class Transfers:
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Start to copy tensors to main memory; they must not change until this is finished."""
+        """Start to copy tensors to main memory; they must not change until the copy is finished."""
         copies, streams = list[Tensor](), dict[torch.device, Any]()
         for one in tensors:
             if not one.is_cuda:

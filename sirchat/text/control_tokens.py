@@ -1,6 +1,6 @@
 """Distinguishes control tokens in the texts of a chat from those that the template writes.
 
-A control token, such as `<|im_end|>`, is an added token that structures the chat. Before the
+A control token is a token that was added to the tokenizer, such as `<|im_end|>`. Before the
 template gets a text, marks are put around each control token in the text: two characters of
 Unicode's private use. When the rendered chat is turned into ids, the text between two marks is read
 as plain text, and the marks are left out. transformers does the same, with the same marks.

@@ -79,7 +79,7 @@ Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
 
 class TokenTexts:
-    """A function from ids and their stream positions to the text of each id.
+    """A callable that returns the text of each id, from ids and their stream positions.
 
     The text is as in a sentence, with the space before a word. If consecutive tokens together make
     one character, the first gets the whole character and the others get empty text. If only some of
@@ -152,7 +152,7 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
 
 
 class SentenceEnds:
-    """A function that returns whether an id ends a sentence, in any script.
+    """A callable that returns whether an id ends a sentence, in any script.
 
     It must be called once for each id of a text, in order, because a character can be made of
     several tokens.
@@ -191,7 +191,7 @@ _INSIDE = "-'\u2019/@_&"
 
 
 class WordContinuation:
-    """A function that returns whether two consecutive ids belong to the same word.
+    """A callable that returns whether two consecutive ids belong to the same word.
 
     A word has no spaces, for example `Kowalski`, `7:45`, `555-0123` or `it's`; a punctuation mark
     after a word is not part of it.

@@ -18,7 +18,7 @@ class Entropy(RecentScorePolicy):
     SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1). Its "token entropy" is
     the surprisal -log p(token | tokens held in the cache), in nats; after each round every score so
     far is multiplied by `decay`. Known deviation: the newest tokens stay, whatever their surprisal;
-    in the paper they do not. To follow the paper, set `recent` to 0.
+    in the paper they can be evicted. To follow the paper, set `recent` to 0.
     """
 
     source: ClassVar[str] = "SirLLM, arXiv:2405.12528"

@@ -17,9 +17,9 @@ class Keydiff(RecentScorePolicy):
 
     KeyDiff (Park et al. 2025, arXiv:2504.15364): the score is -cos(k, a), where the anchor a is the
     mean of k / |k| over all tokens that are ranked; keys are taken as attention reads them, with
-    their rotary position, as in the library kvpress. Known deviations: the paper chooses
-    tokens for each head and layer; here all keep the same tokens, by the mean score over heads and
-    layers. The newest tokens always stay, whatever their score.
+    their rotary position, as in the library kvpress. Known deviations: the paper chooses tokens for
+    each head and layer; here all keep the same tokens, by the mean score over heads and layers. The
+    newest tokens always stay, whatever their score.
     """
 
     source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
