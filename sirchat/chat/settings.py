@@ -60,7 +60,10 @@ def _fits(value: object, default: object) -> bool:
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError, naming `source`, if a setting that is fixed in a chat would change."""
+    """Raise SettingError if a setting would change that can't change in a running chat.
+
+    The message names `source`, such as "/budget".
+    """
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))
@@ -202,9 +205,10 @@ def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if the policy hides tokens and the model has a state.
+    """Raise SettingError if the policy hides tokens from others, and the model is recurrent.
 
-    With such a policy, an anchor attends to its own sequence only, but a state has read all tokens.
+    With such a policy, an anchor attends to its own sequence only. But the state of a recurrent
+    layer has read all tokens. The error's message names `source`.
     """
     if model.has_state and build_policy(profile).compacts_at_anchors:
         raise SettingError(
@@ -241,7 +245,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
     after = changed(before, source, **updates)
     refuse_fixed(before, after, source)
     check_budget(after, model, source)
-    if after.recall != before.recall:  # to check it, the model has to run
+    if after.recall != before.recall:  # this check runs the model
         check_recall(after, model, source)
     if (after.policy, after.attention) != (before.policy, before.attention):
         check_attention(after, model, source)
@@ -258,7 +262,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
     settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
-    except Exception:  # whatever a new policy raises
+    except Exception:  # a policy of the user's own may raise anything
         engine.ledger.pin_only(pinned)
         engine.contents.switch(settings)
         raise
@@ -268,7 +272,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
     """Context manager: all that happens to the engine in the `with` block is undone at its end.
 
-    Yields the checkpoint of the state before the block. Use it between two rounds, not within one.
+    Yields the checkpoint of the state before the block. Use it only between two rounds.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
     with engine.store.unlimited():
