@@ -173,7 +173,7 @@ def read_again(
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
     """Replace the system prompt by `prompt`, pinned or not; None for no prompt.
 
-    Returns how many tokens of the user were unpinned to make room for it.
+    Returns how many of the tokens that the user had pinned were unpinned to make room for it.
     """
     session.switch("system", system=None)  # else the same prompt would not be read again
     size = len(session.template.system(prompt).ids) if prompt and pinned and session.seen else 0

@@ -359,7 +359,7 @@ def tokens_to_erase(
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
     """Remove the words or the turn that `target` names from the text of all turns.
 
-    Returns the system prompt without them; None if there is none.
+    Returns the system prompt without them; None if nothing is left of it.
     """
     turn = turn_of_target(target, now.roles)
     if turn is not None:
