@@ -31,7 +31,7 @@ SUMMARY = "Summary of our conversation so far, by the assistant: "
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that was generated: its token ids, and why it ended."""
+    """A reply that was generated: its token ids, and the reason why it ended."""
 
     ids: tuple[int, ...]
     finish: Finish

@@ -185,7 +185,7 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
 def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
     """Pin these parts of turn `index`; returns how many of the user's pinned tokens are lost.
 
-    A token is lost if its text is no longer there, or if there is no more room for pins.
+    A token is lost if its text is no longer there, or if there is no more room for pinned tokens.
     """
     if not parts:
         return 0
@@ -313,7 +313,7 @@ def read_whole(session: Session, progress: Progress | None = None) -> Session:
 
 
 def _profile_at(session: Session, start: int) -> Profile:
-    """The settings, with the system prompt that was in force when turn `start` began."""
+    """The session's settings, but with the system prompt in force when turn `start` began."""
     prompts = [turn.text for turn in session.turns[:start] if turn.role == "system"]
     if len(prompts) == start or all(turn.role != "system" for turn in session.turns[start:]):
         return session.profile  # nothing was said yet, or no other prompt came later

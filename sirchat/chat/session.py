@@ -94,7 +94,7 @@ class Session:
         self._undo_points: list[UndoPoint] = []  # oldest first
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._recall = Recall(self._engine, self.model, self._events)
-        self._at_reply = 0, self._engine.ledger.held_positions  # seen and held as a reply ended
+        self._at_reply = 0, self._engine.ledger.held_positions  # seen and held at a reply's end
 
     @property
     def conversation(self) -> Conversation:
@@ -310,8 +310,8 @@ class Session:
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
 
-        Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
-        changing nothing, if the pins would leave too little room.
+        If such tokens are archived, they are restored. Raises UsageError if nothing matches, and
+        SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
         events = self._events.moved(self._now.last, self._engine.contents.pin(positions, pinned))

@@ -1,4 +1,4 @@
-"""The memory at one moment, as plain values to draw or print: tokens, scores and ranks."""
+"""The cache at one moment, as plain values to draw or print: tokens, scores and ranks."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def token_rows(
     sinks: int,
     scores: Floats | None,
 ) -> tuple[TokenRow, ...]:
-    """Records of the tokens at these positions [n], ascending, with the policy's `scores` [n]."""
+    """Records of the tokens at these positions [n] (ascending); `scores` [n] are the policy's."""
     ledger, at = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:

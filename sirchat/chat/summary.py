@@ -35,13 +35,13 @@ _SHORT = 64  # tokens; a summary may have so many even if the chat is hardly lon
 def summary(
     session: Session, way: str, interrupted: Interrupted = lambda: False
 ) -> Generator[Event, None, str]:
-    """Make a summary of everything that was said, also of what is no longer in the cache.
+    """Make a summary of the whole chat, including text that is no longer in the cache.
 
     The session does not change. `way` is a key of `WAYS`. Yields progress, and returns the text of
-    the summary; the text is empty if it was interrupted, or if nothing fits. A summary has at most
-    a quarter of the budget's tokens. It also has at most a third of the chat's tokens, or at most
-    64 if that is more. Raises UsageError if nothing was said yet, and SettingError if the budget is
-    too small.
+    the summary; the text is empty if `interrupted` returned true, or if no sentence fits. A summary
+    has at most a quarter of the budget's tokens. It also has at most a third of the chat's tokens,
+    or at most 64 if that is more. Raises UsageError if nothing was said yet, and SettingError if
+    the budget is too small.
     """
     said = [turn for turn in _said(session) if turn.text.strip()]
     if not said:
@@ -243,7 +243,7 @@ def _written(
     """A summary's text, which the model writes in another session, one part of the chat at a time.
 
     If the summaries of the parts have more than `most` tokens together, the model summarizes them
-    in the same way, until they fit. Empty if interrupted.
+    in the same way, until they fit. The text is empty if `interrupted` returned true.
     """
     lines = [f"{turn.role.capitalize()}: {turn.text.strip()}" for turn in said]
     room = most - _size(session, "")

@@ -1,7 +1,7 @@
 """One turn while it is read or generated: its ids go to the engine, and its events are yielded.
 
-The chat template ends each turn with certain ids; these are noted as pending until they are read.
-If an error cuts the turn off, they are read before the next turn, so that the chat always follows
+The chat template ends each turn with certain ids, which are *pending* until they are read. If an
+error cuts the turn off, these ids are read before the next turn, so that the chat always follows
 its template.
 """
 

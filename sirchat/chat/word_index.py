@@ -30,7 +30,7 @@ _NAMED = 3  # most words that `shared` returns for a turn
 
 
 class TurnIndex(ABC):
-    """Scores the turns of a conversation by what they have in common with a new turn."""
+    """Scores the turns of a conversation by the words that they share with a new turn."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -420,7 +420,7 @@ def _pooled(told: Floats, asked: Floats) -> Floats:
 
 
 def _shares(told: Floats, asked: Floats) -> tuple[Floats, Floats, Floats]:
-    """What each turn's counts [n] add to the turn itself, the turn after it, and the one before."""
+    """Shares of each turn's counts [n]: for the turn itself, the turn after, the turn before."""
     half = np.float32(0.5)
     return told + half * asked, half * told + asked, half * (told + asked)
 

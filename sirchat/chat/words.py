@@ -161,10 +161,10 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The user's words that have tokens at these positions, but are nowhere in the cache now.
+    """The user's words that have tokens at these positions, but do not occur in the cache now.
 
-    The most surprising word is the first. Common English words, and words that most of the
-    user's messages have, are left out.
+    The most surprising word is the first. Common English words, and words that most of the user's
+    messages have, are left out.
     """
     rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
     if not rows:
@@ -280,7 +280,7 @@ def _with_neighbours(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """Positions of every occurrence of `text` in the tokens at `said`.
+    """Stream positions of the tokens of every occurrence of `text` in the tokens at `said`.
 
     An occurrence in which a token is missing does not count.
     """

@@ -140,7 +140,7 @@ def has_compiler() -> bool:
 
 
 def compiled_in_words(model: LoadedModel) -> str:
-    """Whether the model uses a compiled step, or why not, as text for `sirchat doctor`."""
+    """Text for `sirchat doctor`: whether the model uses a compiled step, and if not, why not."""
     step = model.decode_step
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"

@@ -24,11 +24,10 @@ DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Where = torch.device | str
-"""A device, or `disk`; as accelerate wants it, the CPU is the text `cpu`."""
+"""A device, or the text `disk`; the CPU is the text `cpu`, as accelerate needs it."""
 
 Placement = dict[str, Where]
-"""Where each module lies whose weights stay together: each layer, and each module outside of them.
-"""
+"""The device of each module whose weights stay together: of layers, and modules outside of them."""
 
 CPU = "cpu"
 

@@ -137,7 +137,7 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:
-    """What the model takes on each device."""
+    """Yield, for each device, the memory that the model's weights and a KV cache take."""
     cache = model.new_cache(min(MOST_ROWS, model.context_length))
     model.forward([0], cache)
     for one in memory_by_device(model.module, cache):

@@ -97,7 +97,8 @@ class StoredWeights:
         tensors: all of them, without an output head that equals the input embeddings.
         is_tied: whether the output head has the weights of the input embeddings.
         is_gguf: whether they are in a GGUF file.
-        is_read_here: whether sirchat reads that file, and not transformers.
+        is_read_here: whether sirchat itself can read the GGUF file; otherwise transformers reads
+            it.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -140,7 +141,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """What a model takes: the free memory, in bytes (None if unknown), and each choice."""
+    """The memory that a model takes with each choice, and the free bytes, None if unknown."""
 
     found: FoundModel
     weights: int
@@ -149,9 +150,9 @@ class ModelFit:
 
 
 def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
-    """The memory that a model takes; the first choice is what the settings of the profile give.
+    """The memory that a model takes; the first choice has the settings of the profile.
 
-    Raises ModelError if its files can't be read.
+    `free` is the free memory, in bytes. Raises ModelError if the model's files can't be read.
     """
     if found.shape is None or found.path is None:
         raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
@@ -354,7 +355,7 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
 
 
 def _while_reading(stored: StoredWeights, held: str) -> int:
-    """Bytes of packed matrices that are unpacked to bfloat16 while a text is read."""
+    """Bytes that packed matrices take while they are unpacked, to bfloat16, to read a text."""
     packed = [one for one in stored.tensors if _bits(one, stored, held)]
     whole = 2 * sum(one.count for one in packed)
     return whole if whole <= MOST_UNPACKED else 2 * max(one.at_once for one in packed)

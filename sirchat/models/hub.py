@@ -32,7 +32,7 @@ def require(name: str) -> None:
 
 
 def only_cached(name: str) -> bool:
-    """Whether the model must come from the local cache: the hub can't be reached or lacks it.
+    """Whether to load from the cache only: the hub can't be reached or lacks the model.
 
     Raises ModelError if the model is not in the cache either.
     """

@@ -1,4 +1,4 @@
-"""Loads a model by its name: chooses device, number types and packing, and who reads its files."""
+"""Loads a model by its name: chooses device, number types, packing, and the way to read files."""
 
 from __future__ import annotations
 

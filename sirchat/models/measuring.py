@@ -74,7 +74,7 @@ def head_shape(config: Any) -> HeadShape:
 
 
 def fastest_type(shape: HeadShape) -> torch.dtype:
-    """The type in which attention over 1,024 rows is faster, measured now or earlier."""
+    """The 16-bit type with which attention over 1,024 rows is faster, measured now or earlier."""
 
     def measured() -> str:
         seconds = measure_attention(shape)
@@ -178,7 +178,7 @@ def measure_products() -> Products:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
-        """The largest number of rows that a kernel for packed weights multiplies in this time."""
+        """The largest number of rows that the kernel multiplies in `seconds`; one of `_STEPS`."""
         most = seconds / taken[kernel] * len(few)
         return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
 
@@ -208,7 +208,7 @@ def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
-    """For each type, the least seconds that one layer's attention takes for one token."""
+    """For each 16-bit type, the shortest time, in seconds, of a layer's attention for one token."""
     times: dict[torch.dtype, list[float]] = {one: [] for one in _CANDIDATES}
     query = torch.randn(1, shape.keys, shape.queries // shape.keys, shape.size)
     rows = torch.randn(1, shape.keys, _ROWS, shape.size)
@@ -227,7 +227,7 @@ def processor() -> str:
 
 
 def cpuinfo(*names: str) -> str:
-    """What Linux says of the first processor under one of these names; empty if it says nothing."""
+    """The first value in Linux's /proc/cpuinfo with one of these names; empty if there is none."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
             if line.startswith(names):

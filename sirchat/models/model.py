@@ -219,7 +219,7 @@ class LoadedModel:
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The model's anchor tokens; None if it was not trained with anchor tokens."""
+        """The model's anchor tokens; None if the model was not trained with anchor tokens."""
         return anchors_of(self.module.config)
 
     def forward(

@@ -77,7 +77,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weights [K, N] in this type; eight-bit weights are not multiplied by their scales."""
+        """The weights [K, N] as `dtype`; eight-bit weights are not multiplied by their scales."""
 
     def _at_hand(self) -> Tensor:
         """The weights, unpacked now or, within `SharedWeights`, kept from an earlier pass."""
@@ -372,7 +372,7 @@ class SharedWeights:
 
 
 def set_products(module: nn.Module, products: Products) -> None:
-    """Let all packed layers of a module multiply as `products` says."""
+    """Set the way in which all packed layers of a module multiply their weights."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             layer.products = products
@@ -381,7 +381,7 @@ def set_products(module: nn.Module, products: Products) -> None:
 
 
 def products_of(module: nn.Module) -> Products | None:
-    """How the packed layers of a module are multiplied; None if it has none."""
+    """The way in which the packed layers of a module multiply; None if it has no such layers."""
     found = (one.products for one in module.modules() if isinstance(one, PackedLinear))
     return next(found, None)
 

@@ -55,7 +55,7 @@ def pack_module(module: Any, bits: int) -> None:
 
 
 def has_same_input(path: str) -> bool:
-    """Whether the layer at `path` may be joined with others that have the same input."""
+    """Whether the layer at `path` may be joined with other layers that have the same input."""
     return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
 
 

@@ -39,7 +39,7 @@ from sirchat.memory.segments import Rows
 _FOREVER = timedelta(days=365)  # a user may take long to type the next message
 _INLINE = 248  # most bytes of a message that one broadcast can send
 _ENDING = "sirchat ends"
-"""Key in torchrun's store: rank 0 ends, for a reason that it reports itself."""
+"""Key in torchrun's store that is set when rank 0 ends, and reports the reason itself."""
 
 
 def by_torchrun() -> bool:

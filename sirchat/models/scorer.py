@@ -96,7 +96,7 @@ def _unusable(path: Path, why: str) -> ModelError:
 
 
 def layer_count(module: Any) -> int:
-    """Number of the model's layers; the cache of LongCat Flash has twice as many."""
+    """Number of the model's layers; LongCat Flash has two layers of the cache for each."""
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 

@@ -261,7 +261,7 @@ def _item_size(shape: ModelShape, profile: Profile) -> int:
 
 
 def precision(shape: ModelShape, profile: Profile) -> str:
-    """How the weights are held: `packed`, `int8`, `int4`, or a number type as in `pick_dtype`."""
+    """The form of the weights in memory: `packed`, `int8`, `int4`, or the name of a number type."""
     on_cpu = uses_cpu(profile)
     if profile.quantize in ("packed", "int8", "int4"):
         return profile.quantize
@@ -287,7 +287,7 @@ def free_memory() -> int | None:
 
 
 def _has_accelerator() -> bool:
-    """Whether `device: auto` will find a GPU; torch is not asked, as this would take seconds."""
+    """Whether `device: auto` will find a GPU; does not import torch, which would take seconds."""
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):
@@ -296,7 +296,7 @@ def _has_accelerator() -> bool:
 
 
 def packs_four_bits() -> bool:
-    """Whether this CPU can compute with four bits, as in `packed.can_pack_four_bits`."""
+    """Whether this CPU can compute with four-bit weights, as `packed.can_pack_four_bits` tests."""
     with suppress(OSError):
         return "avx512f" in Path("/proc/cpuinfo").read_text("ascii", "replace")
     return False

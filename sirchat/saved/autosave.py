@@ -122,7 +122,7 @@ class Autosave:
 
     @property
     def id(self) -> str:
-        """The session's id; empty while it has no file."""
+        """The session's id; empty as long as the session has no file."""
         if self._store is None or self._epoch != self._session.epoch:
             return ""
         return self._store.id
@@ -165,8 +165,8 @@ class Autosave:
     def unname(self, said: str, *, whole: bool) -> bool:
         """Remove the session's name if it contains the text `said`, which is about to be erased.
 
-        If `whole` is true, `said` is the text of a complete turn; otherwise it is some words.
-        Returns whether the name was removed.
+        If `whole` is true, `said` is the text of a complete turn, and a name that is a part of this
+        text is removed, too. Returns whether the name was removed.
         """
         if not tells_of(self.name, said, whole=whole):
             return False

@@ -195,8 +195,8 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError if the policy is a `module:Class` that is not in `trusted`, and SessionError
-    if this version of sirchat does not know all settings.
+    Raises SettingError if the policy is a class of the user's own, `module:Class`, that is not in
+    `trusted`. Raises SessionError if this version of sirchat does not know all settings.
     """
     head = store.head()
     try:

@@ -185,10 +185,11 @@ def _copy(path: Path, copy: Path) -> None:
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """The name `text`, with spaces and Unicode composition normalized, if a session may have it.
+    """Check that a session may have the name `text`; returns the name to use.
 
-    `own` is the id of the session that will have the name; empty if it has no file yet. Raises
-    SessionError if the name is not allowed, or belongs to another session.
+    Spaces and Unicode composition are normalized. `own` is the id of the session that will have the
+    name; empty if it has no file yet. Raises SessionError if the name is not allowed, or belongs to
+    another session.
     """
     name = checked_name(text)
     for one in list_sessions(folder).sessions:
@@ -219,7 +220,7 @@ def remove_session(path: Path) -> None:
 def export_session(path: Path, stream: BinaryIO) -> None:
     """Write the session's turns to `stream` as JSON Lines, one message in each line.
 
-    Raises SessionError like `SessionStore.open`.
+    Raises SessionError if the session can't be opened; see `SessionStore.open`.
     """
     with SessionStore.open(path) as store:
         turns = store.turns()
@@ -377,12 +378,11 @@ _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 def checked_name(text: str) -> str:
-    """The name `text`, with spaces and Unicode composition normalized.
+    """Check the name `text`; returns it with spaces and Unicode composition normalized.
 
-    Raises SessionError for a name that is not allowed.
-
-    Ids, beginnings of ids and `last` are not allowed, because they already refer to a session; a
-    name can't begin with a dash, because flags do.
+    Raises SessionError for a name that is not allowed. Ids, beginnings of ids and `last` are not
+    allowed, because they already refer to a session; a name can't begin with a dash, because flags
+    do.
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _key(name) == "last"

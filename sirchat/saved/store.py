@@ -203,7 +203,7 @@ class SessionStore:
         remove_from_index(self.path)
 
     def branch(self, name: str, origin: str) -> None:
-        """Make this session, a copy of the session with the id `origin`, a branch called `name`."""
+        """Mark this session, a copy of the session `origin` (an id), as a branch called `name`."""
         meta = {"family": origin, **self.meta}
         with self._transaction(_NONE, _NONE):
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
@@ -243,7 +243,7 @@ class SessionStore:
     def truncate(self, turns: int, seen: int, head: Head) -> None:
         """Delete every turn from index `turns` on and every row from position `seen` on.
 
-        `head`, the session's state after the last turn that stays, replaces the saved one.
+        `head` replaces the saved head; it is the session's state after the last turn that stays.
         """
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():

@@ -24,14 +24,14 @@ Change = Literal[
     "head rows",
     "minus exp",
 ]
-"""What the converter does with a tensor, and loading undoes.
+"""The change that the converter makes to a tensor, and that loading undoes.
 
 `query pairs`, `key pairs`: the rows of each head are in rotary pairs, not in two halves.
-`plus one`: one is added.
+`plus one`: 1 is added to the weights.
 `gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
 `qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
 not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
-`minus exp`: stored is -exp(x), in the order of `head rows`.
+`minus exp`: the file stores -exp(x) for the weights x, in the order of `head rows`.
 """
 
 SIZES = {

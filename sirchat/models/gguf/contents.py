@@ -245,7 +245,7 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Settings of the rotation that all models since Llama 3.1 have; the file says results only."""
+"""Settings of the rotation in all models since Llama 3.1; a file has only their results."""
 
 
 def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:

@@ -68,7 +68,7 @@ def four_bit(tensor: GgufTensor) -> FourBit:
 
 
 def floats(tensor: GgufTensor) -> Tensor:
-    """Unpack a tensor of any known type to float32; F16 and BF16 keep their own type."""
+    """Unpack a tensor of any known type to float32; F16 and BF16 tensors keep their own type."""
     if tensor.type == "BF16":
         return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).reshape(tensor.shape)
     if tensor.type in ("F32", "F16"):
@@ -209,7 +209,7 @@ class _Loader:
         return module
 
     def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
-        """Whether a tensor becomes a packed layer: a matrix in blocks, of a linear layer."""
+        """Whether a tensor becomes a packed layer: true for a linear layer's matrix in blocks."""
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
@@ -219,7 +219,7 @@ class _Loader:
         return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
-        """Add the weights or biases of all experts of a layer for one part of their network."""
+        """Add the weights or biases of a layer's experts for the part `part`, such as `gate`."""
         path = target.rpartition(".")[0]
         if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
             waiting = self._waiting[path]

@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file.
 
-A tokenizer of byte pairs is made with the library `tokenizers` alone, all others with transformers.
+A byte-pair tokenizer is made with the library `tokenizers` alone, any other one with transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PLAIN = ("gpt-2", "default", "None")
 
 
 def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Load the tokenizer of a GGUF file that `is_supported`."""
+    """Load the tokenizer of a GGUF file for which `is_supported` is true."""
     found = byte_pair_tokenizer(file.metadata)
     return hub_tokenizer(folder, name, file) if found is None else found
 
