@@ -1,4 +1,4 @@
-"""The state of a conversation that the engine does not hold: turns, costs, undo points."""
+"""The part of a conversation's state outside the engine: turns, token counts, undo points."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ UNDO_DEPTH = 64
 """The most user turns that can be undone; if the archive is off, only the last one can be."""
 
 UNDO_STATE_BYTES = 1 << 28
-"""The most memory for the states that a hybrid model needs to undo turns."""
+"""The most bytes for the recurrent states that a hybrid model needs to undo turns."""
 
 
 def undo_depth(has_archive: bool, state_bytes: int) -> int:
-    """How many user turns can be undone; one state of the model takes `state_bytes` bytes."""
+    """The number of user turns that can be undone: 1 if there is no archive, else at most 64.
+
+    It is less than 64 if a hybrid model's recurrent state is large: one state takes `state_bytes`
+    bytes (0 without such a state), and all saved states together take at most `UNDO_STATE_BYTES`.
+    """
     if not has_archive:
         return 1
     return max(1, min(UNDO_DEPTH, UNDO_STATE_BYTES // max(1, state_bytes)))
@@ -24,7 +28,7 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
 
 @dataclass
 class TurnStats:
-    """What one turn took so far: tokens read, generated and evicted, and time in seconds."""
+    """Counts of one turn so far: tokens read, generated and evicted, and the time in seconds."""
 
     index: int
     role: str
@@ -38,7 +42,7 @@ class TurnStats:
 
 @dataclass
 class Turn:
-    """One message: the role that wrote it, its text, and why it ended."""
+    """One message: the role that wrote it, its text, and the reason why it ended."""
 
     role: str
     text: str = ""
@@ -55,13 +59,13 @@ class Conversation:
         in_round: true until the reply to the last user turn is complete.
         system: stream positions of the current system prompt.
         prompt: text of the current system prompt.
-        reply: tokens and seconds of the current reply, or of the last one.
-        pending_ids: ids of the chat template that a turn lacks because it was cut off; they are
+        reply: counts of tokens and seconds of the current reply, or of the last one.
+        pending_ids: ids of the chat template that must follow a turn that was cut off; they are
             read before the next turn.
-        totals: generated tokens, and seconds, of the whole conversation.
+        totals: number of generated tokens, and seconds, of the whole conversation.
         attempt: number of retries of the last turn.
-        repinned: if the chat was read anew, how many of the tokens that the user had pinned were
-            pinned again, and how many were not.
+        repinned: two numbers, for a chat that was read anew: how many of the tokens that the user
+            had pinned are pinned again, and how many are not.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -86,7 +90,7 @@ class Conversation:
         return max(0, len(self.turns) - 1)
 
     def begin(self, role: str) -> TurnStats:
-        """Begin a turn of this role; returns its counts of tokens and seconds, which are all 0."""
+        """Begin a turn of this role; returns its counts of tokens and seconds, all 0 at first."""
         stats = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
         return stats
@@ -101,7 +105,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class UndoPoint:
-    """The state just before a user turn, to which undo returns; `text` is what that turn says.
+    """The state just before a user turn, to which undo returns; `text` is that turn's message.
 
     `pin_system` and `budget` are the settings at that time. `turns` is the number of earlier turns;
     the turns themselves are not copied, because they never change.

@@ -1,4 +1,4 @@
-"""Makes the events of a session from what the engine reports and the conversation counts."""
+"""Makes the events of a session from the engine's reports and the conversation's counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
-    """Makes the events of a session from what its engine reports.
+    """Makes the events of a session from the records that its engine returns.
 
     Args:
         engine: the engine that the events are about.
@@ -105,7 +105,8 @@ class EventBuilder:
     ) -> Recalled:
         """The event for archived tokens that were restored to the cache for a turn.
 
-        `released` are the positions of tokens that were restored for the turn before.
+        `released` are the positions of the tokens that were restored for the turn before. The other
+        arguments are fields of `Recalled`.
         """
         positions = self.engine.contents.recalled_positions
         return Recalled(
@@ -146,7 +147,8 @@ class EventBuilder:
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
         """One event for each changed setting, and notices of settings that have no effect.
 
-        The first event gives `restored`, the number of archived tokens that the change restored.
+        `before` and `after` are all settings before and after the change. The first event gives
+        `restored`, the number of archived tokens that the change restored.
         """
         events: list[Event] = []
         for name in type(before).model_fields:
@@ -164,7 +166,10 @@ class EventBuilder:
         return events
 
     def clamped(self, recall_n: int | str) -> list[Notice]:
-        """A notice if `recall_n` is a number and the budget lets recall restore fewer tokens."""
+        """A notice if the budget leaves recall less room than the setting `recall_n` asks for.
+
+        Empty if `recall_n` is `auto`, or if recall has enough room.
+        """
         settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
         if settings.recall is None or not settings.policy.bounded:
             return []
@@ -178,7 +183,7 @@ class EventBuilder:
         ]
 
     def untrained(self, anchors: Anchors | None) -> list[Notice]:
-        """A notice if the policy needs anchor tokens, and the model was not trained with any."""
+        """A notice if the policy needs anchor tokens, but the model was not trained with them."""
         if not self.engine.settings.policy.compacts_at_anchors or anchors is not None:
             return []
         return [
@@ -191,7 +196,7 @@ class EventBuilder:
         ]
 
     def uncounted(self, model: LoadedModel) -> list[Notice]:
-        """A notice if the policy uses attention weights, and the model does not expose them."""
+        """A notice if the policy uses attention weights, but the model does not expose them."""
         if self.engine.settings.attention_stats is None or model.exposes_attention:
             return []
         policy = type(self.engine.settings.policy).__name__.lower()
@@ -200,7 +205,7 @@ class EventBuilder:
         ]
 
     def problems(self) -> list[Notice]:
-        """Notices of errors of the archive since the last call; the chat goes on after them."""
+        """A notice for each error of the archive since the last call; these don't end the chat."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:

@@ -23,13 +23,13 @@ class TokenRow:
 
     Attributes:
         position: index in the stream, from 0.
-        surprisal: in nats; null for the first token of the stream.
+        surprisal: -log p(token), in nats; null for the first token of the stream.
         decayed_surprisal: the surprisal times the decay factors of the rounds since, in nats.
         score: the policy's score; tokens with low scores are evicted first. Null for a policy
             without scores.
-        arrival_key: the token's own random number, uniform in [0, 1).
+        arrival_key: a random number drawn for this token, uniform in [0, 1).
         flags: names of the token's other properties, such as `sink` and `pinned`.
-        attention: attention received so far; null if attention was never counted.
+        attention: attention that the token has received so far; null if it was never counted.
     """
 
     position: int
@@ -80,21 +80,24 @@ class Reading(Event):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """New text of the current reply."""
+    """New text of the current reply, to be shown after the text of the earlier deltas."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Choosing(Event):
-    """The next token of the reply is chosen, but not read; see `Session.together`."""
+    """The next token of the reply is sampled, but the model has not read it yet.
+
+    Such events come only if `Session.together` is true.
+    """
 
     token: ChosenToken
 
 
 @dataclass(frozen=True)
 class Started(Event):
-    """A session begins: the model and every setting."""
+    """A session begins; gives the model and every setting."""
 
     kind: ClassVar[str] = "session"
     version: str
@@ -158,8 +161,8 @@ class Restored(Event):
 class RecalledTurn:
     """An earlier turn, of index `turn`; recall restored `tokens` tokens of it.
 
-    `words` are words that this turn shares with the new turn, the rarest first; empty if recall did
-    not compare words.
+    `words` are words that this turn has in common with the new turn, the rarest first; empty if
+    recall did not compare words.
     """
 
     turn: int
@@ -172,9 +175,9 @@ class Recalled(Event):
     """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
     `scores` has one number for each position: how well the token fits the turn. `released` are the
-    positions of tokens that were restored for the turn before, and were evicted first. `turns` are
-    the turns of the restored tokens, in order. `seconds` is the time of search and restoring. If
-    the setting `recall_scope` is layer, a token may be restored in some layers only.
+    positions of tokens that had been restored for the turn before. `turns` are the turns of the
+    restored tokens, in order. `seconds` is the time that the search and the restoring took. If the
+    setting `recall_scope` is layer, a token may be restored in some layers only.
     """
 
     kind: ClassVar[str] = "recall"
@@ -192,7 +195,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Switched(Event):
-    """The setting `what` changed; this restored `restored` archived tokens."""
+    """The setting named `what` changed; the change restored `restored` archived tokens."""
 
     kind: ClassVar[str] = "switch"
     what: str
@@ -242,7 +245,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends: its turns and tokens, and the seconds spent on reading and on generating."""
+    """A session ends; gives its turns and tokens, and the seconds of reading and of generating."""
 
     kind: ClassVar[str] = "end"
     turns: int

@@ -31,7 +31,7 @@ SUMMARY = "Summary of our conversation so far, by the assistant: "
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that was generated: its token ids, and why it ended."""
+    """A reply that was generated: its token ids, and the reason why it ended."""
 
     ids: tuple[int, ...]
     finish: Finish
@@ -51,7 +51,7 @@ def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
 
 
 def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
-    """The last of these turns as a Reply; None if it is not a turn of the model."""
+    """The last of these turns as a `Reply`; None if the model did not write it."""
     if not turns or turns[-1].role != "assistant":
         return None
     is_said = ledger.column("role") == Role.ASSISTANT
@@ -66,8 +66,8 @@ class AttentionPaid:
     Attributes:
         start: stream position of the reply's first token.
         held: positions of the tokens in the cache when the reply ended; None if not known.
-        shares: by position, the attention that each held token got; 1 is the mean of these tokens.
-            None if the model exposes no attention.
+        shares: by position, the attention that each held token got, divided by the mean of these
+            tokens. None if the model does not expose its attention weights.
     """
 
     start: int
@@ -80,11 +80,11 @@ def attention_paid(
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    To measure it, the reply is read once more; this changes nothing. The first `sinks` tokens and
-    the chat template's tokens are left out: models attend to these whatever the text is. `at_reply`
-    has the number of tokens seen when the last reply ended, and the positions that were held then.
-    Only these positions count, if nothing was read or undone since then; otherwise all tokens that
-    are held now count.
+    To measure it, the model reads the reply once more; no state changes. The first `sinks` tokens
+    and the chat template's tokens are left out: models attend to these whatever the text is.
+    `at_reply` has the number of tokens seen when the last reply ended, and the positions held at
+    that time. If nothing was read or undone since then, only these positions count; otherwise all
+    tokens that are held now count.
     """
     ledger, (seen, held_then) = engine.ledger, at_reply
     then = frozenset(held_then.tolist()) if seen == engine.ledger.seen else None
@@ -135,7 +135,7 @@ def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     """The settings to change so that `/retry full` holds as many tokens as the context allows.
 
     Also returns a note, which is empty unless the chat is longer than the model's context. The
-    settings are empty if no token is evicted now. Raises UsageError if the archive is off, because
+    settings are empty if every token is held now. Raises UsageError if the archive is off, because
     evicted tokens then can't be restored.
     """
     profile, model = session.profile, session.model
@@ -159,11 +159,12 @@ def retry_under(
     describe: Callable[[Session], str],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Answer the user's last message again, this once under the settings `updates`.
+    """Answer the user's last message again, under the settings `updates`, for this reply only.
 
-    The new reply replaces the old one. Afterwards the settings are as before, and the cache is as
-    if the model had given the new reply under them: for this, the message is read and the reply is
-    generated a second time. `describe` is called while `updates` hold; its text becomes a notice.
+    The new reply replaces the old one. Afterwards the settings are as before. The message is then
+    read again, and the new reply's tokens are generated again, under these settings, so that the
+    cache is as if the model had given the new reply under them. `describe` is called while
+    `updates` hold; its text becomes a notice.
 
     Raises UndoError and SettingError, changing nothing. If answering fails, the old reply stays.
     """
@@ -188,9 +189,9 @@ def retry_under(
 
 
 def retriever_for_retry(session: Session, name: str) -> str:
-    """The retriever for `/retry recall NAME`: `name`, if it is given.
+    """The name of the retriever for `/retry recall NAME`: `name`, if it is not empty.
 
-    Otherwise it is the chat's retriever or, if recall is off, the best one.
+    Otherwise it is the chat's retriever or, if recall is off, `recall.BEST`.
     """
     usual = session.profile.recall
     return name or (recall.BEST if usual == "off" else usual)

@@ -31,7 +31,7 @@ MOST_BUDGET = 4096
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
-    """The profile, in which this model's defaults replace the settings that the user did not set.
+    """This profile, with this model's defaults for all settings that the user did not set.
 
     The bundled models keep the built-in defaults. For other models, the budget becomes half of the
     model's context, but at most 4,096 tokens. It is not less than the built-in budget, if the
@@ -68,7 +68,10 @@ def budget_for(profile: Profile, name: str, context_length: int) -> int:
 
 
 def follows_model(profile: Profile, name: str) -> bool:
-    """Whether the budget depends on the context: the user set none, and `name` is not bundled."""
+    """Whether the budget depends on the length of the model's context.
+
+    It does, if the user set no budget and the model `name` is not a bundled one.
+    """
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
@@ -80,7 +83,7 @@ def most_rows(profile: Profile, name: str, context_length: int) -> int:
 
 
 def _own_drawing(model: LoadedModel) -> dict[str, Any]:
-    """The sampling settings in the model's files; empty if there are none or they are not valid."""
+    """The sampling settings in the model's files; empty if there are none or they are invalid."""
     config = getattr(model.module, "generation_config", None)
     said = {} if config is None else config.to_diff_dict()
     if not said.get("do_sample"):

@@ -36,7 +36,7 @@ class Recall:
     def scores(self) -> dict[int, float]:
         """Scores of the tokens that recall restored and that are held now, by stream position.
 
-        After an undo or a resume the scores are not known; all are then 0.
+        All scores are 0 after an undo or a resume, because they are not saved.
         """
         return {
             at: self._scores.get(at, 0.0)
@@ -47,8 +47,8 @@ class Recall:
     def turns(self) -> tuple[RecalledTurn, ...]:
         """The turns of the tokens that recall restored and that are held now, in order.
 
-        Each comes with the words that it shares with the new turn; these are not known after an
-        undo or a resume.
+        Each has the words that it shares with the new turn; none after an undo or a resume, because
+        they are not saved.
         """
         of_rows = self._engine.ledger.column("turn")[self._engine.contents.recalled_positions]
         turns, counts = np.unique(of_rows, return_counts=True)
@@ -71,11 +71,11 @@ class Recall:
         The tokens that were restored for the turn before are evicted.
 
         Args:
-            turn: the turn under way.
+            turn: the turn that is about to be read.
             ids, text: the turn's token ids and its text.
             turns: all messages so far, this one included.
 
-        Returns the events; none if nothing was restored or evicted.
+        Returns the events to yield: `Recalled`, and a notice if the retriever can't search.
         """
         engine, recall = self._engine, self._engine.settings.recall
         if recall is None:
@@ -84,7 +84,7 @@ class Recall:
         released, start = engine.contents.recalled_positions, time.perf_counter()
         words, found, needs = None, None, retriever(recall.retriever)
         by_words = isinstance(needs, WordRetriever)
-        if not by_words:  # else rows that are recalled again need not be evicted in between
+        if not by_words:  # words may find the same rows again, which then stay
             engine.contents.clear_reserve()
         self._shared = {}
         try:
@@ -118,7 +118,7 @@ class Recall:
         return events
 
     def _index_for(self, needs: Retriever) -> TurnIndex:
-        """The word index for a retriever; made anew if the present one is of another kind."""
+        """The word index for a retriever; a new one if the present index is of another class."""
         wanted = WideIndex if needs.wide_words else WordIndex
         if not isinstance(self._index, wanted):
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()

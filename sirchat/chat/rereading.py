@@ -1,7 +1,7 @@
-"""Reads a conversation again, in a new session or up to an earlier turn, or copies a session.
+"""Reads a conversation again, all of it or up to an earlier turn; or copies a session.
 
-Afterwards, the parts of the text that the user had pinned are pinned again. They are found by their
-place in the text, because their tokens may be different now. Each turn keeps its number.
+After the reading, the parts of the text that the user had pinned are pinned again. They are found
+by their place in the text, because the text's tokens may differ now. Each turn keeps its number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sirchat.text.detokenizer import tokens_spelling
 
 
 class SaidTurn(Protocol):
-    """A message: who spoke, and what was said."""
+    """A message: the role that wrote it, and its text."""
 
     @property
     def role(self) -> str: ...
@@ -56,7 +56,10 @@ def own_pins(session: Session) -> Positions:
 
 
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """The parts of the text that the tokens at `pinned` spell; by default, the user's pins."""
+    """The parts of the text that are spelled by the tokens at `pinned`.
+
+    None stands for the tokens that the user pinned.
+    """
     at = own_pins(session) if pinned is None else pinned
     found = []
     for index in np.unique(session.limits.ledger.column("turn")[at]).tolist():
@@ -72,13 +75,15 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
 
 @dataclass(frozen=True, eq=False)
 class _Spelled:
-    """The tokens of one turn, without the template's, and the turn's text; both without blanks.
+    """One turn, without blanks: its tokens, except those of the template, and its text.
 
     Attributes:
         positions: stream positions [n] of the tokens.
-        bounds: [n + 1], the index in `spelled` at which each token begins; the last one is its end.
-        spelled: what the tokens spell.
-        text: the turn's text. Erased words may be missing in only one of `spelled` and `text`.
+        bounds: [n + 1], the index in `spelled` at which each token begins, and then the length of
+            `spelled`.
+        spelled: the text of the tokens, joined.
+        text: the turn's text. It may differ from `spelled`, where words were erased from only one
+            of the two.
     """
 
     positions: Positions
@@ -99,7 +104,7 @@ class _Spelled:
         )
 
     def positions_of(self, one: PinnedText) -> Positions:
-        """Positions of the tokens that spell a pinned part of the text; empty if there are none."""
+        """Positions of the tokens that spell the pinned text `one`; empty if it is not there."""
         part = self.text[one.start : one.end]
         start = _counterpart(part, self.text, one.start, self.spelled)
         if not part or start < 0:
@@ -108,7 +113,7 @@ class _Spelled:
 
 
 def _counterpart(part: str, text: str, at: int, other: str) -> int:
-    """The index in `other` of `part`, which is at index `at` of `text`; -1 if it is not there.
+    """The index in `other` of the text `part`, which `text` has at index `at`; -1 if not found.
 
     If `part` occurs several times in both texts, the first occurrence in one corresponds to the
     first in the other, and so on.
@@ -127,14 +132,15 @@ def read_again(
     pins: Iterable[PinnedText] = (),
     progress: Progress | None = None,
 ) -> None:
-    """Let `session`, a new one, read what was said, and pin again what the user had pinned.
+    """Let the new session `session` read `turns` again, and pin the texts `pins` again.
 
-    Each turn keeps its index. If there are several system prompts, each is read in its turn, and
-    evicted by the next. In place of the last one, the session's own prompt is read, if the session
-    has one. Nothing is generated.
+    Each turn keeps its index. If there are several system prompts, each is read at its place, and
+    evicted when the next one is read. In place of the last one, the session's own prompt is read,
+    if the session has one. Nothing is generated.
 
-    `session.conversation.repinned` gets two numbers of tokens: those that are pinned again, and
-    those that could not be. `progress` is called after each turn. Raises like `Session.read_user`.
+    `session.conversation.repinned` gets two numbers: how many tokens are pinned again, and how many
+    could not be pinned. `progress` is called after each turn. Raises the same errors as
+    `Session.read_user`.
     """
     wanted, lost, done = session.profile, 0, 0
     prompts = [number for number, turn in enumerate(turns) if turn.role == "system"]
@@ -158,15 +164,18 @@ def read_again(
     if session.profile.system != wanted.system:
         lost += _read_prompt(session, wanted.system, pinned=wanted.pin_system)
     session.profile = wanted
-    for number in prompts:  # of an erased prompt, a blank was read in its place
+    for number in prompts:  # for an erased prompt, a blank was read
         if number < len(session.turns) and not turns[number].text:
             session.turns[number] = Turn("system")
     session.conversation.repinned = len(own_pins(session)), lost
 
 
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
-    """Replace the system prompt; returns how many of the user's pins had to make room for it."""
-    session.switch("system", system=None)  # so that the same prompt is read once more, too
+    """Replace the system prompt by `prompt`, pinned or not; None for no prompt.
+
+    Returns how many of the tokens that the user had pinned were unpinned to make room for it.
+    """
+    session.switch("system", system=None)  # else the same prompt would not be read again
     size = len(session.template.system(prompt).ids) if prompt and pinned and session.seen else 0
     lost = _pin_newest(session, own_pins(session), size)
     session.switch("system", system=prompt, pin_system=pinned)
@@ -176,7 +185,7 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
 def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
     """Pin these parts of turn `index`; returns how many of the user's pinned tokens are lost.
 
-    A token is lost if its text is no longer there, or if there is no more room for pins.
+    A token is lost if its text is no longer there, or if there is no more room for pinned tokens.
     """
     if not parts:
         return 0
@@ -188,9 +197,9 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 
 
 def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
-    """Make the tokens `wanted` the user's pins; if not all have room, only the newest of them.
+    """Make `wanted` the tokens that the user pinned; if not all have room, only the newest.
 
-    Room for `more` further pins is left free. Returns how many of `wanted` are not pinned.
+    Room for `more` other pinned tokens is left free. Returns how many of `wanted` are not pinned.
     """
     limits, own = session.limits, own_pins(session)
     free = wanted[wanted >= limits.sinks]
@@ -206,9 +215,9 @@ def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
 
 
 def pins_note(session: Session) -> str:
-    """A line on how many tokens were pinned again when the chat was read anew.
+    """A line that says how many tokens were pinned again when the chat was read anew.
 
-    Empty if the user had pinned nothing.
+    The line is empty if the user had pinned nothing.
     """
     again, lost = session.conversation.repinned
     if not again + lost:
@@ -229,7 +238,8 @@ def check_rewind(session: Session, count: int) -> list[int]:
 def own_message(session: Session) -> str:
     """Text of the user's last message that can be undone; the model's summaries are skipped.
 
-    If no message can be undone, text of the last one. Raises UndoError if there is none.
+    If no message can be undone, returns the text of the user's last message. Raises UndoError if
+    there is no message of the user.
     """
     said = [one.text for one in session.undoable] or [
         turn.text for turn in session.turns if turn.role == "user"
@@ -241,7 +251,10 @@ def own_message(session: Session) -> str:
 
 
 def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message; raises UndoError if it can't be undone."""
+    """Undo the summaries after the user's last message.
+
+    Raises UndoError if the user wrote no message, or if no turn can be undone.
+    """
     own_message(session)
     before = len(session.turns)
     while session.last_said.startswith(SUMMARY):
@@ -251,12 +264,12 @@ def undo_summaries(session: Session) -> None:
 
 
 def rewind(session: Session, count: int) -> bool:
-    """Undo the last `count` user turns, and all turns after the first of these turns.
+    """Undo the last `count` user turns, and everything after the first of them.
 
     If possible, the exact state before these turns is restored. Otherwise the session is reset and
-    reads the text of all earlier turns again. Returns whether it was reset.
+    reads the text of all earlier turns again. Returns whether the session was reset.
 
-    Raises UndoError, changing nothing, if there are fewer user turns.
+    Raises UndoError, changing nothing, if there are fewer than `count` user turns.
     """
     asked = check_rewind(session, count)
     try:
@@ -289,9 +302,9 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
 
 
 def read_whole(session: Session, progress: Progress | None = None) -> Session:
-    """A new session, with the same settings, that has read all turns, and so can undo the last.
+    """A new session, with the same settings, that has read all turns of `session` again.
 
-    `session` stays as it is.
+    So the last turn can be undone in the new session. `session` stays as it is.
     """
     again = Session(session.model, session.profile)
     read_again(again, session.turns, pinned_text(session), progress)
@@ -300,7 +313,7 @@ def read_whole(session: Session, progress: Progress | None = None) -> Session:
 
 
 def _profile_at(session: Session, start: int) -> Profile:
-    """The settings, with the system prompt that was in force when turn `start` began."""
+    """The session's settings, but with the system prompt in force when turn `start` began."""
     prompts = [turn.text for turn in session.turns[:start] if turn.role == "system"]
     if len(prompts) == start or all(turn.role != "system" for turn in session.turns[start:]):
         return session.profile  # nothing was said yet, or no other prompt came later
@@ -308,10 +321,11 @@ def _profile_at(session: Session, start: int) -> Profile:
 
 
 def copied(session: Session, limit: int | None = None) -> Session | None:
-    """A second session in the same state, in which nothing is read again; both go on separately.
+    """A copy of the session in the same state, made without reading any text again.
 
-    If the held and archived tokens take more than `limit` bytes, the copy has only the held ones.
-    Returns None if even these take more.
+    Later changes of one session do not affect the other. If the keys and values of the held and
+    archived tokens take more than `limit` bytes, the copy has only the held tokens. Returns None if
+    even these take more.
     """
     rows = session.rows(limit)
     if rows is None:

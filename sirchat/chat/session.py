@@ -76,7 +76,7 @@ class Session:
         self.allowed: Allowed | None = None
         """Which tokens may follow in a reply; None if all may."""
         self.together = False
-        """Whether `Choosing` comes before a token: the caller reads it with those of others."""
+        """Whether `Choosing` comes before a token, so that the caller reads tokens together."""
         self.epoch = 0
         """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
@@ -94,11 +94,11 @@ class Session:
         self._undo_points: list[UndoPoint] = []  # oldest first
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._recall = Recall(self._engine, self.model, self._events)
-        self._at_reply = 0, self._engine.ledger.held_positions  # seen and held as a reply ended
+        self._at_reply = 0, self._engine.ledger.held_positions  # seen and held at a reply's end
 
     @property
     def conversation(self) -> Conversation:
-        """Turns, counts and costs of this session; callers must not change them."""
+        """Turns, token counts and times of this session; callers must not change them."""
         return self._now
 
     @property
@@ -111,7 +111,7 @@ class Session:
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Keys and values of all tokens, or of the held ones; see `KeyValueStore.rows`."""
+        """Keys and values of held and archived tokens; `limit` as in `KeyValueStore.rows`."""
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
@@ -126,9 +126,9 @@ class Session:
         attention: AttentionCheckpoint | None = None,
         undo_points: Sequence[UndoPoint] = (),
     ) -> None:
-        """Continue a saved session; without `rows`, keys and values are computed again.
+        """Continue a saved session; if `rows` is None, keys and values are computed again.
 
-        Of the turns from before this call, only those of `undo_points` can be undone.
+        Of the loaded turns, only those that have a point in `undo_points` can be undone.
         """
         self.reset()
         self._engine.load(saved, rows, attention)
@@ -146,12 +146,12 @@ class Session:
 
     @property
     def recalled(self) -> dict[int, float]:
-        """Position and score of each token that recall restored; scores are 0 after an undo."""
+        """Scores by position of the tokens that recall restored; all are 0 after an undo."""
         return self._recall.scores
 
     @property
     def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns whose tokens recall restored, in order; without shared words after an undo."""
+        """The turns whose tokens recall restored, in order; after an undo without shared words."""
         return self._recall.turns
 
     @property
@@ -166,7 +166,7 @@ class Session:
 
     @property
     def memory(self) -> list[DeviceMemory]:
-        """What each device holds of the model, the cache and the archive."""
+        """For each device, the bytes that the model, the cache and the archive take there."""
         return memory_by_device(self.model.module, self._engine.cache, self._engine.store.archive)
 
     @property
@@ -188,8 +188,8 @@ class Session:
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        The random numbers of sampling depend on `attempt`; the tokens of `reply`, if given, replace
-        sampled ones. Raises ContextFullError, before reading, if the turn can't fit.
+        `attempt` varies the random numbers of sampling; the tokens of `reply`, if given, are taken
+        instead of sampled ones. Raises ContextFullError, before reading, if the turn can't fit.
         """
         yield from self.read_user(text, interrupted)
         self._now.attempt = attempt
@@ -198,7 +198,7 @@ class Session:
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
     ) -> Iterator[Event]:
-        """Undo the last user turn, then ask it again with other random numbers, or ask `text`.
+        """Undo the last user turn; ask it again with other random numbers, or ask `text` instead.
 
         Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
         """
@@ -288,8 +288,8 @@ class Session:
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
         """Undo the last user turn and everything after it, pins included.
 
-        The settings stay; with `keep_pins` the pins stay, too. Raises UndoError, changing nothing,
-        if there is no user turn, or if a token evicted since is no longer archived.
+        The settings stay, and with `keep_pins` the pins, too. Raises UndoError, changing nothing,
+        if there is no user turn, or if the archive no longer has a token evicted since that turn.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
@@ -310,8 +310,8 @@ class Session:
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
 
-        Archived tokens are restored. Raises UsageError if nothing matches, and SettingError,
-        changing nothing, if the pins would leave too little room.
+        If such tokens are archived, they are restored. Raises UsageError if nothing matches, and
+        SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
         events = self._events.moved(self._now.last, self._engine.contents.pin(positions, pinned))
@@ -321,9 +321,9 @@ class Session:
         return events
 
     def erase(self, target: str) -> list[Event]:
-        """Erase the tokens that `target` names everywhere, also in the text; drop all undo points.
+        """Erase the tokens that `target` names in cache, archive and text; drop all undo points.
 
-        Later tokens, which attended to these, stay. Raises UsageError if nothing matches.
+        Later tokens, which attended to erased ones, stay. Raises UsageError if nothing matches.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
@@ -386,7 +386,7 @@ class Session:
         return self._events.ended(self._now)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """The memory now; if `strongest` is given, a short snapshot with this many tokens."""
+        """A snapshot of the cache; with `strongest`, a short one that has so many tokens."""
         return take_snapshot(
             self._engine,
             self.profile,
@@ -422,7 +422,7 @@ class Session:
         self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
 
     def _flush(self) -> list[Event]:
-        """Read the template ids that a turn lacks because it was cut off; returns the events."""
+        """Read the template ids that must follow a turn that was cut off; returns the events."""
         if self.seen == 0:  # nothing was read: the turn is treated as never begun
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()
@@ -431,7 +431,7 @@ class Session:
         turn, start = self._begin("system"), self.seen
         try:
             yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
-        finally:  # what was read is pinned, and can be unpinned, however the reading ended
+        finally:  # also after an error: the part that was read is pinned, and can be unpinned
             self._now.system = range(start, self.seen)
             self._now.prompt = self.profile.system
         yield turn.done(self.profile.system or "")

@@ -60,7 +60,10 @@ def _fits(value: object, default: object) -> bool:
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError, naming `source`, if a setting that is fixed in a chat would change."""
+    """Raise SettingError if a setting would change that can't change in a running chat.
+
+    The message begins with `source`, the command that changes the settings, such as "/set".
+    """
     for name in FIXED:
         if getattr(before, name) != getattr(after, name):
             hint = hint_for_fixed(name, getattr(after, name))
@@ -75,7 +78,7 @@ def hint_for_fixed(name: str, wanted: object) -> str:
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
-    """Whether a setting has an effect under the profile's policy."""
+    """Whether the setting named `setting` has any effect with the profile's policy."""
     made = policy_class(profile.policy)
     if setting not in ("budget", "sinks", "recent", "decay"):
         return True
@@ -90,7 +93,7 @@ def options_of(policy: str) -> list[Field[Any]]:
 
 
 def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
-    """The engine's settings for a profile; an archive on disk is kept in `folder`."""
+    """The engine's settings for a profile; `folder` is for an archive on disk, if there is one."""
     return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,
@@ -149,7 +152,10 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if recall can't work with this model and machine."""
+    """Raise SettingError if recall can't work with this model on this machine.
+
+    The message begins with `source`, the setting or command that caused the check.
+    """
     if profile.recall != "off" and profile.recall_index == "on" and not is_available():
         raise SettingError(
             f"{source}: recall_index can't be 'on': faiss is not installed",
@@ -170,7 +176,10 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if needed attention weights are not exposed."""
+    """Raise SettingError if a setting needs attention weights that the model does not expose.
+
+    The message begins with `source`, the setting or command that caused the check.
+    """
     name = "attention" if profile.attention == "on" else "policy"
     needed = policy_class(profile.policy).needs_attention or name == "attention"
     if needed and not model.exposes_attention:
@@ -183,7 +192,10 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if the model compresses keys that the policy needs."""
+    """Raise SettingError if the policy needs plain keys, but the model caches compressed keys.
+
+    The message begins with `source`, the setting or command that caused the check.
+    """
     if caches_latents(model) and build_policy(profile).key_value_stats:
         raise SettingError(
             f"{source}: policy {profile.policy} with these options doesn't work with "
@@ -193,7 +205,10 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if the policy needs a scorer file, and there is none."""
+    """Raise SettingError if the policy needs a scorer file for this model, and there is none.
+
+    The message begins with `source`, the setting or command that caused the check.
+    """
     if policy_class(profile.policy).needs_scorer and not model.scorer.layers:
         raise SettingError(
             f"{source}: policy can't be {profile.policy!r}: there is no scorer for {model.name}",
@@ -202,9 +217,11 @@ def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, if the policy hides tokens and the model has a state.
+    """Raise SettingError if the policy hides tokens from others, and the model is recurrent.
 
-    With such a policy, an anchor attends to its own sequence only, but a state has read all tokens.
+    With such a policy, an anchor attends to its own sequence only. But the state of a recurrent
+    layer has read all tokens. The message begins with `source`, the setting or command that caused
+    the check.
     """
     if model.has_state and build_policy(profile).compacts_at_anchors:
         raise SettingError(
@@ -215,7 +232,10 @@ def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError, naming `source`, for a budget above the model's context."""
+    """Raise SettingError if the budget is above the length of the model's context.
+
+    The message begins with `source`, the setting or command that caused the check.
+    """
     if policy_class(profile.policy).bounded and profile.budget > model.context_length:
         raise SettingError(
             f"{source}: budget {profile.budget} is above the context length of {model.name}; "
@@ -235,13 +255,13 @@ if TYPE_CHECKING:  # that module imports this one
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
     """The settings `before`, changed by `updates`.
 
-    Raises SettingError, naming `source`, for a value that is never allowed, or not with this model,
-    or not in a running chat.
+    Raises SettingError for a value that is never allowed, or not with this model, or not in a
+    running chat. The message begins with `source`, such as "/budget".
     """
     after = changed(before, source, **updates)
     refuse_fixed(before, after, source)
     check_budget(after, model, source)
-    if after.recall != before.recall:  # to check it, the model has to run
+    if after.recall != before.recall:  # this check runs the model
         check_recall(after, model, source)
     if (after.policy, after.attention) != (before.policy, before.attention):
         check_attention(after, model, source)
@@ -258,7 +278,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
     settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
-    except Exception:  # whatever a new policy raises
+    except Exception:  # a policy of the user's own may raise anything
         engine.ledger.pin_only(pinned)
         engine.contents.switch(settings)
         raise
@@ -268,7 +288,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
     """Context manager: all that happens to the engine in the `with` block is undone at its end.
 
-    Yields the checkpoint of the state before the block. Use it between two rounds, not within one.
+    Yields the checkpoint of the state before the block. Use it only between two rounds.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
     with engine.store.unlimited():

@@ -1,4 +1,4 @@
-"""The memory at one moment, as plain values to draw or print: tokens, scores and ranks."""
+"""The cache at one moment, as plain values to draw or print: tokens, scores and ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _LARGEST = float(np.finfo(np.float64).max)
 def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
     """The policy's scores [n] of the tokens at stream `positions` [n], ascending.
 
-    The tokens with the lowest scores are evicted first. A token that is not held is scored as if it
-    were. None for a policy without scores.
+    The tokens with the lowest scores are evicted first. A token outside the cache is scored as if
+    it were held. None for a policy without scores.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
@@ -54,7 +54,10 @@ def score_unit(engine: Engine) -> str:
 
 
 def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """The factors [n] of the policy's scores of the tokens at `positions` [n], by name."""
+    """The factors of which the policy's scores are products: by name, one array [n] each.
+
+    They are those of the tokens at `positions` [n]. Empty for a policy without such factors.
+    """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}
@@ -74,9 +77,9 @@ def _as_if_held(
 ) -> dict[str, Floats]:
     """The arrays [n] that `compute` returns for the rows at `positions` [n], by name.
 
-    A score may depend on the other held rows, so `compute` gets a whole table of rows. For held
-    rows, this table has the held rows without those that recall restored. For rows that recall
-    restored, it has all held rows. For other rows, it has the held rows and all of `positions`.
+    A score may depend on the other held rows, so `compute` gets a whole table of rows. For a held
+    row, this table has all held rows except those that recall restored. For a row that recall
+    restored, it has all held rows. For any other row, it has the held rows and all of `positions`.
     """
     held = engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
@@ -104,8 +107,8 @@ _LEAVING = 6
 class HeldShare:
     """How much of one turn is in the cache: `held` of its `tokens` tokens.
 
-    `held_said` is the number of held tokens without those of the chat template. `surprisal` is the
-    mean of all tokens of the turn, held or not, in nats; null if it is not known.
+    `held_said` is the number of held tokens that do not belong to the chat template. `surprisal` is
+    the mean surprisal, in nats, of all tokens of the turn, held or not; null if it is not known.
     """
 
     index: int
@@ -118,7 +121,7 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Numbers of held and of evicted tokens in each bin of surprisal; `EDGES` limits the bins."""
+    """Numbers of held and of evicted tokens in each bin of surprisal; `EDGES` are the edges."""
 
     held: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -126,22 +129,23 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The memory at one moment, as a panel draws it. `take_snapshot` says what a short one is.
+    """The cache at one moment, as a panel draws it; `take_snapshot` says what a short snapshot is.
 
     Attributes:
         model, policy, decay, budget: the current settings; the budget in tokens.
         resident, seen: tokens held now, and ever read.
         recalled: number of held tokens that recall restored for this round.
         speed: tokens per second of the current or the last reply; 0 before the first reply.
-        threshold: a token with at most this score would be evicted if room were needed now; null
-            if nothing was ever evicted, or if the policy has no scores.
+        threshold: a token with at most this score would be evicted if room were needed now; null if
+            all tokens are held, if there is plenty of room, or if the policy has no scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
-        next_to_go: positions of the tokens that would be evicted next, ascending; empty while
-            there is plenty of room.
-        leaving_words: a few words with tokens of `next_to_go`, the most surprising first.
-        rows: the held tokens in stream order; in a short snapshot those of the highest scores.
+        next_to_go: positions of the tokens that would be evicted next, ascending; empty while there
+            is plenty of room.
+        leaving_words: a few of the words to which the tokens of `next_to_go` belong, the most
+            surprising first.
+        rows: the held tokens in stream order; in a short snapshot those with the highest scores.
         slots: index of each row of `rows` among all held tokens.
-        turns: for every turn so far, how much of it is held.
+        turns: for every turn so far, how many of its tokens are held.
         histogram: surprisal of held and of evicted tokens; null in a short snapshot.
         in_single_layers: number of held tokens that only some layers hold.
         recalled_turns: the turns of the tokens that recall restored for this round.
@@ -193,7 +197,7 @@ def take_snapshot(
 
     If `strongest` is given, it is a short snapshot for the compact panel. A short snapshot has only
     `strongest` tokens: those with the highest scores outside the chat template. It leaves out
-    everything that takes longer to compute the longer the conversation is.
+    everything whose computation takes longer in a longer conversation.
     """
     ledger = engine.ledger
     held = ledger.held_positions
@@ -230,7 +234,7 @@ def token_rows(
     sinks: int,
     scores: Floats | None,
 ) -> tuple[TokenRow, ...]:
-    """Records of the tokens at these positions [n], ascending, with the policy's `scores` [n]."""
+    """Records of the tokens at these positions [n] (ascending); `scores` [n] are the policy's."""
     ledger, at = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:
@@ -282,7 +286,10 @@ def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None
 
 
 def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """A few words with a token in `leaving`; each is complete, even if partly evicted already."""
+    """A few words that have a token in `leaving`, the positions to be evicted next.
+
+    Each word is complete, even if some of its tokens are evicted already.
+    """
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
     surprisal = np.nan_to_num(ledger.column("surprisal")[others])
@@ -296,7 +303,10 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
 def _threshold(
     engine: Engine, scores: Floats | None, held: Positions, leaving: Positions
 ) -> float | None:
-    """The highest score, as users see it, of the tokens `leaving`; None if nothing was evicted."""
+    """The highest score, as users see it, of the tokens `leaving`, which are evicted next.
+
+    None if there are no such tokens, if all tokens are held, or if the policy has no scores.
+    """
     ledger = engine.ledger
     if scores is None or not len(leaving) or ledger.seen == ledger.held_count:
         return None
@@ -340,7 +350,7 @@ def _histogram(ledger: Ledger, held: Positions) -> Histogram:
 @lru_cache(maxsize=256)
 def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
     names = ["sink"] if sink else []
-    shown = flags & ~Flag.CONTINUES  # the text shows it
+    shown = flags & ~Flag.CONTINUES  # the text itself shows this
     names += [flag.name.lower() for flag in Flag if shown & flag and flag.name]
     return tuple(names)
 
@@ -352,13 +362,13 @@ class TokenRank:
     Attributes:
         row: the token, with its score.
         state: `held`, `archived` (it can be restored) or `gone` (it can't).
-        decayed_to: product of the decays since the token was read; 1 for none.
-        factors: by name, the factors that make up the score, without surprisal and decay.
+        decayed_to: product of the decay factors since the token was read; 1 if there were none.
+        factors: by name, the factors of the score, except surprisal and decay.
         rank: 1 for the highest score of the held tokens; a token that is not held has the rank it
             would get if held; null for a policy without scores.
         held: number of held tokens.
         threshold: a token with at most this score would be evicted now, as in `Snapshot`.
-        leaves: whether the token is one of those to be evicted next.
+        leaves: whether the token is among those that are evicted next.
     """
 
     row: TokenRow

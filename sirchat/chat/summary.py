@@ -35,13 +35,13 @@ _SHORT = 64  # tokens; a summary may have so many even if the chat is hardly lon
 def summary(
     session: Session, way: str, interrupted: Interrupted = lambda: False
 ) -> Generator[Event, None, str]:
-    """Make a summary of everything that was said, also of what is no longer in the cache.
+    """Make a summary of the whole chat, including text that is no longer in the cache.
 
     The session does not change. `way` is a key of `WAYS`. Yields progress, and returns the text of
-    the summary; the text is empty if it was interrupted, or if nothing fits. A summary has at most
-    a quarter of the budget's tokens. It also has at most a third of the chat's tokens, or at most
-    64 if that is more. Raises UsageError if nothing was said yet, and SettingError if the budget is
-    too small.
+    the summary; the text is empty if `interrupted` returned true, or if no sentence fits. A summary
+    has at most a quarter of the budget's tokens. It also has at most a third of the chat's tokens,
+    or at most 64 if that is more. Raises UsageError if nothing was said yet, and SettingError if
+    the budget is too small.
     """
     said = [turn for turn in _said(session) if turn.text.strip()]
     if not said:
@@ -61,7 +61,7 @@ def summary(
 
 
 def pin_summary(session: Session, text: str) -> Iterator[Event]:
-    """Let the session read a summary as a pinned turn; former summaries are unpinned.
+    """Let the session read a summary as a pinned turn; earlier summaries are unpinned.
 
     One `undo` takes back the turn and the change of pins. Raises SettingError, changing nothing, if
     the pins would leave too little room.
@@ -97,7 +97,7 @@ def _summaries(session: Session) -> list[int]:
 
 
 def _quietly(events: Iterator[Event]) -> Iterator[Event]:
-    """The events without TurnDone, because the user and the model did not say these turns."""
+    """The events except `TurnDone`, which is only for messages of the user and the model."""
     return (event for event in events if not isinstance(event, TurnDone))
 
 
@@ -109,7 +109,7 @@ def _size(session: Session, text: str) -> int:
 
 @dataclass(frozen=True)
 class _Said:
-    """What the user or the model said in one turn: its tokens, in the cache or not; their text."""
+    """One message of the user or the model: its tokens, in the cache or not, and their text."""
 
     role: str
     rows: list[TokenRow]
@@ -117,7 +117,7 @@ class _Said:
 
 
 def _said(session: Session) -> list[_Said]:
-    """The turns of user and model in order; summaries, reasoning and erased words are left out."""
+    """The messages of user and model in order, without summaries, reasoning and erased words."""
     rows: dict[int, list[TokenRow]] = {}
     summaries = set(_summaries(session))
     made = summaries | {at + 1 for at in summaries}
@@ -150,7 +150,7 @@ _SENTENCE = re.compile(
 )
 """A sentence: ends with its line, or at `.!?…` before a blank, but not after `Mr` or an initial."""
 
-_WORDS = 3  # of a sentence, the most surprising, that make its score
+_WORDS = 3  # number of a sentence's most surprising words that make its score
 _REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
 _LENGTH = 4  # tokens that are added to a sentence's length
 
@@ -173,14 +173,15 @@ class _Sentence:
     def score(self, told: set[str]) -> float:
         """The surprisal of its three most surprising words, in nats, divided by its size.
 
-        Words in `told` count less. The result is multiplied by `weight`.
+        Words in `told`, which the summary already has, count less. The result is multiplied by
+        `weight`.
         """
         values = (nats * (_REPEATED if word in told else 1) for word, nats in self.words.items())
         return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
 
 
 def _extract(session: Session, said: Sequence[_Said], most: int) -> str:
-    """The sentences of the highest score that fit in `most` tokens, in the order they were said.
+    """The sentences with the highest scores that fit in `most` tokens, in the order of the chat.
 
     A sentence's score is the surprisal of its three most surprising words, divided by its length in
     tokens. Numbers and the user's sentences count more; questions, and words that the summary
@@ -199,7 +200,7 @@ def _extract(session: Session, said: Sequence[_Said], most: int) -> str:
         score = found[at].score(told)
         if not score or found[at].size > left:
             continue
-        if queue and -score > queue[0][0]:  # words of it are told by now
+        if queue and -score > queue[0][0]:  # the summary now has some of its words
             heappush(queue, (-score, at))
             continue
         chosen.append(at)
@@ -232,8 +233,8 @@ _QUERY = (
     "Summarize the following conversation in a few short sentences, with all names, numbers and "
     "decisions:"
 )
-_PART, _LEAST_PART = 1024, 256  # tokens of the chat that the model reads at a time, at most
-_SHARE = 32  # tokens that a part's summary may have, at least
+_PART, _LEAST_PART = 1024, 256  # bounds of the number of tokens that the model reads at a time
+_SHARE = 32  # each part's summary may have at least this many tokens
 
 
 def _written(
@@ -242,7 +243,7 @@ def _written(
     """A summary's text, which the model writes in another session, one part of the chat at a time.
 
     If the summaries of the parts have more than `most` tokens together, the model summarizes them
-    in the same way, until they fit. Empty if interrupted.
+    in the same way, until they fit. The text is empty if `interrupted` returned true.
     """
     lines = [f"{turn.role.capitalize()}: {turn.text.strip()}" for turn in said]
     room = most - _size(session, "")
@@ -275,7 +276,7 @@ def _written(
 
 
 def _reader(session: Session, reply_tokens: int) -> Session:
-    """A new session with the same model, which evicts nothing and limits the length of replies."""
+    """A new session with the same model; it evicts nothing and limits the length of replies."""
     updates = {"policy": "full", "policy_options": {}, "recall": "off"}
     updates |= {"evict": "when-full", "archive": "off"}
     return Session(

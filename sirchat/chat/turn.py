@@ -1,7 +1,7 @@
 """One turn while it is read or generated: its ids go to the engine, and its events are yielded.
 
-The chat template ends each turn with certain ids; these are noted as pending until they are read.
-If an error cuts the turn off, they are read before the next turn, so that the chat always follows
+The chat template ends each turn with certain ids, which are *pending* until they are read. If an
+error cuts the turn off, these ids are read before the next turn, so that the chat always follows
 its template.
 """
 
@@ -42,8 +42,8 @@ class OpenTurn:
         now: the conversation that the turn belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        stats: tokens and seconds of this turn so far, or, if only pending ids are read, of the last
-            turn.
+        stats: counts of this turn's tokens and seconds so far; those of the last turn, if only its
+            pending ids are read.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is complete.
     """
 
@@ -77,8 +77,9 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Read a turn's ids; yields progress and evictions.
 
-        If `interrupted` returns true, the rest of the text is skipped, but not the template's ids.
-        `after` are the ids that must follow in this round, even if the reading of `turn` fails.
+        If `interrupted` returns true, the rest of the text is skipped, and only the template's ids
+        after it are read. `after` are the ids that must be read later in this round; if the reading
+        of `turn` fails, they are pending, too.
         """
         done, end = 0, len(turn.ids)
         self._note_pending(turn, done, after)
@@ -113,8 +114,8 @@ class OpenTurn:
         """Yield the events of a reply while it is generated, then read the `closing` ids after it.
 
         The reply also ends at a control token: a stop id that is not one of the `end_ids`. If an
-        error cuts the reply off, its text so far is kept, and `closing` is read before the next
-        turn.
+        error cuts the reply off, the text so far is kept, and the ids `closing` are read before the
+        next turn.
         """
         said: list[str] = []
         self._now.reply, self._now.pending_ids = self.stats, list(closing)
@@ -172,7 +173,7 @@ class OpenTurn:
         yield Delta(said[-1])
 
     def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the template ids that end a reply, and end the round; evict reasoning if wanted."""
+        """Read the ids `closing` that end a reply; end the round; evict reasoning if wanted."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:
@@ -183,7 +184,7 @@ class OpenTurn:
         return [event for event in events if not isinstance(event, Reading)]
 
     def flush(self) -> list[Event]:
-        """Read the template ids that a turn lacks because it was cut off; returns the events."""
+        """Read the template ids that must follow a turn that was cut off; returns the events."""
         if not self._now.pending_ids:
             return []
         events = list(self.read(_template_ids(self._now.pending_ids)))
@@ -210,7 +211,10 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Set the pending ids: ids after the text of `turn` that are not read yet, then `after`."""
+        """Set the pending ids: the unread ids that follow the text of `turn`, and then `after`.
+
+        `done` is the number of ids of `turn` that are read.
+        """
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
@@ -234,7 +238,10 @@ _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of reasoning in reply `turn`; none without `</think>`."""
+    """Stream positions [k], ascending, of the reasoning in reply `turn`.
+
+    Empty if the reply has no `</think>`.
+    """
     in_turn = ledger.column("turn") == turn
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
     at = said.tolist()
@@ -245,8 +252,8 @@ def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
 def thought(reply: str, *, is_open: bool = False) -> str:
     """The reasoning in a reply, without the tags; empty if there is none.
 
-    `is_open` means that the template writes the first tag; a reply without any tag is then all
-    reasoning.
+    `is_open` says whether the chat template writes the first tag; then a reply without any tag is
+    all reasoning.
     """
     found = "\n\n".join(one[0] for one in _THOUGHT.finditer(reply))
     if not found and (is_open or reply.lstrip().startswith(OPEN)):
@@ -258,7 +265,8 @@ class FinalAnswer:
     """Separates the answer from the reasoning before it, while a reply is generated.
 
     Args:
-        is_open: whether the reply begins inside reasoning, because the template wrote its tag.
+        is_open: whether the reply begins inside reasoning, because the chat template wrote
+            `<think>`.
 
     Attributes:
         has_thought: whether the reply began with reasoning.

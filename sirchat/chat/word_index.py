@@ -1,6 +1,6 @@
 """Indexes of the words in a conversation; they score how well earlier turns fit a new turn.
 
-A turn is split into words once. When turns are undone, they are removed from the end of the index.
+A turn is split into words once. Turns that are undone are removed from the end of the index.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Floats = NDArray[np.float32]
 _Number = TypeVar("_Number", bound=np.floating)
 _WORD = re.compile(r"\w+")
 _LETTERS = 4
-_DENSE = "\u2e80"  # characters from here: Chinese, Japanese, Korean; a term has two of them
-_NAMED = 3  # shared words that are named
+_DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
+_NAMED = 3  # most words that `shared` returns for a turn
 
 
 class TurnIndex(ABC):
-    """Scores the turns of a conversation by what they have in common with a new turn."""
+    """Scores the turns of a conversation by the words that they share with a new turn."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     @abstractmethod
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """Scores [n] of the `texts` [n]: how well each, with the texts beside it, fits `wanted`.
+        """Scores [n] of the `texts` [n]: how well each text, with its neighbours, fits `wanted`.
 
-        Words that few of the `texts` have count more. Without a match, the score is 0.
+        Words that occur in few of the `texts` count more. A text without any match has score 0.
         """
 
     @abstractmethod
@@ -82,9 +82,9 @@ class TurnIndex(ABC):
     def _named(
         self, asked: Mapping[str, list[str]], terms: Set[str], counts: Mapping[str, int]
     ) -> tuple[str, ...]:
-        """Up to three words that have more than half of their terms in `terms`, the rarest first.
+        """Up to three words of which more than half of the terms are in `terms`, the rarest first.
 
-        `asked` maps each word to its terms; `counts` says how many turns have each of the `terms`.
+        `asked` maps each word to its `terms_of`; `counts` says how many turns have each of `terms`.
         """
         rarity = dict[str, int]()
         for word, own in asked.items():
@@ -117,7 +117,7 @@ _K1, _B = 1.5, 0.75
 class WordIndex(TurnIndex):
     """Scores turns by BM25.
 
-    It is Lucene's variant, k1 1.5, b 0.75 (Robertson and Zaragoza 2009,
+    It is Lucene's variant of BM25, with k1 = 1.5 and b = 0.75 (Robertson and Zaragoza 2009,
     https://doi.org/10.1561/1500000019), computed as in the library bm25s (Lù 2024,
     https://arxiv.org/abs/2407.03618), but only for the words of the query. Terms are overlapping
     groups of four letters; a document is a turn with the turns before and after it.
@@ -142,7 +142,7 @@ class WordIndex(TurnIndex):
         return scores.astype(np.float64)
 
     def _scores_of(self, term: str, norms: NDArray[np.float64]) -> Floats:
-        """What one term adds to the score of each turn, [n]; `norms` [n] correct for lengths."""
+        """One term's part of each turn's score [n]; `norms` [n] correct for the turns' lengths."""
         found = self._found[term]
         counts = np.zeros(len(norms), np.float32)
         counts[np.array(found.turns)] = np.array(found.counts)
@@ -180,7 +180,7 @@ class _Postings(NamedTuple):
 
 
 def _and_beside(numbers: NDArray[_Number]) -> NDArray[_Number]:
-    """The sum of each number, the number before it and the number after it."""
+    """For each number, the sum of it, the number before it and the number after it."""
     total = numbers.copy()
     total[1:] += numbers[:-1]
     total[:-1] += numbers[1:]
@@ -215,15 +215,15 @@ _MOST = 50_000  # postings that a search looks at; the rarest terms come first
 
 
 class WideIndex(TurnIndex):
-    """Scores turns by shared groups of letters and pairs of words, and by words of like meaning.
+    """Scores turns by shared groups of letters and pairs of words, and by words of similar meaning.
 
-    The formula is BM25 (k1 1, b 0.75), with these changes:
+    The formula is BM25 (k1 = 1, b = 0.75), with these changes:
 
     - A term's rarity (inverse document frequency) is raised to the power of 1.5.
     - For each word of the query, the 20 words of the conversation with the nearest vectors count
       together as one term of weight 4; each is counted with its cosine as weight.
-    - A document is a turn, in which statements count 1 and questions 0.5, with the turn before
-      (statements 0.5, questions 1) and the turn after (0.5).
+    - A document is a turn and its neighbours: words count 1 in its statements and 0.5 in its
+      questions, 0.5 and 1 in the turn before, and 0.5 in the turn after.
     - Each sentence of the query is scored alone; the score is the root of the sum of the squares.
     """
 
@@ -261,9 +261,9 @@ class WideIndex(TurnIndex):
         return np.sqrt(total).astype(np.float64)
 
     def _longest_postings(self, asked: Sequence[Sequence[str]]) -> int:
-        """The largest number of turns that a term may be in to be counted.
+        """The limit above which a term is ignored: the number of turns that have the term.
 
-        With this limit, a search reads at most `_MOST` entries.
+        With this limit, a search for `asked` reads at most `_MOST` entries of the index.
         """
         terms = [self._terms.get(term) for words in asked for term in _terms(words)]
         known = [*terms, *(self._words.get(word) for words in asked for word in words)]
@@ -275,7 +275,7 @@ class WideIndex(TurnIndex):
         return len(self._texts)
 
     def _similar(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """For each word, words of the conversation with the nearest vectors, with their cosines."""
+        """For each word, the words of the chat with the nearest vectors, and their cosines."""
         new = [word for word in words if word not in self._near]
         for word, vector in zip(new, self._vectors.of(new) if new else (), strict=True):
             self._near[word] = _Near(vector, 0, {})
@@ -316,7 +316,7 @@ class WideIndex(TurnIndex):
             self._add_vectors(new)
 
     def _add_vectors(self, new: Sequence[str]) -> None:
-        """Add the vectors of new words to the array, which at least doubles if it is too short."""
+        """Add the vectors of new words to the array; if it is too short, at least double it."""
         vectors, known = self._vectors.of(new), len(self._names)
         self._names += new
         if len(self._names) > len(self._of_names):
@@ -336,7 +336,7 @@ class WideIndex(TurnIndex):
                     del index[term]
         self._lengths.told.pop()
         self._lengths.asked.pop()
-        left = len(self._words)  # the words that are gone were the last to be added
+        left = len(self._words)  # the removed words were the last that were added
         if left < len(self._names):
             del self._names[left:]
             self._near = {w: near for w, near in self._near.items() if near.compared <= left}
@@ -358,7 +358,7 @@ class _Lengths(NamedTuple):
 
 
 class _Near(NamedTuple):
-    """A word's vector; its cosines to the nearest words among the first `compared` of the index."""
+    """A word's vector, its cosines to the nearest of the first `compared` words of the index."""
 
     vector: Floats
     compared: int
@@ -366,9 +366,9 @@ class _Near(NamedTuple):
 
 
 class _Sums:
-    """Counts how often turns have a term, each turn together with the turns beside it.
+    """Counts how often turns have a term, each turn together with the turns before and after it.
 
-    `WideIndex` says how much the turns beside it count. No other turns are looked at.
+    `WideIndex` says how much these neighbours count. No other turns are computed.
     """
 
     def __init__(self, turns: int) -> None:
@@ -376,7 +376,7 @@ class _Sums:
         self._order = np.zeros(turns + 2, np.int64)
 
     def of(self, found: Sequence[tuple[_Fields, float]]) -> tuple[NDArray[np.int64], Floats]:
-        """Turns [k], in any order, and the weighted count [k] of all the words `found` in each."""
+        """Turns [k], unordered, with or beside the words `found`; their weighted counts [k]."""
         at = np.concatenate([fields.turns for fields, _ in found]).astype(np.int64) + 1
         told, asked = (
             np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])
@@ -412,7 +412,7 @@ def _accumulate(
 
 
 def _pooled(told: Floats, asked: Floats) -> Floats:
-    """Counts [n] of a word in each turn, plus shares of the counts in the turns beside it."""
+    """The counts [n] of a word in each turn, plus shares of the counts in its neighbours."""
     own, after, before = _shares(told, asked)
     own[1:] += after[:-1]
     own[:-1] += before[1:]
@@ -420,7 +420,7 @@ def _pooled(told: Floats, asked: Floats) -> Floats:
 
 
 def _shares(told: Floats, asked: Floats) -> tuple[Floats, Floats, Floats]:
-    """What each turn's counts [n] add to the turn itself, the turn after it, and the one before."""
+    """Shares of each turn's counts [n]: for the turn itself, the turn after, the turn before."""
     half = np.float32(0.5)
     return told + half * asked, half * told + asked, half * (told + asked)
 
@@ -437,7 +437,7 @@ _Counts = dict[str, tuple[int, int]]
 
 
 def _counted(text: str) -> tuple[_Counts, _Counts]:
-    """For each term, and for each word, how often it is in a text's statements and questions."""
+    """For each term, and each word, how often a text's statements and its questions have it."""
     terms, words = (Counter[str](), Counter[str]()), (Counter[str](), Counter[str]())
     for sentence in _SENTENCE.findall(text):
         found, is_question = words_of(sentence), sentence.rstrip().endswith(("?", "？"))

@@ -60,8 +60,8 @@ def spelled(word: Sequence[TokenRow]) -> str:
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
     """Split rows, in stream order, into words; each keeps the blanks and punctuation around it.
 
-    A word begins at a blank, after a missing position and at the start of each turn; a wide (East
-    Asian) character is a word of its own.
+    A word begins at a blank, after a position that `rows` lack, and at the start of each turn; a
+    wide (East Asian) character is a word of its own.
     """
     word: list[TokenRow] = []
     for row in rows:
@@ -78,7 +78,7 @@ def _is_apart(before: TokenRow, row: TokenRow) -> bool:
     if row.position != before.position + 1 or row.turn != before.turn:
         return True
     left, right = before.text, row.text
-    if left.isspace():  # belongs to the word after it
+    if left.isspace():  # a blank belongs to the word after it
         return False
     if right[:1].isspace() or left[-1:].isspace():
         return True
@@ -129,10 +129,11 @@ _LATEST = 8
 
 @dataclass(frozen=True)
 class EvictedText:
-    """A turn that has tokens that are not in the cache.
+    """A turn of which some tokens are not in the cache.
 
-    It has `tokens` tokens, not counting the template's; `held` of them are held. `words` are its
-    words with an evicted token, unless the same word is held elsewhere; the most surprising first.
+    It has `tokens` tokens, not counting the template's; `held` of them are held. `words` are the
+    words with an evicted token, the most surprising first; a word that is held elsewhere in the
+    chat is left out.
     """
 
     index: int
@@ -143,7 +144,7 @@ class EvictedText:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
-    """The turns that have tokens that are not in the cache, in order."""
+    """Yield, in order, the turns of which some tokens are not in the cache."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
@@ -160,10 +161,10 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The user's words that have tokens at these positions, but are nowhere in the cache now.
+    """The user's words that have tokens at these positions, but do not occur in the cache now.
 
-    The most surprising word is the first. Common English words, and words that most of the
-    user's messages have, are left out.
+    The most surprising word is the first. Common English words, and words that most of the user's
+    messages have, are left out.
     """
     rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
     if not rows:
@@ -235,7 +236,7 @@ def positions_of(
     chat template never match.
 
     Args:
-        target: what the user typed; or stream positions, and then the result may be empty.
+        target: what the user typed, or stream positions; for positions, the result may be empty.
         ledger: the conversation's ledger.
         texts: gives the text of each token.
         roles: role of each turn.
@@ -263,7 +264,7 @@ def positions_of(
 
 
 def _is_anywhere(target: str, ledger: Ledger, texts: Texts, roles: Sequence[str]) -> bool:
-    """Whether a text or turn was ever read, whether it can still be restored or not."""
+    """Whether the target, a text or a turn, was ever read, even if it can't be restored."""
     try:
         return bool(len(positions_of(target, ledger, texts, roles, np.arange(ledger.seen))))
     except UsageError:
@@ -279,7 +280,7 @@ def _with_neighbours(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """Positions of every occurrence of `text` in the tokens at `said`.
+    """Stream positions of the tokens of every occurrence of `text` in the tokens at `said`.
 
     An occurrence in which a token is missing does not count.
     """
@@ -296,7 +297,7 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def with_target_removed(target: str, text: str) -> str:
-    """`text` without the occurrences of the words `target`, which must not name a turn."""
+    """`text` without the words `target`, wherever they occur; `target` must not name a turn."""
     return whole_words(without_quotes(target)).sub("", text)
 
 
@@ -317,7 +318,10 @@ def _ends_word(character: str) -> bool:
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """Index of the turn that `target` names; None for a text; -1 for `last` without a user turn."""
+    """Index of the turn that `target` names; None if it names a text.
+
+    -1 if `target` is `last` and there is no user turn.
+    """
     found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if found is None:
         return None
@@ -337,8 +341,9 @@ def tokens_to_erase(
 ) -> Positions:
     """Positions of the tokens that `target` names, in the cache or not.
 
-    `system` is the system prompt. Empty if the text exists but was never read: in an interrupted
-    turn, or in a system prompt before the first turn. Raises UsageError if nothing matches.
+    `system` is the system prompt. The result is empty if the text is in the chat, but was never
+    read: in an interrupted turn, or in a system prompt before the first turn. Raises UsageError if
+    nothing matches.
     """
     ledger, roles = engine.ledger, now.roles
     try:
@@ -352,7 +357,10 @@ def tokens_to_erase(
 
 
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
-    """Remove what `target` names from all turns' text; returns the system prompt without it."""
+    """Remove the words or the turn that `target` names from the text of all turns.
+
+    Returns the system prompt without them; None if nothing is left of it.
+    """
     turn = turn_of_target(target, now.roles)
     if turn is not None:
         one = now.turns[turn]

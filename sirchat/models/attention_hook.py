@@ -34,10 +34,11 @@ class AttentionCall:
         layer: the layer's number, from 0, among those with keys and values.
         queries: [1, H_q, m, D], rotated; they belong to the last m rows of the keys.
         keys: [1, H, n, D], rotated.
-        mask: as the model passes it, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to
-            the scores; None for plain causal attention.
+        mask: the model's mask, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to the
+            scores; None for plain causal attention.
         options: the other arguments, such as `scaling` and `sliding_window`.
-        returned: attention weights [1, H_q, m, n] from the attention function, or None.
+        returned: attention weights [1, H_q, m, n] that the attention function returned; None if it
+            returned none.
     """
 
     layer: int
@@ -67,31 +68,31 @@ class AttentionCall:
 
 
 class OfAllHeads(Protocol):
-    """Brings together what several processes compute, each for its own heads."""
+    """Combines the tensors that several processes compute, each for its own attention heads."""
 
     @property
     def count(self) -> int:
         """Number of processes."""
 
     def mean(self, one: Tensor) -> Tensor:
-        """The mean of the processes' tensors."""
+        """The mean over all processes of the tensor `one` that each of them gives."""
 
     def joined(self, one: Tensor, dim: int) -> Tensor:
-        """The processes' tensors, joined along `dim`; only rank 0 gets them."""
+        """On rank 0, the tensors of all processes joined along `dim`; elsewhere `one` itself."""
 
 
 class AttentionObserver(Protocol):
-    """Records what the layers of a hooked model compute."""
+    """Receives queries, keys and attention weights from every layer of a hooked model."""
 
     def observe(self, call: AttentionCall) -> None:
-        """Called once for each layer in each forward pass; copy the tensors that you keep."""
+        """Called once per layer and forward pass; must copy the tensors that it keeps for later."""
 
     def combine(self, heads: OfAllHeads) -> None:
-        """Called after a pass in which other processes have recorded the other heads."""
+        """Called after a pass that several processes computed: combine the records of all heads."""
 
 
 class QueryRecorder:
-    """Records the queries of every layer."""
+    """Records the queries that every layer computes, in one or more forward passes."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Tensor, int]]] = {}  # by layer: queries, first slot
@@ -104,7 +105,7 @@ class QueryRecorder:
 
     @property
     def passes(self) -> list[int]:
-        """How often each layer was observed, in the order of their numbers."""
+        """How often each layer was observed; layers are in the order of their numbers."""
         return [len(self._parts[layer]) for layer in sorted(self._parts)]
 
     def observe(self, call: AttentionCall) -> None:
@@ -119,10 +120,10 @@ class QueryRecorder:
             self._shape[layer] = scale, own * heads.count
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """Each layer's queries without rotation; the list ends before a layer not observed yet.
+        """Each layer's queries, before rotation; the list ends before the first unobserved layer.
 
         Args:
-            rotations: one for each layer with keys and values.
+            rotations: the rotation of each layer with keys and values.
         """
         out = []
         for layer, rotation in enumerate(rotations):
@@ -137,7 +138,7 @@ class QueryRecorder:
         return out
 
 
-_Observing = tuple[AttentionObserver, Mapping[int, int]]  # with the numbers of the layers
+_Observing = tuple[AttentionObserver, Mapping[int, int]]  # and the layers' numbers
 
 _OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
 
@@ -146,7 +147,7 @@ _OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default
 def observed_by(
     module: Any, observer: AttentionObserver, numbers: Mapping[int, int] | None = None
 ) -> Iterator[None]:
-    """Within this block, `observer` receives the attention of each forward pass of `module`.
+    """Context manager: `observer` receives the attention of each forward pass of `module`.
 
     It receives nothing if the model's attention function cannot be replaced. If some layers have no
     keys and values, `numbers` gives the numbers of the other layers, as `layer_numbers` returns
@@ -169,7 +170,7 @@ def install_hook(module: Any) -> bool:
     """Make a transformers model use the hooked attention function from now on.
 
     Returns whether the model's attention function could be replaced. Without observers the hook
-    takes no time. Nothing is done to a model that reports its attention itself.
+    takes no time. A model that reports its attention itself is not changed.
     """
     if getattr(module, "has_own_hook", False):
         return True
@@ -189,14 +190,14 @@ def install_hook(module: Any) -> bool:
 
 
 def _hooked(usual: str) -> Callable[..., Any]:
-    """The attention function named `usual`, extended by the hook."""
+    """A function that calls the attention function named `usual`, then reports to observers."""
 
     def attend(
         module: Any,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
-        attention_mask: Any,  # some models pass it by this name
+        attention_mask: Any,  # some models pass the mask by this name
         **options: Any,
     ) -> Any:
         out = _function(usual, module)(module, queries, keys, values, attention_mask, **options)
@@ -209,7 +210,7 @@ def _hooked(usual: str) -> Callable[..., Any]:
 
 
 def report(call: AttentionCall) -> None:
-    """Pass a layer's attention to the observers; `call.layer` is its number in the model."""
+    """Pass a layer's attention to the observers; `call.layer` counts all layers of the model."""
     for observer, numbers in _OBSERVERS.get():
         observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
 
@@ -248,7 +249,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def _masked(logits: Tensor, call: AttentionCall) -> Tensor:
-    """Logits [H, group, m, n] with the masked rows at minus infinity."""
+    """The logits [H, group, m, n], set to minus infinity for the rows that the mask hides."""
     heads, group, count, rows = logits.shape
     if isinstance(call.mask, Tensor):
         mask = call.mask[0, :, -count:, :rows]  # [H_q or 1, m, n]

@@ -1,9 +1,9 @@
 """Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
 
-It reads the graph, pickled by `compiled_step.without_weights`, from standard input, and writes the
-program to FILE. N is its niceness: the higher, the lower its priority. It ends when the process
-that started it ends. Its exit status is 0 after success, `TEMPORARY` if the disk is full or memory
-is short, and 1 if this program can't be compiled.
+The process reads the graph, pickled by `compiled_step.without_weights`, from standard input, and
+writes the program to FILE. N is the process's niceness: a higher one means lower priority. The
+process ends when the one that started it ends. The exit status is 0 after success, `TEMPORARY` if
+the disk is full or memory is short, and 1 if this program can't be compiled.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 
 UNFINISHED = "making-"
-"""How the names of folders begin in which programs are made."""
+"""The beginning of the names of folders in which programs are made."""
 
 TEMPORARY = 75
-"""Exit status for an error that another start may not meet."""
+"""Exit status for an error that may not happen again at another start."""
 
 _TEMPORARY_ERRORS = (
     *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
@@ -32,7 +32,7 @@ _TEMPORARY_ERRORS = (
 
 
 def main(path: Path, niceness: int) -> None:
-    """Compile the graph read from standard input; the file `path` appears only when complete."""
+    """Compile the graph on standard input into the file `path`, which appears when complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     give_way(niceness)
     folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent)

@@ -21,33 +21,34 @@ from torch import Tensor, nn
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.packed import GROUP
 
-_DIGEST = 32  # bytes of a SHA-256, at the end of a program's file
-_CACHED = 8  # rows of the cache in the example that a program is made and checked with
+_DIGEST = 32  # bytes of the SHA-256 at the end of a program's file
+_CACHED = 8  # rows of the cache in the example for making and checking a program
 _TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong program are near 1
 
 
 class DamagedProgramError(Exception):
-    """The file of a program is not complete, or was changed."""
+    """The file of a compiled program is not complete, or was changed."""
 
 
 class WrongProgramError(Exception):
-    """A program computes other logits than the model."""
+    """A compiled program computes other logits than the model."""
 
 
 class CompiledStep:
     """Computes the logits after one token, like the graph from which it was compiled.
 
     Args:
-        path: the program, as `build` writes it.
-        graph: a `StepGraph`; its weights are used.
+        path: the file of the compiled program, as `build` writes it.
+        graph: a `StepGraph`, whose weights the program uses.
         tokens: the embeddings [4, d] of any tokens, with which the program is checked.
 
     Raises DamagedProgramError if the file is not as `build` wrote it, and WrongProgramError if it
-    computes other logits than `graph`. Raises any other error if it can't be loaded here and now.
+    computes other logits than `graph`. Raises any other error if the program can't be loaded now on
+    this machine.
     """
 
     def __init__(self, path: Path, graph: nn.Module, tokens: Tensor) -> None:
-        written = path.read_bytes()  # loading a file that is cut off can kill the process
+        written = path.read_bytes()  # loading an incomplete file can kill the process
         if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
             raise DamagedProgramError
         # Unlike `aoti_load_package`, this needs no temporary files.
@@ -62,14 +63,14 @@ class CompiledStep:
         self._check(graph, tokens)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether the program can read one more token: `cache` has room, and at least two rows."""
+        """Whether the program can read a token: `cache` has room for it, and at least two rows."""
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same as `StepGraph.forward`; writes keys and values into `cache`."""
+        """Compute what `StepGraph.forward` computes; writes keys and values into `cache`."""
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
@@ -78,9 +79,11 @@ class CompiledStep:
 
     @torch.inference_mode()
     def _check(self, graph: nn.Module, tokens: Tensor) -> None:
-        """Compare logits, states, keys and values after the last of the tokens, read one by one.
+        """Compare the program with `graph` after the `tokens` [4, d], which both read one by one.
 
-        Tokens are used instead of random numbers, for which differences in rounding would grow too
+        Compares logits, hidden states, keys and values; raises WrongProgramError if they differ.
+
+        Real tokens are used because, for random numbers, differences in rounding would grow too
         large in some models.
         """
         _, cos, sin, _, keys, values = _example(graph)
@@ -105,7 +108,7 @@ class CompiledStep:
 
 
 def program_name(graph: nn.Module) -> str:
-    """The file name of a graph's program: it depends on shapes, processor, torch and the code."""
+    """The file name of a graph's program; shapes, processor, torch and the code determine it."""
     weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
     code = [Path(inspect.getfile(one)).read_bytes() for one in (type(graph), CompiledStep)]
@@ -144,7 +147,7 @@ def build(pickled: bytes, path: Path) -> None:
     options = {
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
-        "aot_inductor.precompile_headers": False,  # such headers would serve this program alone
+        "aot_inductor.precompile_headers": False,  # no other program could use such headers
         "cpp.dynamic_threads": True,  # as many as the process has when the program runs
     }
     package = path.with_suffix(".pt2")
@@ -160,8 +163,8 @@ def build(pickled: bytes, path: Path) -> None:
 def _with_parameters_only(graph: nn.Module) -> nn.Module:
     """Turn all buffers of the graph into parameters, in place.
 
-    When torch compiles, it copies the memory of buffers, but not that of parameters. The weights
-    are empty and never touched, so they take no memory.
+    While torch compiles, it copies the memory of buffers, but not that of parameters. Here the
+    weights have no values, and take no memory unless they are copied.
     """
     for module in graph.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -171,7 +174,7 @@ def _with_parameters_only(graph: nn.Module) -> nn.Module:
 
 
 class _Exported(nn.Module):
-    """A step that torch can export: keys and values are arguments, in buffers for C tokens."""
+    """A step that torch can export; buffers of keys and values for C tokens are arguments."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()

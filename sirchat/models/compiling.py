@@ -1,7 +1,7 @@
 """Loads the model of a profile, and finds or makes its compiled decode step.
 
-Compiled programs are kept for the next start. They are machine code that torch writes and loads,
-so a file is loaded only if no other user could have written it.
+Compiled programs are kept for the next start. They contain machine code, so a file is loaded only
+if no other user could have written it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ compiles a missing program before the start; `off` uses none.
 """
 
 MOST_ROWS = 4096
-"""Tokens for which a device map leaves room at least: the largest budget that nobody has set."""
+"""A device map leaves room for at least this many tokens: the largest default budget."""
 
-_LEFT_AFTER = 3600  # seconds after which an unfinished program is one that was given up
+_LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abandoned
 
 
 def load_model_of(
@@ -55,7 +55,7 @@ def load_model_of(
 ) -> LoadedModel:
     """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
 
-    `progress` is called with the progress of loading; for `for_hub` see `load_model`. Raises
+    `progress` is called with the progress of loading; `load_model` describes `for_hub`. Raises
     ModelError if the model can't be loaded, or if `compile` is `on` and it can't be compiled.
     """
     model = load_model(
@@ -77,7 +77,9 @@ def load_model_of(
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Make a model use its compiled decode step, if `how` (see `Compile`) allows it.
+    """Make a model use its compiled decode step, if the setting `how` allows it.
+
+    `Compile` describes the values of `how`. With `on`, a missing program is compiled first.
 
     Raises ModelError if `how` is `on` and the step can't be compiled or loaded.
     """
@@ -112,14 +114,15 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     """Compile a model's decode step in a process of low priority, and use it when it is ready.
 
-    Returns the thread that waits for the process; None if there is no step or no compiler,
-    the step is compiled already, or compiling failed before. The process ends when sirchat ends.
+    Returns the thread that waits for the process. Returns None if the model has no decode step, if
+    there is no compiler, if a program exists already, or if compiling failed before. The process
+    ends when sirchat ends.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
         return None
     path = _path(step)
-    if _problem(path) or path.exists():  # a program that can't be used now
+    if _problem(path) or path.exists():  # it failed before, or can't be used now
         return None
 
     def work() -> None:
@@ -137,7 +140,7 @@ def has_compiler() -> bool:
 
 
 def compiled_in_words(model: LoadedModel) -> str:
-    """Whether the model uses a compiled step, or why not, as text for `sirchat doctor`."""
+    """Text for `sirchat doctor`: whether the model uses a compiled step, and if not, why not."""
     step = model.decode_step
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"
@@ -157,10 +160,10 @@ def _path(step: DecodeStep) -> Path:
 
 
 def _use(step: DecodeStep, path: Path) -> str:
-    """Make `step` use the program at `path`; returns what is wrong, or "" if it exists and runs.
+    """Make `step` use the program at `path`; returns what is wrong, or "" if the program runs.
 
-    A damaged or wrong program is deleted. After any other error, the program stays, because such an
-    error concerns only this start, such as a lack of memory.
+    A damaged or wrong program is deleted. After any other error, such as a lack of memory, the
+    program stays, because the next start may succeed.
     """
     try:
         if not path.exists():
@@ -181,13 +184,13 @@ def _use(step: DecodeStep, path: Path) -> str:
 
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile the program at `path`; returns what went wrong, in one line, or empty text."""
+    """Compile the program into the file `path`; returns what went wrong, in one line, or ""."""
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
         try:
             lock.acquire(blocking=False)
-        except Timeout:  # another chat makes it now
+        except Timeout:  # another chat is making it now
             lock.acquire()
         else:
             _failure(path).unlink(missing_ok=True)
@@ -201,7 +204,7 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
 
 
 def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
-    """Compile in a process of its own; returns what went wrong, as `_make` does."""
+    """Compile in a separate process; returns what went wrong, as `_make` does."""
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     process = subprocess.Popen(
         [sys.executable, *worker],
@@ -226,7 +229,7 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what processes that were killed have left, and programs of an older format."""
+    """Delete the files that killed processes have left, and programs of an older format."""
     for one in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process sweeps, too
             if time.time() - one.stat().st_mtime > _LEFT_AFTER:
@@ -237,7 +240,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _writable_by_others(path: Path) -> Path | None:
-    """The file, or its folder, if another user than this one and root could have written it."""
+    """The file or its folder, if a user other than this one and root may write it; else None."""
     for one in (path, path.parent):
         about = one.stat()
         if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
@@ -250,8 +253,8 @@ def _failure(path: Path) -> Path:
 
 
 def _fail(path: Path, error: object) -> None:
-    """Delete the program and save the reason `error`, so that later starts don't try it again."""
-    with suppress(OSError):  # where nothing can be written, later starts try it again
+    """Delete the program, and save why it failed, so that later starts don't compile it again."""
+    with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
         write_private(_failure(path), _in_a_line(error), replaces=True)
 

@@ -1,9 +1,9 @@
 """A decode step (a forward pass for one token) of a Llama-like model, in few, small operations.
 
 transformers runs about fifty operations and a dozen module calls per layer, for any input shape. A
-single token needs no mask, no expanded heads and no batch: here the same weights are used with half
-of the operations. Sums and norms are float32 throughout, so a model in bfloat16 is rounded less
-often than by transformers; in float32 the logits differ only by rounding.
+single token needs no mask, no expanded heads and no batch, so this module uses the same weights
+with half of the operations. Sums and norms are float32 throughout, so a model in bfloat16 is
+rounded less often than by transformers; in float32 the logits differ only by rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sirchat.models.probe import sliding_window
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
 
-_FEW = 8  # rows that the kernels of packed weights multiply at a time
+_FEW = 8  # most rows that the kernels of packed weights multiply at a time
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Adds a layer's new key and value [1, H, 1, D] to the n cached ones; returns all [1, H, n + 1, D].
@@ -61,7 +61,7 @@ class _Norm(nn.Module):
 class _Product(nn.Module):
     """Multiplies the weights of several layers with the same vector, and joins the products.
 
-    Called with a vector [K] of any type, it returns a float32 vector [N].
+    `forward` takes a vector [K] of any type and returns a float32 vector [N].
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ def _of_rows(layer: Any, rows: Tensor) -> Tensor:
     """The products [B, N] of a layer's weights [N, K] and several rows [B, K] of the same type."""
     if not isinstance(layer, PackedLinear):
         return F.linear(rows, layer.weight)
-    few = torch.split(rows, _FEW)  # unpacked weights would take more memory, and no less time
+    few = torch.split(rows, _FEW)  # unpacking the weights would take more memory, and as much time
     return layer.of_row(rows) if len(few) == 1 else torch.cat([layer.of_row(one) for one in few])
 
 
@@ -141,7 +141,7 @@ class _Layer(nn.Module):
         return x + added
 
     def _attended(self, at: int, h: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """Compute what attention adds to the state [d]; `h` is the state after the norm."""
+        """Compute what attention adds to the state [d]; `h` [d] is the normalized state."""
         size, count = self.size, self.heads
         rows = self.queries_keys_values(h).view(-1, size)  # [H_q + 2 H, D]
         heads = (len(rows) - count) // 2  # key heads H
@@ -168,10 +168,11 @@ class _Layer(nn.Module):
     def of_rows(
         self, at: int, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> Tensor:
-        """Compute what `forward` does for the states x [B, d] of B conversations.
+        """Compute `forward` for B conversations at once: the states [B, d] after the layer.
 
-        Each conversation has its own `update`, and attention reads one cache after the other.
-        Everything else is computed for all conversations at once.
+        x [B, d] are the states before the layer. Each conversation has its own `update`, and
+        attention reads one cache after the other. Everything else is computed for all conversations
+        together.
         """
         size, count = self.size, self.heads
         products = self.queries_keys_values.of_rows(self.attention_norm.of_rows(x))
@@ -208,11 +209,11 @@ class _Layer(nn.Module):
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attention of one token, in float32, to keys and values [H, n, D].
+    """The output of one token's attention to keys and values [H, n, D], computed in float32.
 
     The queries are [H, G, D]: G of them share a key head. When compiled, these sums need only the
     vector instructions that every processor has. On a processor without AMX, they take a third of
-    the time of torch's kernel for bfloat16, and a seventh for float16.
+    the time of torch's kernel for bfloat16, and a seventh of the time of its kernel for float16.
     """
     # `as_strided` makes the compiler compute the queries once, and not anew for each of the n keys.
     once = (queries * scale).as_strided(queries.shape, queries.stride())
@@ -223,8 +224,8 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
 class StepGraph(nn.Module):
     """Computes the logits after one token from its embedding: layers, norm and output head.
 
-    It uses the model's own weights, and `torch.export` can export it. It also returns the hidden
-    states after the layers whose numbers, from 1, are in `scored`.
+    The graph uses the model's own weights, and `torch.export` can export it. It also returns the
+    hidden states after the layers whose numbers, counted from 1, are in `scored`.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
@@ -236,12 +237,12 @@ class StepGraph(nn.Module):
         self.head = head if isinstance(head, Int8Head) else _Product([head])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> tuple[Tensor, Tensor]:
-        """Compute the float32 logits [V] after a token, and its states [layers x d].
+        """Compute the float32 logits [V] after a token, and the scored layers' states [layers x d].
 
         Args:
             x: the token's embedding, float32 [d].
             cos, sin: cosine and sine of its rotary position, [1, D]; the sine is from `signed`.
-            update: writes keys and values.
+            update: adds keys and values to the cache, see `Update`.
         """
         states = [x[:0]]
         for at, layer in enumerate(self.layers):
@@ -279,9 +280,9 @@ class DecodeStep:
     """Computes the forward pass for one token with the weights of a transformers model on a CPU.
 
     Args:
-        module: the model, one that `supports` allows.
+        module: the model, for which `supports` must be true.
         dtype: type of the cache's keys and values.
-        scored: numbers, from 1, of the layers whose hidden states are returned.
+        scored: numbers, counted from 1, of the layers whose hidden states are returned.
 
     Attributes:
         graph: the computation of the step.
@@ -295,7 +296,7 @@ class DecodeStep:
         self.compiled: CompiledStep | None = None
 
     def use(self, program: Path) -> None:
-        """Use a compiled program from now on; raises as `CompiledStep` does."""
+        """Use a compiled program from now on; raises the errors that `CompiledStep` raises."""
         with torch.inference_mode():
             tokens = self._embeddings(torch.arange(1, 5)).float()
         self.compiled = CompiledStep(program, self.graph, tokens)
@@ -336,9 +337,9 @@ class DecodeStep:
     ) -> tuple[Tensor, Tensor]:
         """Read one token in each of B conversations: the id, its position, and the cache.
 
-        Returns for each what `read` returns: logits [B, V], states [B, layers x d]. They differ by
-        rounding if weights are not packed, or if the step is compiled. The weights are read only
-        once; packed weights, once for every eight conversations.
+        Returns what `read` returns for each: logits [B, V] and states [B, layers x d]. These differ
+        from those of `read` by rounding if weights are not packed, or if the step is compiled. The
+        weights are read only once; packed weights, once for every eight conversations.
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]

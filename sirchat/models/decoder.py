@@ -30,13 +30,15 @@ class Logits(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A causal language model of layers like Llama's, made without weights, which are put in later.
+    """A causal language model with layers like Llama's; it is made without weights.
+
+    The weights are put in later.
 
     Attributes:
-        config: its sizes and settings.
-        generation_config: names the ids that end a reply; it is the config itself if there is no
-            other.
-        has_own_hook: true, because it reports its attention to observers without a hook.
+        config: the model's sizes and settings.
+        generation_config: has the ids that end a reply; the same object as `config`, unless the
+            model's files have another one.
+        has_own_hook: always true: the model reports its attention to observers itself.
     """
 
     has_own_hook = True
@@ -148,7 +150,10 @@ class DecoderBody(nn.Module):
 
 
 class _Reading(NamedTuple):
-    """What all layers share in one pass: rotation [1, m, D], type of attention, mask, cache."""
+    """Values that all layers share in one forward pass.
+
+    These are the rotation [1, m, D], the number type of attention, the mask and the cache.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -167,7 +172,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(size, config.rms_norm_eps, dtype)
 
     def forward(self, x: Tensor, reading: _Reading) -> Tensor:
-        """The hidden states [1, m, d] after this layer, from those before it."""
+        """The hidden states [1, m, d] after this layer; `x` are those before it."""
         x = x + self.self_attn(self.input_layernorm(x), reading)
         added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added
@@ -193,7 +198,7 @@ class _Attention(nn.Module):
         self._has_norms = config.model_type == "qwen3"
 
     def forward(self, h: Tensor, reading: _Reading) -> Tensor:
-        """What attention adds to the states [1, m, d]; `h` are the states after the norm."""
+        """What attention adds to the states, [1, m, d]; `h` [1, m, d] are the normalized states."""
         queries, keys, values = (
             one.view(1, h.shape[1], -1, self.head_dim)
             for one in _products((self.q_proj, self.k_proj, self.v_proj), h)
@@ -223,20 +228,20 @@ class _Attention(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A matrix that gets its weights later, and draws no random ones.
+    """A linear layer without initial weights; the weights are put in later.
 
-    To draw random weights, torch would import a thousand files.
+    torch would import a thousand files to initialize the weights with random numbers.
     """
 
     def reset_parameters(self) -> None:
-        """Do nothing."""
+        """Do nothing, so that no random weights are made."""
 
 
 class Embedding(nn.Embedding):
-    """Embeddings that get their weights later, and draw no random ones."""
+    """Embeddings without initial weights, like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Do nothing."""
+        """Do nothing, so that no random weights are made."""
 
 
 class _Network(nn.Module):
@@ -294,7 +299,7 @@ def _frequencies(config: DecoderConfig) -> Tensor:
         given[name]
         for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
-    waves = 2 * math.pi / plain  # tokens of a full turn
+    waves = 2 * math.pi / plain  # tokens in a full turn, by frequency
     slow = torch.where(waves > length / low, plain / given["factor"], plain)
     share = (length / waves - low) / (high - low)
     between = (1 - share) * slow / given["factor"] + share * slow
@@ -309,7 +314,7 @@ def signed(sin: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, reading: _Reading) -> Tensor:
-    """Queries or keys [1, m, H, D], rotated, as attention takes them: [1, H, m, D]."""
+    """Rotate queries or keys [1, m, H, D]; returns [1, H, m, D], as attention needs them."""
     cos, sin = reading.cos[:, :, None], reading.sin[:, :, None]
     turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
     return turned.to(reading.kind).transpose(1, 2)
@@ -320,7 +325,7 @@ def _matrix(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:
 
 
 def _products(layers: tuple[Any, ...], h: Tensor) -> list[Tensor]:
-    """The outputs of layers with the same input, by one product if their weights are joined."""
+    """The outputs of layers with the same input `h`; joined weights need only one product."""
     joined = getattr(layers[0], "joined", None)
     if joined is None:
         return [layer(h) for layer in layers]

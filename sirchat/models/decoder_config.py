@@ -1,7 +1,7 @@
 """The config of a Llama-shaped model that `decoder.py` computes.
 
-It has the same values as transformers' config of the model. So a saved chat recognizes its model,
-whether sirchat or transformers has read it.
+The config has the same values as transformers' config of the model. So a saved chat recognizes the
+model, whether sirchat or transformers has loaded it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "qwen2": _SHARED | _QWEN,
     "qwen3": _SHARED | _QWEN | {"attention_bias": False},
 }
-"""By model type, the values that its GGUF files do not say, as in transformers."""
+"""By model type, the values that are not in its GGUF files, as in transformers."""
 
 _NEEDED = (
     "vocab_size",
@@ -46,11 +46,11 @@ _ROTATION = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
     "original_max_position_embeddings",
 }
-"""Settings of a rotation that are understood."""
+"""The settings of a rotation that `decoder.py` can apply."""
 
 
 class ConfigValues:
-    """The values of a config file as attributes, like those of transformers' configs."""
+    """The values of a config file as attributes, as transformers' configs have them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -66,7 +66,7 @@ class ConfigValues:
         return dict(self._values)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The values that differ from the usual ones of all models in transformers."""
+        """The values that differ from the defaults that transformers has for all models."""
         return dict(self._values)
 
 
@@ -133,5 +133,5 @@ class DecoderConfig(ConfigValues):
         return config
 
     def get_text_config(self, decoder: bool = True) -> Self:
-        """This config: the model reads nothing but text."""
+        """Return this config itself, because the model has no other parts than that for text."""
         return self

@@ -24,11 +24,10 @@ DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Where = torch.device | str
-"""A device, or `disk`; as accelerate wants it, the CPU is the text `cpu`."""
+"""A device, or the text `disk`; the CPU is the text `cpu`, as accelerate needs it."""
 
 Placement = dict[str, Where]
-"""Where each module lies whose weights stay together: each layer, and each module outside of them.
-"""
+"""The device of each module whose weights stay together: of layers, and modules outside of them."""
 
 CPU = "cpu"
 
@@ -89,16 +88,17 @@ def input_device(module: Any) -> torch.device:
 
 
 def own_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """All parameters with their names, in order, without those that equal others (a tied head).
+    """All parameters with their names, in order, each only once.
 
-    For weights on disk, accelerate makes two of one.
+    A tied parameter, such as an output head with the weights of the embeddings, is left out: for
+    weights on disk, accelerate lists it as a second one.
     """
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     return (pair for pair in module.named_parameters() if pair[0] not in tied)
 
 
 def stored_weights_of(module: Any) -> Iterator[Tensor]:
-    """All parameters, in order; those that are on disk are read."""
+    """Yield all parameters, in order; those that lie on disk are read into memory."""
     for name, one in own_parameters(module):
         if not one.is_meta:
             yield one
@@ -110,7 +110,7 @@ def stored_weights_of(module: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device, or the disk, holds: bytes of weights, of the KV cache, of the archive."""
+    """The bytes of weights, KV cache and archive that lie on one device, or on disk."""
 
     device: str
     weights: int
@@ -121,7 +121,7 @@ class DeviceMemory:
 def memory_by_device(
     module: Any, cache: BoundedCache, archive: Archive | None = None
 ) -> list[DeviceMemory]:
-    """What each device holds of a model, its cache and its archive, in the order of the layers."""
+    """The memory that a model, its cache and its archive take on each device, in layer order."""
     weights, archived = _weights_by_device(module), Counter[str]()
     rows = Counter({str(one): size for one, size in cache.bytes_by_device().items()})
     if archive is not None:

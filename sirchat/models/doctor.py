@@ -72,7 +72,10 @@ def _version(distribution: str) -> str:
 
 
 def _cache_type(model: LoadedModel) -> str:
-    """The cache's number type; if not the model's, also the time of attention in 16-bit types."""
+    """The cache's number type, as text.
+
+    If it is not the model's type, also the time that attention takes in each 16-bit type.
+    """
     kind = str(model.cache_dtype).removeprefix("torch.")
     if model.cache_dtype == model.dtype:
         return kind
@@ -134,7 +137,7 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:
-    """What the model takes on each device."""
+    """Yield, for each device, the memory that the model's weights and a KV cache take."""
     cache = model.new_cache(min(MOST_ROWS, model.context_length))
     model.forward([0], cache)
     for one in memory_by_device(model.module, cache):

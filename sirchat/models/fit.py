@@ -33,14 +33,14 @@ from sirchat.models.shape import (
 )
 
 PROGRAM = 500_000_000
-"""Bytes that Python, torch and transformers take without a model (measured: 0.4 GB), and spare."""
+"""Bytes for Python, torch and transformers without a model (measured: 0.4 GB), with a margin."""
 
 TOKENS_PER_HOUR = 10_000
 """Tokens of one hour of talk: about 130 words a minute, of 1.3 tokens each."""
 
 BUDGETS = (1024, 4096, 16384)
 
-_MOST_HEADER = 100_000_000  # bytes, as in the safetensors library
+_MOST_HEADER = 100_000_000  # most bytes of a header, as in the safetensors library
 _MOST = 1 << 40
 _EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -64,7 +64,7 @@ class StoredTensor:
 
     @property
     def at_once(self) -> int:
-        """How many numbers are packed or unpacked at once: all, or those of one expert."""
+        """How many of its numbers are packed or unpacked together: all, or one expert's."""
         return prod(self.shape[-2:])
 
     @property
@@ -79,7 +79,7 @@ class StoredTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that can be quantized; experts and embeddings can't be."""
+        """Whether it is a matrix that can be quantized: not one of experts or embeddings."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_linear and not self.is_table and ".experts." not in self.name
 
@@ -97,7 +97,8 @@ class StoredWeights:
         tensors: all of them, without an output head that equals the input embeddings.
         is_tied: whether the output head has the weights of the input embeddings.
         is_gguf: whether they are in a GGUF file.
-        is_read_here: whether sirchat reads that file, and not transformers.
+        is_read_here: whether sirchat itself can read the GGUF file; otherwise transformers reads
+            it.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -116,12 +117,13 @@ class Choice:
     """The memory that a model takes with one choice of settings; sizes are bytes, None if unknown.
 
     Attributes:
-        setting: what to type for it; empty for the present settings.
+        setting: the option to type for this choice, such as `--dtype float32`; empty for the
+            present settings.
         precision: how the weights are held, such as `packed` or `float32`.
         weights: size of the weights.
         loading: the most memory that the weights take while they are loaded.
-        working: memory that reading a text takes for a short time, besides weights and KV cache.
-        caches: for each budget, in tokens, the size of the KV cache.
+        working: memory that is needed only while a text is read, besides weights and KV cache.
+        caches: for each of several budgets, in tokens, the size of the KV cache.
         archive: size of the archive for one hour of talk, `TOKENS_PER_HOUR`.
         largest_budget: the most tokens that fit in the free memory, at most the model's context; 0
             if the model does not fit; None if unknown.
@@ -139,7 +141,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """What a model takes: the free memory, in bytes (None if unknown), and each choice."""
+    """The memory that a model takes with each choice, and the free bytes, None if unknown."""
 
     found: FoundModel
     weights: int
@@ -148,9 +150,9 @@ class ModelFit:
 
 
 def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
-    """The memory that a model takes; the first choice is what the settings of the profile give.
+    """The memory that a model takes; the first choice has the settings of the profile.
 
-    Raises ModelError if its files can't be read.
+    `free` is the free memory, in bytes. Raises ModelError if the model's files can't be read.
     """
     if found.shape is None or found.path is None:
         raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
@@ -165,7 +167,7 @@ def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
 def _others(
     stored: StoredWeights, shape: ModelShape, profile: Profile
 ) -> Iterator[tuple[str, Profile]]:
-    """The other choices: what to type, and the profile that it gives."""
+    """Yield the other choices: the option to type, and the profile with this option."""
     wanted = [("dtype", "float32"), ("dtype", "bfloat16")]
     if uses_cpu(profile):
         packed = [("quantize", "packed")] if shape.stays_packed else []
@@ -183,8 +185,8 @@ class Layout:
     Attributes:
         budget: number of tokens in the full cache.
         precision: how the weights are held.
-        devices: the room of each GPU, in bytes, and its parts in order.
-        left: the parts that do not fit there.
+        devices: for each GPU, its memory in bytes, and the parts of the model on it, in order.
+        left: the parts that do not fit on the GPUs.
         knows_cache: whether the size of the cache is known; if not, it counts as 0.
     """
 
@@ -196,7 +198,7 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        """Whether the whole model lies on the devices."""
+        """Whether all parts of the model fit on the GPUs."""
         return not self.left
 
 
@@ -222,10 +224,11 @@ def parse_devices(text: str) -> list[int]:
 def layout_of(
     found: FoundModel, profile: Profile, devices: Sequence[int], budget: int, *, even: bool
 ) -> Layout:
-    """How a model would lie on GPUs with `devices` bytes of memory, with a full cache.
+    """Where the parts of a model would lie on GPUs with `devices` bytes of memory.
 
-    Each is filled before the next, as by `--device-map auto`; if `even`, all get equally much, as
-    by `balanced`. Raises ModelError if the model's files can't be read.
+    The cache is counted as full, with `budget` tokens. Each GPU is filled before the next, as with
+    `--device-map auto`; if `even`, all get equally much, as with `balanced`. Raises ModelError if
+    the model's files can't be read.
     """
     if found.shape is None or found.path is None:
         raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
@@ -243,7 +246,7 @@ def layout_of(
 def _parts(
     stored: StoredWeights, shape: ModelShape, profile: Profile, budget: int
 ) -> list[ModelPart]:
-    """The embeddings, the layers and what follows them, with the bytes that each takes."""
+    """The parts of a model, in order, and the bytes of each: embeddings, layers, output."""
     held = precision(shape, profile)
     item, sizes = _item(held, profile), dict[int, int]()
     for one in stored.tensors:
@@ -263,7 +266,7 @@ _MOST_LAYERS = 10**6
 
 
 def _item(held: str, profile: Profile) -> int:
-    """Bytes of a number that is not packed, where the weights are held as `held` says."""
+    """Bytes of a number that is not packed; `held` is the precision of the weights."""
     return 2 if {"float16", "bfloat16"} & {held, profile.dtype} else 4
 
 
@@ -297,7 +300,7 @@ def _choice(
 
 
 def _bytes(stored: StoredWeights, held: str, item: int) -> int:
-    """Size of the weights in memory, when they are held as `held` says.
+    """Bytes of the weights in memory; `held` is their precision, such as `packed`.
 
     A number that is not packed takes `item` bytes.
     """
@@ -313,7 +316,10 @@ def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
 
 
 def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
-    """4 or 8 for a matrix that is packed, as in `gguf.loading` and `packed.pack_module`."""
+    """Bits of each weight, 4 or 8, if the tensor will be packed; None if it won't.
+
+    Follows the same rules as `gguf.loading` and `packing.pack_module`.
+    """
     if held == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
             return None
@@ -332,7 +338,7 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
 def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
     """The most bytes that the weights take while they are loaded; pages of the file don't count.
 
-    The factors are measured: they are the bytes that a matrix takes for each weight while it is
+    The factors below were measured: they are the bytes per weight that a matrix takes while it is
     packed.
     """
     largest = max((one.count for one in stored.tensors), default=0)
@@ -343,13 +349,13 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count
-    if held in ("int8", "int4"):  # first all are unpacked, then packed one matrix after the other
+    if held in ("int8", "int4"):  # all are unpacked, then packed one by one
         return item * stored.count + 10 * largest
     return weights + (4 * largest if stored.is_gguf else 0)
 
 
 def _while_reading(stored: StoredWeights, held: str) -> int:
-    """Bytes of packed matrices that are unpacked to bfloat16 while a text is read."""
+    """Bytes that packed matrices take while they are unpacked, to bfloat16, to read a text."""
     packed = [one for one in stored.tensors if _bits(one, stored, held)]
     whole = 2 * sum(one.count for one in packed)
     return whole if whole <= MOST_UNPACKED else 2 * max(one.at_once for one in packed)
@@ -372,7 +378,7 @@ def stored_weights(path: Path) -> StoredWeights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files of weights that transformers loads; a folder may have others, too."""
+    """The files whose weights transformers loads; the folder may contain other ones, too."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]

@@ -1,4 +1,4 @@
-"""Asks the Hugging Face hub about a model, once, before a download begins.
+"""Asks the Hugging Face hub once about a model, before a download begins.
 
 The hub's library is imported only if the model is not on this machine.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _SECONDS = 1.5
-"""Longest wait for the hub's answer, in seconds, with the time to look up its address."""
+"""The longest wait for the hub's answer, in seconds, including the look-up of its address."""
 
 
 def require(name: str) -> None:
@@ -32,7 +32,7 @@ def require(name: str) -> None:
 
 
 def only_cached(name: str) -> bool:
-    """Whether the model must come from the local cache: the hub can't be reached or lacks it.
+    """Whether to load from the cache only: the hub can't be reached or lacks the model.
 
     Raises ModelError if the model is not in the cache either.
     """
@@ -42,7 +42,7 @@ def only_cached(name: str) -> bool:
         ask_hub(name)
     except ModelError as error:
         if isinstance(error.__cause__, GatedRepoError):
-            return False  # the error of loading says how to get access
+            return False  # the error from loading the model says how to get access
         if _is_cached(name):
             return True
         raise
@@ -69,7 +69,7 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 def explained(name: str, hint: str = "") -> Iterator[None]:
     """Turn errors of the hub and of the network into a ModelError about the model `name`.
 
-    `hint` says what to do if the hub can't be reached. Errors of the disk are not changed.
+    `hint` says what to do if the hub can't be reached. Errors of the disk are raised unchanged.
     """
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -105,7 +105,7 @@ def _unreachable(name: str, hint: str) -> ModelError:
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     """Call `ask` and return its result; raises TimeoutError if it takes longer than `seconds`.
 
-    The library's own time limits do not include the look-up of the address.
+    This is needed because the library's own time limits do not include the look-up of the address.
     """
     answered = SimpleQueue[tuple[Answer | None, BaseException | None]]()
 

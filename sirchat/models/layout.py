@@ -1,7 +1,7 @@
 """Lays the parts of a model out over devices: which layer goes where, in the order of the layers.
 
-Layers stay in order, so that a forward pass goes from each device to the next only once. What lies
-on disk is read to the first device for each pass; its keys and values stay there.
+Layers stay in order, so that a forward pass goes from each device to the next only once. Layers on
+disk are read to the first device for each pass; their keys and values stay on that device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GPU_RESERVE = 1_000_000_000
-"""Bytes of each GPU that are left free, for its driver and for what a forward pass computes."""
+"""Bytes of each GPU that are left free, for its driver and the results of forward passes."""
 
 DISK = "disk"
 
@@ -31,13 +31,13 @@ class ModelPart:
 
     @property
     def size(self) -> int:
-        """Bytes of both."""
+        """Bytes of weights and full cache together."""
         return self.weights + self.cache
 
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """A device, and the bytes that it has room for; None for no limit."""
+    """The name of a device, and the bytes that it has room for; None for no limit."""
 
     name: str
     room: int | None
@@ -46,10 +46,10 @@ class DeviceRoom:
 def lay_out(
     parts: Sequence[ModelPart], places: Sequence[DeviceRoom], *, even: int = 0
 ) -> list[list[ModelPart]] | None:
-    """The parts of each place, in order; None if they do not fit.
+    """Distribute the parts, in order: the parts of each of `places`; None if they do not fit.
 
     Each place is filled before the next one is used. But the first `even` places get equally much,
-    if the parts fit there alone.
+    if all parts fit there.
     """
     if even and (found := _evenly(parts, places[:even])) is not None:
         return [*found, *([] for _ in places[even:])]
@@ -70,7 +70,7 @@ def lay_out(
 def _filled(
     parts: Sequence[ModelPart], places: Sequence[DeviceRoom]
 ) -> list[list[ModelPart]] | None:
-    """The same, without a disk: as many parts as fit into a place, then the next place."""
+    """Like `lay_out`, without a disk: fills each place before the next; None if they don't fit."""
     found, at = [list[ModelPart]() for _ in places], 0
     left = [one.room for one in places]
     for part in parts:
@@ -87,7 +87,7 @@ def _filled(
 def _evenly(
     parts: Sequence[ModelPart], places: Sequence[DeviceRoom]
 ) -> list[list[ModelPart]] | None:
-    """The same with the least possible bytes in the fullest place."""
+    """Like `_filled`, but with as few bytes as possible in the fullest place."""
     low, high = 0, sum(one.size for one in parts)
     best = _filled(parts, places)
     while best is not None and low < high:

@@ -40,8 +40,8 @@ class FoundModel:
         source: where it was found.
         path: its file or folder; None if it is not installed.
         size: bytes on disk.
-        shape: the sizes stated in its files; None if the files can't be read.
-        problem: why it can't be used; empty if it can.
+        shape: the model's sizes, as its files state them; None if the files can't be read.
+        problem: the reason why the model can't be used; empty if it can be used.
     """
 
     name: str
@@ -117,7 +117,7 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield each GGUF file of a cached repository of the hub; without any, the repository's model.
+    """Yield each GGUF file of a cached repository; if there is none, the repository's model.
 
     A model that is not downloaded completely is yielded with a `problem`.
     """
@@ -176,6 +176,6 @@ def _size(path: Path) -> int:
 
 
 def _typed(path: Path) -> str:
-    """A path in the form that `--model` accepts."""
+    """The path as text, in a form that `--model` accepts."""
     text = str(path)
     return text if "/" in text or path.suffix.lower() == ".gguf" else f"./{text}"

@@ -1,4 +1,4 @@
-"""Loads a model by its name: chooses device, number types and packing, and who reads its files."""
+"""Loads a model by its name: chooses device, number types, packing, and the way to read files."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def load_model(
     """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
-    those of transformers, which can generate and be saved. `device`, `dtype`, `threads` and
-    `quantize` are settings of `Profile`, and so is `device_map`, which leaves room for the KV cache
-    of `rows` tokens; `unpack` is `unpack_dtype`, `cache_type` is `cache_dtype`. Started by
-    torchrun, each process loads its part of the model (see `sharded.py`). Raises ModelError if the
-    model can't be loaded, or if tokens can't be evicted from its cache.
+    those of transformers, which can generate and be saved. `device`, `dtype`, `threads`, `quantize`
+    and `device_map` are settings of `Profile`; `unpack` is the setting `unpack_dtype`, `cache_type`
+    is `cache_dtype`. A device map leaves room for the KV cache of `rows` tokens. If torchrun
+    started the program, each process loads its part of the model (see `sharded.py`). Raises
+    ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
     """
     if by_torchrun():
         from sirchat.models.sharded import load_sharded
@@ -112,7 +112,7 @@ def load_model(
 
 
 def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Whether the weights of a GGUF file stay packed; None means: if it has any in blocks."""
+    """Whether the weights of a GGUF file stay packed; None means: only if they are in blocks."""
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
         return None if can_pack_four_bits() else False
     return quantize == "packed"

@@ -1,12 +1,12 @@
-"""Measures what is fastest on this processor with packed weights: cache type and products.
+"""Measures which cache type and which products of packed weights are fastest here.
 
 Products of packed weights are rounded to bfloat16. So float16 and bfloat16 are both precise enough
 for keys and values, and take half the memory of float32. Which of them is faster depends on the
 processor. On a processor with AVX-512 FP16, attention over float16 takes 1.6 times as long as over
 bfloat16; on one without, it takes four times as long. Products with many rows are faster over
 unpacked weights. But a processor without instructions for bfloat16 multiplies it ten times slower
-or more than float32. So this is measured once for each processor, version of torch and shape, and
-kept beside the compiled programs.
+or more than float32. So both are measured once for each processor, version of torch and shape, and
+the results are kept beside the compiled programs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ROWS, _ROUNDS = 1024, 12
 
 
 class HeadShape(NamedTuple):
-    """The number of query heads and of key heads in a layer, and the numbers in a head."""
+    """The shape of attention in a layer: numbers of query heads and key heads; size of a head."""
 
     queries: int
     keys: int
@@ -56,9 +56,9 @@ class HeadShape(NamedTuple):
 
 
 def head_shape(config: Any) -> HeadShape:
-    """The shape of attention in the text part of a model with this config, in its widest layer.
+    """The shape of attention in the widest layer of a model's text part.
 
-    What the config doesn't say is assumed to be as in most models.
+    Values that the config lacks are assumed to be as in most models.
     """
 
     # As attributes, sizes that differ by layer raise an error.
@@ -74,7 +74,7 @@ def head_shape(config: Any) -> HeadShape:
 
 
 def fastest_type(shape: HeadShape) -> torch.dtype:
-    """The type in which attention over 1,024 rows is faster, measured now or earlier."""
+    """The 16-bit type with which attention over 1,024 rows is faster, measured now or earlier."""
 
     def measured() -> str:
         seconds = measure_attention(shape)
@@ -84,10 +84,10 @@ def fastest_type(shape: HeadShape) -> torch.dtype:
 
 
 def choose_products(module: nn.Module, unpack: UnpackName) -> None:
-    """Let the packed layers of a module, if any, multiply fastest, or as the setting `unpack` says.
+    """Choose the fastest products for a module's packed layers, or those of the setting `unpack`.
 
-    If `unpack` names a type, nothing is measured: the limits of rows are then values that suit most
-    processors.
+    If `unpack` names a number type, nothing is measured: the other values of `Products` are then
+    defaults that suit most processors.
     """
     if products_of(module) is None:
         return
@@ -99,12 +99,12 @@ def choose_products(module: nn.Module, unpack: UnpackName) -> None:
 
 
 def fastest_products() -> Products:
-    """How packed weights are multiplied fastest with many rows, measured now or earlier."""
+    """The fastest way to multiply packed weights with many rows, measured now or earlier."""
     return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
 
 
 def _as_products(kept: str) -> Products | None:
-    """Read products from the text that was kept; None if it is damaged."""
+    """Convert the text of a file to `Products`; None if the text is damaged."""
     try:
         found = Products(**json.loads(kept))
     except (ValueError, TypeError):
@@ -120,7 +120,10 @@ def _kept(
     parse: Callable[[str], Result | None],
     measure: Callable[[], str],
 ) -> Result:
-    """Return what was measured earlier; otherwise what `measure` finds now, which is then kept."""
+    """Return the result of an earlier start; if there is none, measure, and keep the result.
+
+    `parse` converts the text that `measure` returns; the file's name has `kind` and `shape`.
+    """
     path = compiled_dir() / f"{_key(shape)}.{kind}"
     with suppress(OSError, UnicodeDecodeError):
         found = parse(path.read_text(encoding="utf-8"))
@@ -135,23 +138,26 @@ def _kept(
 
 
 _SIZE, _WIDE = 1024, 64
-"""Rows and columns of the matrix whose products are measured; rows of the widest input."""
+"""Rows and columns of the matrix that is measured; most rows of an input to it."""
 
-_TIMES = 6  # that each product is measured
+_TIMES = 6  # number of times that each product is measured
 
 _STEPS = (8, 32, 64)
-"""Possible limits of rows: few, so that two measurements seldom differ."""
+"""The limits of rows to choose from: few, so that two measurements seldom differ."""
 
 _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
 
 
 @torch.inference_mode()
 def measure_products() -> Products:
-    """Measure products of a matrix of 1,024 x 1,024, for some tens of milliseconds."""
+    """Measure which products of a packed matrix [1024, 1024] are fastest.
+
+    This takes some tens of milliseconds.
+    """
     q = torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 16
     scale = torch.ones(_SIZE, _SIZE // GROUP)
     eight = Int8Linear(q.to(torch.int8), torch.ones(_SIZE, dtype=torch.bfloat16))
-    packs = can_pack_four_bits()  # else no layer has four bits
+    packs = can_pack_four_bits()  # if not, no layer has four bits
     four: PackedLinear = Int4Linear(q.to(torch.uint8), scale, scale) if packs else eight
     rows = torch.randn(_WIDE, _SIZE)
     few = rows[: _STEPS[0]].bfloat16()
@@ -172,7 +178,7 @@ def measure_products() -> Products:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
-        """The largest number of rows that a kernel for packed weights multiplies in this time."""
+        """The largest number of rows that the kernel multiplies in `seconds`; one of `_STEPS`."""
         most = seconds / taken[kernel] * len(few)
         return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
 
@@ -187,7 +193,7 @@ def measure_products() -> Products:
 
 
 def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The shortest time, in seconds, that each of `works` takes; they are run in turn.
+    """The shortest time, in seconds, that each of `works` took; they are run by turns.
 
     The time of this thread is measured, since other programs may use the processor in between.
     """
@@ -202,7 +208,7 @@ def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
-    """For each type, the least seconds that one layer's attention takes for one token."""
+    """For each 16-bit type, the shortest time, in seconds, of a layer's attention for one token."""
     times: dict[torch.dtype, list[float]] = {one: [] for one in _CANDIDATES}
     query = torch.randn(1, shape.keys, shape.queries // shape.keys, shape.size)
     rows = torch.randn(1, shape.keys, _ROWS, shape.size)
@@ -221,7 +227,7 @@ def processor() -> str:
 
 
 def cpuinfo(*names: str) -> str:
-    """What Linux says of the first processor under one of these names; empty if it says nothing."""
+    """The first value in Linux's /proc/cpuinfo with one of these names; empty if there is none."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
             if line.startswith(names):

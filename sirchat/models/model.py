@@ -60,16 +60,18 @@ class LoadedModel:
     """A causal language model with its tokenizer and the rotations of its layers.
 
     Attributes:
-        name: as the user gave it.
+        name: the model's name, as the user gave it.
         module: a `Decoder`, or a model of transformers.
         tokenizer: its tokenizer.
-        rotations: of each layer with keys and values, as `probe_rotations` detects them.
+        rotations: the rotation of each layer with keys and values, as `probe_rotations` detects it.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
-        kinds: the kind of each layer; None if all have keys and values only.
-        reads_singly: whether layers with a state continue it by one token at a time only.
-        cache_type: number type of the cache, see `cache_dtype`.
+        kinds: the kind of each layer of a hybrid model; None if all layers have keys and values
+            only.
+        reads_singly: whether the model can continue a recurrent state only with one token at a
+            time.
+        cache_type: the setting for the cache's number type, see `cache_dtype`.
     """
 
     name: str
@@ -105,7 +107,7 @@ class LoadedModel:
 
     @cached_property
     def layer_numbers(self) -> dict[int, int]:
-        """See `cache_layers.layer_numbers`; empty if `kinds` is None."""
+        """Maps numbers of layers in the model to numbers among layers with keys; empty if equal."""
         return layer_numbers(self.kinds or [])
 
     @property
@@ -120,7 +122,7 @@ class LoadedModel:
 
     @cached_property
     def row_devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values; the first access may make a pass."""
+        """The device of each layer's keys and values; the first access may run a forward pass."""
         if not is_spread(self.module):
             return [self.device] * len(self.rotations)
         cache = self._new_cache(1, None)
@@ -134,7 +136,7 @@ class LoadedModel:
 
     @cached_property
     def decode_step(self) -> DecodeStep | None:
-        """Object that reads single tokens faster than `module`; None if it can't run the model."""
+        """An object that reads single tokens faster than `module`; None if there is none."""
         can = DecodeStep.supports(self.module)
         return DecodeStep(self.module, self.cache_dtype, self.scorer.layers) if can else None
 
@@ -148,7 +150,7 @@ class LoadedModel:
 
     @cached_property
     def word_vectors(self) -> WordVectors:
-        """Makes vectors of words from the input embeddings; the first access takes a second."""
+        """Makes word vectors from the input embeddings; the first access takes a second."""
         return word_vectors_of(self.embeddings, self.vocab_size, self.tokenizer)
 
     def embeddings(self, ids: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ class LoadedModel:
         return torch.as_tensor(self.module.get_input_embeddings()(ids))
 
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Shape and about 64 numbers, on the CPU, of each weight."""
+        """For each weight, its shape, and about 64 of its numbers, on the CPU."""
         weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
         return [(tuple(one.shape), weight_sample(one.detach())) for one in weights]
 
@@ -190,7 +192,7 @@ class LoadedModel:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes that the cache takes for one token; the first access makes a forward pass."""
+        """Bytes that the cache takes for one token; the first access runs a forward pass."""
         cache = self.new_cache(1)
         self.forward([0], cache)
         return cache.nbytes // cache.capacity
@@ -217,7 +219,7 @@ class LoadedModel:
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The model's anchor tokens; None if it was not trained with anchor tokens."""
+        """The model's anchor tokens; None if the model was not trained with anchor tokens."""
         return anchors_of(self.module.config)
 
     def forward(
@@ -255,7 +257,7 @@ class LoadedModel:
             return torch.as_tensor(out.logits[0].float())
 
     def several_passes(self) -> AbstractContextManager[None]:
-        """Context manager to enter for each of several passes: packed weights are unpacked once."""
+        """A context manager, to be entered for each of several passes: they unpack weights once."""
         return SharedWeights(self.module)
 
     def read(
@@ -292,7 +294,7 @@ class LoadedModel:
         cache.begin_pass()
         if visible is not None and self.has_state:
             raise ModelError(f"{self.name} has layers with a state, which read every token")
-        if self.kinds and positions is None:  # some do not count what the cache holds
+        if self.kinds and positions is None:  # some models do not count the rows in the cache
             positions = range(cache.length, cache.length + len(ids))
         return {
             "input_ids": torch.tensor([ids], device=self.device),
@@ -311,7 +313,7 @@ class LoadedModel:
 
     @contextmanager
     def _scored(self, count: int, scores: list[float] | None) -> Iterator[None]:
-        """Context manager: add the scores of the `count` ids that are read within the block."""
+        """Context manager: add to `scores` those of the `count` ids that are read in the block."""
         if scores is None or not self.scorer.layers:
             yield
             if scores is not None:

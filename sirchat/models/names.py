@@ -1,6 +1,6 @@
 """Finds the folder, file or hub id that a model's name stands for.
 
-Imports no slow library, so that a mistyped name fails at once.
+The module imports no slow library, so that a mistyped name fails at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUNDLED = ("tiny", "tiny-anchor")
 """Names of the models that come with sirchat."""
 
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model")  # the endings of all files but the weights
-_MOST_BYTES = 2**28  # of such a file
+_MOST_BYTES = 2**28  # most bytes of such a file
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -89,7 +89,7 @@ def suggestion(name: str) -> str:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Raise ModelError if a folder contains no model, or something that can't be read whole."""
+    """Raise ModelError if a folder contains no model, or a file that can't be read completely."""
     for one in folder.iterdir():
         status = one.stat() if one.exists() else None
         if status is None or stat.S_ISDIR(status.st_mode):
@@ -168,7 +168,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_of(folder: Path) -> Path | None:
-    """A cached model's snapshot folder: of the main branch, or else the newest; None if none."""
+    """A cached model's snapshot folder: that of the main branch, or the newest; else None."""
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()

@@ -2,8 +2,8 @@
 
 The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
 results are converted to the type of the input. The kernels are made for few rows at a time. For
-more rows it is faster to unpack the weights, to the type that `Products` says: for this one
-product, or once for several passes, within `SharedWeights`.
+more rows it is faster to unpack the weights to the type in `Products`: for each product, or, within
+`SharedWeights`, once for several passes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GROUP = 32
 """Number of neighbouring four-bit weights that share a scale and a minimum."""
 
 _BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
-_VOCABULARY = 4096  # rows of a larger eight-bit matrix are unpacked in parts of this size
-_LIKELIEST = 16  # largest logits of a row, which are computed in float32
+_VOCABULARY = 4096  # a larger eight-bit matrix is unpacked in parts of this many rows
+_LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
 
 
@@ -36,13 +36,14 @@ Unpacked = Literal["bfloat16", "float32"]
 
 
 class Products(NamedTuple):
-    """How packed weights are multiplied.
+    """The way in which packed weights are multiplied.
 
     Attributes:
-        dtype: number type to which they are unpacked.
+        dtype: number type to which the weights are unpacked.
         few_4, few_8: for up to this number of rows, the kernels for four and eight bits are faster
             than unpacking the weights.
-        few: the same for weights that are unpacked already.
+        few: up to this number of rows, the kernels are faster even if the weights are unpacked
+            already.
     """
 
     dtype: Unpacked = "bfloat16"
@@ -60,11 +61,12 @@ class PackedLinear(nn.Module, ABC):
     """A linear layer whose weights [N, K] stay packed.
 
     Attributes:
-        products: how it is multiplied; see `set_products`.
+        products: how its weights are multiplied; see `set_products`.
         in_features, out_features: K and N.
         bias: [N], or None.
-        joined: the layer that holds the weights of this layer and of others with the same input;
-            in a tuple, so that its buffers do not count twice. See `fuse_projections`.
+        joined: a tuple with the layer that has the weights of this layer and of others with the
+            same input; without the tuple, torch would count its buffers twice. See
+            `fuse_projections`.
     """
 
     in_features: int
@@ -75,10 +77,10 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weights [K, N] in this type; eight-bit weights are not multiplied by their scales."""
+        """The weights [K, N] as `dtype`; eight-bit weights are not multiplied by their scales."""
 
     def _at_hand(self) -> Tensor:
-        """The unpacked weights; within `SharedWeights` they are kept for the next passes."""
+        """The weights, unpacked now or, within `SharedWeights`, kept from an earlier pass."""
         shared = self._shared()
         if shared is None:
             return self.unpacked(self.products.type)
@@ -92,7 +94,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def of_row(self, x: Tensor) -> Tensor:
-        """Compute x W^T [m, N] for few bfloat16 rows x [m, K], without the bias."""
+        """Compute x W^T [m, N], without the bias, for a few bfloat16 rows x [m, K]."""
 
     @classmethod
     @abstractmethod
@@ -101,7 +103,7 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Replace this layer's weights by the equal rows of `whole`, from row `start` on."""
+        """Use the rows of `whole` from `start` on, which equal this layer's weights."""
 
 
 class Int4Linear(PackedLinear):
@@ -127,7 +129,7 @@ class Int4Linear(PackedLinear):
         """Make a layer without bias from two values q in each byte: uint8 [N, K / 32, 16].
 
         The low four bits are the first 16 values of a group, the high four bits the others. This
-        takes a third of the time of unpacking the values first.
+        takes a third of the time that it takes to unpack the values first.
         """
         groups = nibbles.shape[1]
         halves = nibbles.view(-1, 2, _BLOCK // 2, groups, 16)  # the rows of each block
@@ -257,7 +259,7 @@ class Int8Head(Int8Linear):
     """The output head in eight bits; its largest logits are float32, not rounded to bfloat16.
 
     Large logits in bfloat16 have steps of 0.06 to 0.12: close logits would become equal, and
-    surprisal would be wrong by about one step. So the largest are computed again in float32.
+    surprisal would be wrong by about one step. So the largest logits are computed again in float32.
     """
 
     @classmethod
@@ -270,7 +272,7 @@ class Int8Head(Int8Linear):
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """Return None: the head is computed for few tokens at once, so it shares no weights."""
+        """None: the head, computed for few tokens at once, shares no unpacked weights."""
 
     def of_vector(self, x: Tensor) -> Tensor:
         """Compute float32 logits [V] for a float32 vector [K]."""
@@ -279,7 +281,7 @@ class Int8Head(Int8Linear):
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
 
     def of_few(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [m, V] for few float32 vectors [m, K], each as in `of_vector`."""
+        """Compute float32 logits [m, V] for a few float32 vectors [m, K], as `of_vector` does."""
         y = self.of_row(x.bfloat16()).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
@@ -305,7 +307,7 @@ class SharedEmbedding(nn.Module):
     Args:
         head: the output head, which stores the weights.
         dtype: type of the embeddings.
-        scale: factor by which they are multiplied, like the embeddings of Gemma.
+        scale: factor by which the embeddings are multiplied, as in Gemma.
     """
 
     def __init__(self, head: Int8Linear, dtype: torch.dtype, scale: float = 1) -> None:
@@ -346,9 +348,9 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class SharedWeights:
     """Context manager: the passes of one text share unpacked weights; each layer is unpacked once.
 
-    Each of these passes is computed inside `with shared: ...`; other passes over the same layers,
-    in this thread or another, are not affected. Nothing is shared if all weights would take more
-    than 512 MiB. The output head is left out: it is computed for few tokens at once.
+    Run each of these passes inside `with shared: ...`; other passes over the same layers, in this
+    thread or another, are not affected. Nothing is shared if all weights would take more than 512
+    MiB. The output head is left out: it is computed for few tokens at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -370,7 +372,7 @@ class SharedWeights:
 
 
 def set_products(module: nn.Module, products: Products) -> None:
-    """Let all packed layers of a module multiply as `products` says."""
+    """Set the way in which all packed layers of a module multiply their weights."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             layer.products = products
@@ -379,7 +381,7 @@ def set_products(module: nn.Module, products: Products) -> None:
 
 
 def products_of(module: nn.Module) -> Products | None:
-    """How the packed layers of a module are multiplied; None if it has none."""
+    """The way in which the packed layers of a module multiply; None if it has no such layers."""
     found = (one.products for one in module.modules() if isinstance(one, PackedLinear))
     return next(found, None)
 
@@ -405,6 +407,6 @@ def can_pack_four_bits() -> bool:
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The product y [m, N] plus the bias, with the leading dimensions and number type of x."""
+    """The product `y` [m, N] plus the bias, as [..., N] in the number type of `x` [..., K]."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias

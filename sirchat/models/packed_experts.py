@@ -12,7 +12,7 @@ from sirchat.models.packed import PackedLinear
 
 
 class PackedExperts(nn.Module):
-    """Replaces the experts of a transformers model, whose weights are stacked, by packed layers.
+    """Replaces the experts of a transformers model, which are stacked tensors, by packed layers.
 
     Args:
         before: the experts of the transformers model; their gate and their biases are used.
@@ -27,7 +27,7 @@ class PackedExperts(nn.Module):
         self.gate_up_proj_bias = getattr(before, "gate_up_proj_bias", None)  # [E, 2 F]
         self.down_proj_bias = getattr(before, "down_proj_bias", None)  # [E, K]
         before.gate_up_proj = before.down_proj = None
-        self._before = (before,)  # not a submodule: what it has left is here, too
+        self._before = (before,)  # in a tuple, so that it is not a submodule
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Compute for each row of x [m, K] the sum of its experts' outputs, weighted by share.
@@ -46,7 +46,7 @@ class PackedExperts(nn.Module):
         gate, up = self.gate[expert](x), self.up[expert](x)  # [n, F] each
         if before.is_concatenated:
             both = torch.cat((gate, up), -1)
-        else:  # they alternate
+        else:  # the rows of gate and up alternate
             both = torch.stack((gate, up), -1).flatten(-2)
         if self.gate_up_proj_bias is not None:
             both = both + self.gate_up_proj_bias[expert]

@@ -55,12 +55,12 @@ def pack_module(module: Any, bits: int) -> None:
 
 
 def has_same_input(path: str) -> bool:
-    """Whether the layer at `path` may be joined with others that have the same input."""
+    """Whether the layer at `path` may be joined with other layers that have the same input."""
     return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
 
 
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
-    """Move the weights of the packed layer at `path` into `store`; call it for each new layer.
+    """Move the weights of the packed layer at `path` into `store`; to be called for each layer.
 
     Layers with the same input wait until all of them are packed. If they are packed in the same
     way, their weights are then joined into one matrix.
@@ -98,7 +98,7 @@ class WeightStore:
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose values are not set, in the block, or elsewhere if there is no room."""
+        """A tensor without set values: in the block, or elsewhere if the block has no room."""
         place = self._place(prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
 

@@ -1,4 +1,4 @@
-"""The two parts of a model, module and tokenizer, from its files.
+"""Loads the two parts of a model, module and tokenizer, from its files.
 
 A Llama-shaped model is read for a CPU without transformers, whose import alone takes longer than
 reading the files.
@@ -37,8 +37,8 @@ def hub_parts(
 ) -> tuple[Any, Any]:
     """Module and tokenizer of a folder, GGUF file or hub id, as transformers reads them.
 
-    If there are several `ranks`, this process reads its part of the weights. With `spread`, the
-    module's parts are on the devices that it names, else all are on `device`.
+    If `ranks` is above 1, this process reads only its part of the weights. With `spread`, the
+    module's parts are on the devices that `spread` names, else all are on `device`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -89,8 +89,9 @@ def gguf_parts(
 ) -> tuple[Any, Any] | None:
     """Module and tokenizer of a GGUF file; None if only transformers can read it.
 
-    `packs` says whether weights in blocks stay packed; None means that they do, if there are any.
-    With `spread`, none do, and the module's parts are moved to the devices that it names.
+    `packs` says whether weights in blocks stay packed; None means that they do, if the file has
+    any. With `spread`, no weights stay packed, and the module's parts are moved to the devices that
+    `spread` names.
     """
     file = parse_gguf(path)
     from sirchat.models.gguf import loading, vocabulary
@@ -111,9 +112,10 @@ def gguf_parts(
 def folder_parts(
     folder: Path, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Any, Any] | None:
-    """Module, on the CPU, and tokenizer of a folder with safetensors; None to let transformers try.
+    """Module, on the CPU, and tokenizer of a folder with safetensors files.
 
-    transformers reads all other models, and says what is wrong with damaged ones.
+    None if transformers must read the folder instead: it can read more models, and its errors say
+    what is wrong with damaged ones.
     """
     try:
         config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
@@ -124,7 +126,7 @@ def folder_parts(
             module.generation_config = ConfigValues(_json_of(generation))
         if not _read_weights(module, weights, progress):
             return None
-        # For Qwen, transformers reads the tokenizer's files in a way of its own.
+        # For Qwen, transformers reads the tokenizer's files in another way.
         tokenizer = tokenizer_of_folder(folder) if config.model_type == "llama" else None
     except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError):
         return None
@@ -158,7 +160,7 @@ def _shapes(folder: Path) -> _Weights:
 
 
 def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
-    """Whether the sizes in a config are those of the weights; checked before a model is made."""
+    """Whether a config's sizes agree with those of the weights; checked before a model is made."""
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     embedding = weights.get("model.embed_tokens.weight")
     sizes = config.vocab_size, config.hidden_size
@@ -166,7 +168,7 @@ def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
 
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
-    """Put the weights into the module; returns False if names or shapes are not those it has."""
+    """Put the weights into the module; returns False if names or shapes differ from its own."""
     wanted = dict(module.named_parameters())
     if module.config.tie_word_embeddings:
         del wanted["lm_head.weight"]

@@ -1,7 +1,7 @@
-"""Spreads a model over several devices: which part lies where, and loading it there.
+"""Spreads a model over several devices: chooses the device of each part, and loads it there.
 
-A layer is never split. A layer on the CPU is computed there, also beside GPUs; a layer on disk is
-read for each pass to the main device, which is the first GPU or else the CPU.
+A layer is never split. A layer on the CPU is computed on the CPU, even if there are GPUs. A layer
+on disk is read for each pass to the main device, which is the first GPU or else the CPU.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from sirchat.models.shape import free_memory
 from sirchat.paths import archives_dir
 
 _PLANS = ("auto", "balanced")
-_MOST_BYTES = 1_000_000  # of a file with a device map
+_MOST_BYTES = 1_000_000  # most bytes of a file with a device map
 
 
 def read_device_map(setting: str) -> str | dict[str, Where]:
-    """The setting `device_map`: `auto`, `balanced`, or what its file says, device by module name.
+    """Read the setting `device_map`: returns `auto`, `balanced`, or devices by module name.
 
-    The file is YAML or JSON. Raises ModelError if it can't be read or names no device of this
-    machine, and SettingError if it is not valid YAML.
+    The devices come from the YAML or JSON file that the setting names. Raises ModelError if it
+    can't be read or names no device of this machine, and SettingError if it is not valid YAML.
     """
     if setting in _PLANS:
         return setting
@@ -75,7 +75,7 @@ def _device(value: object, where: str) -> Where:
     if text in (CPU, DISK):
         return text
     there = accelerators()
-    with suppress(RuntimeError):  # no name of a device
+    with suppress(RuntimeError):  # it is not the name of a device
         device = torch.device(text)
         if (found := torch.device(device.type, device.index or 0)) in there:
             return found
@@ -86,7 +86,7 @@ def _device(value: object, where: str) -> Where:
 def spread_of(
     name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
 ) -> Spread:
-    """The device map of the model `name` while it is loaded; see `Spread`.
+    """The device map for loading the model `name`; see `Spread`.
 
     Raises ModelError if the device map can't be read, or accelerate is not installed, or the
     settings `device` or `quantize` rule it out.
@@ -109,11 +109,11 @@ def spread_of(
 
 @dataclass(frozen=True)
 class Spread:
-    """The device map of a model, while the model is loaded.
+    """The device map of a model, with which the model is loaded.
 
     Attributes:
         model: the model's name.
-        said: what `read_device_map` returned.
+        said: the result of `read_device_map`.
         caches: bytes of each layer's keys and values, for which `auto` and `balanced` leave room.
     """
 
@@ -129,16 +129,16 @@ class Spread:
         return min(named, key=lambda one: one.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` for it; `outline` is the model without weights.
+        """The options of `from_pretrained` for this map; `outline` is the model without weights.
 
-        Call `finish` afterwards.
+        Call `finish` after loading the model with these options.
         """
         placement = self.place(outline)
         folder = str(self._folder.path) if DISK in placement.values() else None
         return {"device_map": placement, "offload_folder": folder}
 
     def dispatch(self, module: Any) -> None:
-        """Move a model from the CPU to its devices."""
+        """Move the parts of a model from the CPU to their devices."""
         from accelerate import dispatch_model
 
         placement = self.place(module)
@@ -148,7 +148,7 @@ class Spread:
         self.finish(module)
 
     def finish(self, module: Any) -> None:
-        """Let the layers on the CPU be computed there; accelerate would copy them to a GPU."""
+        """Make layers on the CPU compute there; accelerate would copy them to a GPU."""
         from accelerate import hooks
 
         placement: Placement = getattr(module, "hf_device_map", {})
@@ -167,9 +167,9 @@ class Spread:
 
     @cached_property
     def _folder(self) -> ArchiveFolder:
-        """A private folder for weights on disk that the model's files do not have as they are.
+        """A private folder for those weights on disk that the model's files have in another form.
 
-        Whoever asks for it has weights on disk.
+        The first access creates the folder, so use it only if some weights are on disk.
         """
         folder = ArchiveFolder(archives_dir() / f"weights-{os.getpid()}-{secrets.token_hex(4)}")
         folder.make()
@@ -177,7 +177,7 @@ class Spread:
         return folder
 
     def place(self, module: Any) -> Placement:
-        """Where each part of a model lies; of the weights, only shapes and types are needed.
+        """The device of each part of a model; needs only the shapes and types of the weights.
 
         Raises ModelError for a module that the model does not have, a layer that would be split, a
         part without a device, and a model that does not fit.

@@ -29,7 +29,7 @@ _MISSING = {
     "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
     "be evicted",
 }
-"""By kind of layers, the reason why sirchat can't run a model that has them."""
+"""By kind of layer, the reason why sirchat can't run a model with such layers."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
@@ -54,8 +54,9 @@ def _cache_name(forward: Any) -> str:
 def context_length(config: Any) -> int:
     """Number of tokens that the model was trained for.
 
-    Some rotations change their frequencies beyond a certain length (dynamic NTK, longrope). Then
-    that length is returned, since keys that are already in the cache could not be changed.
+    Some rotations change their frequencies beyond a certain length (dynamic NTK, longrope). For
+    these, that length is returned, because the keys that are already in the cache would be wrong
+    for the new frequencies.
     """
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
@@ -84,7 +85,7 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model; added ones don't count."""
+    """Raise ModelError if the tokenizer has more tokens than the model, not counting added ones."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -128,11 +129,11 @@ def refuse_unsupported_layers(config: Any, name: str) -> None:
 def probe_rotations(
     module: Any, name: str, kinds: list[LayerKind] | None = None
 ) -> list[LayerRotation]:
-    """The rotations of both cached tensors (usually keys and values) of every layer with rows.
+    """The rotations of both cached tensors (usually keys and values) of each layer that has them.
 
     `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
-    values per token. Also raises it if they depend on the position, but not by a known rotation (as
-    with learned positions).
+    values per token. Also raises ModelError if these depend on the position in another way than by
+    a known rotation (as with learned positions).
     """
     config = module.config.get_text_config(decoder=True)
     distances = [d for d in _DISTANCES if d < context_length(config)]
@@ -224,7 +225,7 @@ def _sample(
     rotations: list[LayerRotation],
     kinds: list[LayerKind] | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Both cached tensors [H, D] of each layer with rows after a token is read at `position`."""
+    """Both cached tensors [H, D] of each layer that has them, for a token read at `position`."""
     config = module.config.get_text_config(decoder=True)
     kv_cache = _hub_cache(rotations, 1, kinds)
     try:
@@ -242,7 +243,7 @@ def _sample(
 
 @torch.inference_mode()
 def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) -> Tensor:
-    """Read ids [m] at the positions from `position` on, and commit them; logits [V] at the end."""
+    """Read ids [m] at positions from `position` on, commit them; returns the last logits [V]."""
     kv_cache.begin_pass()
     logits = module(
         input_ids=torch.tensor([ids], device=input_device(module)),
@@ -257,11 +258,12 @@ def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) ->
 def probe_state(
     module: Any, name: str, kinds: list[LayerKind], rotations: list[LayerRotation]
 ) -> bool:
-    """Check the state of a hybrid model; returns whether it continues only token by token.
+    """Check the recurrent state of a hybrid model: whether it can be restored and continued.
 
-    Some ids are read at once, and then again in parts. Before each part, other ids are read into
-    another cache, and one more id is read and taken back. Raises ModelError if the results differ,
-    because then the state could not be restored when a turn is undone.
+    Returns whether the state can be continued only with one token at a time. To check it, some ids
+    are read at once, and then again in parts. Before each part, other ids are read into another
+    cache, and one more id is read and taken back. Raises ModelError if the results differ, because
+    then the state could not be restored when a turn is undone.
     """
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [(7 * at + 5) % vocabulary for at in range(12)]

@@ -17,10 +17,9 @@ from tqdm.std import tqdm
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Within this context, transformers and its libraries show no bars, warnings or logs.
+    """Context manager or decorator: transformers and its libraries show no bars, warnings or logs.
 
-    Their progress bars stay off afterwards, too. It can also be used as a decorator:
-    `@quiet_libraries()`. Problems are reported by exceptions alone.
+    Problems are then reported only by exceptions. The progress bars stay off after the block, too.
     """
     switch_off_bars()
     with no_warnings():
@@ -41,7 +40,7 @@ def switch_off_bars() -> None:
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Within this context, no library warns or writes log messages; it can be a decorator, too."""
+    """Context manager or decorator: no library shows warnings or writes log messages."""
     with no_logs(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -49,7 +48,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def no_logs() -> Iterator[None]:
-    """Within this context, no library writes log messages."""
+    """Context manager or decorator: no library writes log messages."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -60,7 +59,7 @@ def no_logs() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """Within this context, the progress bars of transformers report to `progress`.
+    """Context manager: the progress bars of transformers report to `progress`.
 
     Yields the options of `from_pretrained` that make downloads report, too.
     """

@@ -1,8 +1,8 @@
 """Downloads a model from the Hugging Face hub into its cache; continues interrupted downloads.
 
 Weights are taken from safetensors or GGUF only, never from pickles. The hub's library fetches small
-files and defines the cache's layout. When interrupted, the library deletes the part of a
-file already fetched, so this module fetches large files itself, into `blobs/ETAG.part`.
+files and defines the cache's layout. When a download is interrupted, the library deletes the part
+that it has fetched. So this module fetches large files itself, into `blobs/ETAG.part`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _WANTED = re.compile(
 )
 _ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SECONDS = 10.0  # to wait for an answer
+_SECONDS = 10.0  # seconds to wait for an answer
 _PAUSE = 1.0  # seconds before another try
 _TRIES = 3  # failures in a row, without progress, before it gives up
 _CHUNK = 2**20
 _PARTIAL = 206  # HTTP: the answer is the range that was requested
-_SHOWN = 4  # GGUF files that an error names
+_SHOWN = 4  # most GGUF files that an error message names
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class PulledModel:
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
     """Download a model, or one GGUF `file` of its repository; skips files that are complete.
 
-    `progress` is called with a file's name, the bytes done and the total bytes. Raises ModelError.
+    `progress` is called with a file's name, the bytes done and the total bytes. Raises ModelError
+    if the model can't be downloaded.
     """
     info = ask_hub(name, with_files=True)
     with explained(name):  # a size can be of a wrong type, for example
@@ -75,7 +76,7 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 
 
 def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
-    """Names and sizes, in bytes, of the files to download; raises ModelError if there are none."""
+    """Name and size, in bytes, of each file to download; raises ModelError if there are none."""
     there = {one.rfilename: one.size or 0 for one in info.siblings or ()}
     ggufs = [one for one in there if one.lower().endswith(".gguf")]
     if file is not None:
@@ -126,7 +127,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
         if size > _LARGE:
             url = hf_hub_url(name, file)
             etag = get_hf_file_metadata(url, timeout=_SECONDS).etag or ""
-            if not _ETAG.fullmatch(etag):  # it becomes a file's name
+            if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
                 raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
             with _only_one(name, etag):
                 _fetch_large(url, _blobs(name) / etag, size, progress)
@@ -172,7 +173,7 @@ def _is_transport(error: Exception) -> bool:
 
 
 def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
-    """Download the file at `url` from byte `there` on, and append it to `part`."""
+    """Download the file at `url` from byte `there` on, and append the bytes to the file `part`."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,
         get_session,
@@ -197,7 +198,7 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
 
 @contextmanager
 def _only_one(name: str, etag: str) -> Iterator[None]:
-    """Within this block, hold the file's lock; raises ModelError if another process holds it."""
+    """Context manager: hold the lock of a file's download; ModelError if another process does."""
     folder = cache_folder() / ".locks" / _blobs(name).parent.name
     folder.mkdir(parents=True, exist_ok=True)
     try:

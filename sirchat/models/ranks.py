@@ -1,13 +1,14 @@
 """Tensor parallelism: rank 0 runs the program, and the other ranks repeat what it does to tensors.
 
-`torchrun` starts N processes, the ranks. Each has a part of the model, and in its caches and
+`torchrun` starts N processes, the ranks. Each rank has a part of the model, and in its caches and
 archives the keys and values of its own heads. Such objects are *shared*: they exist on every rank.
-Rank 0 alone has ledger, policy, prompt, files and server; it calls a method of a shared object as
-if there were no other ranks. The call, with row numbers but without keys and values, is added to a
+Only rank 0 has ledger, policy, prompt, files and server; it calls a method of a shared object as if
+there were no other ranks. The call, with row numbers but without keys and values, is added to a
 message. The message is sent when the ranks next have to compute something together, usually the
-next token. So an eviction costs no message of its own. `follow` is what the other ranks do.
+next token. So an eviction needs no message of its own. The other ranks run `follow`.
 
-A message is pickled, as torch's own object collectives are: all ranks belong to one user.
+Messages are pickled, like those of torch's own object collectives, since all ranks belong to the
+same user.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from torch import Tensor
 from sirchat.errors import LostRankError, SirchatError
 from sirchat.memory.segments import Rows
 
-_FOREVER = timedelta(days=365)  # the next message comes when the user has typed
-_INLINE = 248  # bytes of a message that needs no second broadcast
+_FOREVER = timedelta(days=365)  # a user may take long to type the next message
+_INLINE = 248  # most bytes of a message that one broadcast can send
 _ENDING = "sirchat ends"
-"""Key in torchrun's store: rank 0 ends, for a reason that it reports itself."""
+"""Key in torchrun's store that is set when rank 0 ends, and reports the reason itself."""
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process and others, which are to share one model.
+    """Whether torchrun has started this process and others to share one model.
 
-    In `sirchat train`, each process has the whole model.
+    False in `sirchat train`, where each process has the whole model.
     """
     if sys.argv[1:2] == ["train"]:
         return False
@@ -57,8 +58,9 @@ class Ranks:
     Attributes:
         rank: number of this process; rank 0 runs the program.
         count: number N of processes.
-        failure: what has gone wrong, as one line; "" while all is well.
-        messages, nbytes: what was sent so far, by kind: `calls`, `statistics` and `rows`.
+        failure: what has gone wrong, in one line; "" if nothing has.
+        messages, nbytes: numbers of messages and bytes sent so far, by kind: `calls`, `statistics`
+            and `rows`.
     """
 
     def __init__(self, root: Any, classes: Mapping[type, type]) -> None:
@@ -78,7 +80,7 @@ class Ranks:
         self.messages, self.nbytes = Counter[str](), Counter[str]()
         self._lock, self._is_inside = threading.RLock(), False
         self._losing, self._is_ending = threading.Lock(), False
-        self._waiting = bytearray()  # pickled calls that the other ranks have not got yet
+        self._waiting = bytearray()  # pickled calls, not sent yet to the other ranks
         self._shared: dict[int, Any] = {}  # on other ranks: objects by number
         self._numbers: dict[int, int] = {}  # on rank 0: their numbers, by id
         self._released: list[int] = []
@@ -93,9 +95,9 @@ class Ranks:
             watch.start()
 
     def share(self, made: Any) -> Any:
-        """Give `made`, which every rank has made just now, a number; returns it.
+        """Make the object `made`, which every rank has just made, a shared object; returns `made`.
 
-        On rank 0, its methods are from now on called on all ranks.
+        The object gets a number. From now on, methods called on rank 0 are called on all ranks.
         """
         number, self._next = self._next, self._next + 1
         if self.rank:
@@ -113,7 +115,8 @@ class Ranks:
     def call(self, method: Method, one: Any, args: Any, options: Any) -> Any:
         """On rank 0: call `method` of the shared object `one` on every rank; returns the result.
 
-        `Rows` that are given or returned have all heads; each rank gets or gives those of its own.
+        `Rows` in arguments and result have all heads; each rank gets, or gives, those of its own
+        heads.
         """
         with self._lock:
             if self._is_inside:
@@ -133,14 +136,14 @@ class Ranks:
                 self._is_inside = False
 
     def _met(self, method: Method, one: Any, args: Any, options: Any) -> Any:
-        """Send the message, and compute together with the other ranks."""
+        """Send the waiting calls, then run the method together with the other ranks."""
         try:
             self._send()
             return self._run(method.run, one, args, options)
         except BaseException as error:
             if not _is_common(error):
                 for watch in self._watches:
-                    watch.join(2)  # it says which rank has ended, if one has
+                    watch.join(2)  # the watch sets `failure` if a rank has ended
                 self._lose(f"{type(error).__name__}: {error}")
             raise
 
@@ -165,14 +168,14 @@ class Ranks:
         return mean
 
     def mean(self, one: Tensor) -> Tensor:
-        """The mean over ranks of a tensor: over all heads, if each rank gives that of its own."""
+        """The mean of all ranks' tensors `one`, which are computed from each rank's own heads."""
         self._count("statistics", one)
         one = one.clone()
         self._dist.all_reduce(one)
         return one / self.count
 
     def joined(self, one: Tensor, dim: int) -> Tensor:
-        """On rank 0, the tensors of all ranks, joined along `dim`; on other ranks its own."""
+        """On rank 0, the tensors of all ranks, joined along `dim`; on other ranks `one` itself."""
         if not one.numel():
             return torch.cat([one] * self.count, dim)
         self._count("rows", one)
@@ -193,7 +196,7 @@ class Ranks:
         return buffer.getvalue()
 
     def _send(self) -> None:
-        """Send the calls that wait, and the numbers of objects that are no longer used."""
+        """Send the waiting calls, and the numbers of shared objects that are no longer used."""
         while self._released:
             self._waiting += self._pickled((self._released.pop(), "", (), {}))
         body, self._waiting = torch.frombuffer(self._waiting, dtype=torch.uint8), bytearray()
@@ -210,7 +213,7 @@ class Ranks:
         self._dist.broadcast(head, 0)
 
     def _receive(self) -> bytes | None:
-        """On other ranks: the next message; None at the end."""
+        """On other ranks: wait for the next message; None if rank 0 ends."""
         head = torch.zeros(_INLINE + 8, dtype=torch.uint8)
         self._dist.broadcast(head, 0)
         size = int(head[:8].view(torch.int64))
@@ -246,7 +249,7 @@ class Ranks:
                 raise
 
     def _failed(self, error: str) -> int:
-        """On other ranks: tell rank 0 of an error; if rank 0 has ended, say so. Returns 1."""
+        """On other ranks: report an error to rank 0, or that rank 0 has ended; returns 1."""
         with suppress(RuntimeError):
             self._store.set(f"sirchat {self.rank}", error)
             try:
@@ -257,7 +260,7 @@ class Ranks:
         return 1
 
     def _watch(self, rank: int) -> None:
-        """On rank 0, in a thread: wait until another rank ends, or fails."""
+        """On rank 0, in a thread: wait until another rank ends; if it failed, end the program."""
         try:
             self._dist.recv(torch.zeros(1), rank, group=self._links)
         except RuntimeError:
@@ -268,7 +271,7 @@ class Ranks:
             self._lose(f"process {rank} of {self.count} has ended{why}")
 
     def _lose(self, why: str) -> None:
-        """Note that nothing can be computed any more, and end the program, as SIGTERM does."""
+        """Set `failure`: nothing can be computed any more. Then end the program by SIGTERM."""
         with self._losing:
             if self.failure or self._is_ending:
                 return
@@ -293,17 +296,18 @@ class Ranks:
 
 
 def _is_common(error: BaseException) -> bool:
-    """Whether all ranks raise this error, before they compute anything together."""
+    """Whether the error is of a kind that all ranks raise before they compute together."""
     return isinstance(error, SirchatError) or type(error) is LookupError
 
 
 class Method:
-    """A method of shared objects: how it is run on one rank.
+    """A method of shared objects, and whether the other ranks can run it later.
 
     Attributes:
-        run: the method itself.
+        run: the method, to be run on one rank.
         name: its name.
-        meets: whether the ranks compute something together in it, so that it can't wait.
+        meets: whether the ranks compute something together in the method; then the call can't wait
+            for the next message.
     """
 
     def __init__(self, run: Callable[..., Any], *, meets: bool) -> None:
@@ -313,13 +317,14 @@ class Method:
 def on_all_ranks(
     kind: type, ranks: Callable[[], Ranks], later: tuple[str, ...], now: tuple[str, ...] = ()
 ) -> type:
-    """A subclass of `kind` for rank 0, with methods that are called on all ranks.
+    """A subclass of `kind` for rank 0; a call of one of its methods is made on all ranks.
 
     Args:
         kind: the class that the objects have on other ranks.
-        ranks: returns the ranks.
-        later: names of the methods that the other ranks run when the next message comes.
-        now: names of those in which the ranks compute something together.
+        ranks: returns the processes that share the model.
+        later: names of the methods that the other ranks run only when the next message comes.
+        now: names of the methods in which the ranks compute something together, and which they run
+            at once.
     """
 
     def called(method: Method) -> Callable[..., Any]:
@@ -335,7 +340,7 @@ def on_all_ranks(
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the number of a shared object in its place, and row numbers as few bytes."""
+    """Pickles calls: shared objects become their numbers, and row numbers are compressed."""
 
     def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
         super().__init__(file, protocol=5)
@@ -346,7 +351,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, one: Any) -> Any:
         if isinstance(one, Tensor):
-            is_half = one.dtype == torch.bfloat16  # which numpy lacks
+            is_half = one.dtype == torch.bfloat16  # numpy has no such type
             return _tensor, ((one.view(torch.int16) if is_half else one).cpu().numpy(), is_half)
         if isinstance(one, np.ndarray) and one.dtype == np.int64 and one.ndim == 1:
             return _numbers, (zlib.compress(np.diff(one, prepend=0).tobytes(), 1),)
@@ -354,7 +359,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _numbers(packed: bytes) -> NDArray[np.int64]:
-    """The numbers [n] whose differences were compressed: row numbers mostly follow each other."""
+    """Unpack numbers [n] from their compressed differences; row numbers often are consecutive."""
     return np.frombuffer(zlib.decompress(packed), np.int64).cumsum()
 
 

@@ -1,8 +1,8 @@
 """A scorer: a linear map from a token's hidden states to the score that the policy `learned` uses.
 
 The hidden states are the outputs of a few layers, recorded by forward hooks while ids are read. The
-score is the logarithm of what `sirchat train scorer` was told to predict. A scorer is one small
-safetensors file; `paths.scorer_files` says where it is.
+score is the logarithm of the quantity that `sirchat train scorer` was told to predict. A scorer is
+one small safetensors file; `paths.scorer_files` says where it is.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Scorer:
     Attributes:
         layers: numbers of the layers, ascending, from 1; empty for a model without a scorer.
         weight: float32 [layers x d], for the states of all layers, side by side.
-        bias: is added to the product; NaN for a model without a scorer: every score is then NaN.
-        about: how the scorer was trained, as text, by name.
+        bias: the number added to the product; NaN for a model without a scorer, so that every score
+            is NaN.
+        about: facts about the training, as text, by name.
     """
 
     layers: tuple[int, ...] = ()
@@ -95,7 +96,7 @@ def _unusable(path: Path, why: str) -> ModelError:
 
 
 def layer_count(module: Any) -> int:
-    """Number of the model's layers; the cache of LongCat Flash has twice as many."""
+    """Number of the model's layers; LongCat Flash has two layers of the cache for each."""
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 

@@ -29,7 +29,7 @@ _MOST = 1 << 32  # larger numbers count as invalid
 MOST_UNPACKED = 2**29
 """Most bytes of packed weights that are unpacked for several passes; see `packed.SharedWeights`."""
 _MOST_LAYERS = 10_000
-_MOST_BYTES = 1 << 24  # of a config.json; usual ones have a few kilobytes
+_MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
@@ -52,8 +52,10 @@ class ModelShape:
         context_length: number of tokens that it was trained for.
         layer_elements: how many numbers the cache stores for one token in each layer: keys and
             values. Rotated keys are stored twice, see `memory.cache`.
-        archived_elements: the same for the archive and all layers; keys are stored once there.
-        stays_packed: whether its weights stay packed if the CPU can compute with them.
+        archived_elements: how many numbers the archive stores for one token in all layers; it
+            stores keys once.
+        stays_packed: whether the weights stay packed, on a CPU that can compute with packed
+            weights.
     """
 
     kind: str
@@ -143,7 +145,10 @@ _Elements = tuple[tuple[int, ...], int] | tuple[None, None]
 
 
 def _row_elements(config: Mapping[str, Any]) -> _Elements:
-    """How many numbers the cache stores for one token in each layer, and the archive in all."""
+    """How many numbers the cache stores for one token in each layer, and the archive in all layers.
+
+    Both are None if the config does not say enough.
+    """
     layers = _whole(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
         layers = 2 * (_whole(config.get("num_layers"), _MOST_LAYERS) or 0) or None
@@ -177,12 +182,12 @@ def _gguf_context_length(file: GgufFile) -> int | None:
     prefix = file.architecture
     limit = _whole(file.metadata.get(f"{prefix}.context_length"))
     original = _whole(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
-    scales = "rope_factors_long.weight" in file.tensors  # by the length of the text
+    scales = "rope_factors_long.weight" in file.tensors  # it varies with the text's length
     return min(limit, original) if scales and limit and original else limit
 
 
 def _gguf_row_elements(file: GgufFile) -> _Elements:
-    """The same from the sizes in a GGUF file."""
+    """The result of `_row_elements`, for a GGUF file: computed from the sizes in its header."""
 
     def said(name: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{name}")
@@ -211,7 +216,8 @@ def _gguf_row_elements(file: GgufFile) -> _Elements:
 def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
     """The number of key heads of each layer, 0 if it has none of its own; None if unknown.
 
-    `said` gives the value of a key of the header.
+    `said` returns the header's value for a key. Layers at the end that use other layers' keys, or
+    predict further tokens, are left out.
     """
     layers = _whole(said("block_count"), _MOST_LAYERS)
     if layers is None:
@@ -249,13 +255,13 @@ def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | Non
 
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:
-    """Bytes of one number in the cache, as in `LoadedModel.cache_dtype`."""
+    """Bytes of one number in the cache; the rules are those of `LoadedModel.cache_dtype`."""
     kind = profile.cache_dtype
     return 4 if (precision(shape, profile) if kind == "auto" else kind) == "float32" else 2
 
 
 def precision(shape: ModelShape, profile: Profile) -> str:
-    """How the weights are held: `packed`, `int8`, `int4`, or a number type as in `pick_dtype`."""
+    """The form of the weights in memory: `packed`, `int8`, `int4`, or the name of a number type."""
     on_cpu = uses_cpu(profile)
     if profile.quantize in ("packed", "int8", "int4"):
         return profile.quantize
@@ -273,7 +279,7 @@ def uses_cpu(profile: Profile) -> bool:
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that programs can still take; None where the system does not say."""
+    """Bytes of main memory that programs can still take; None if the system does not say."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return 1024 * next(int(one.split()[1]) for one in lines if one.startswith("MemAvailable:"))
@@ -281,7 +287,7 @@ def free_memory() -> int | None:
 
 
 def _has_accelerator() -> bool:
-    """Whether `device: auto` will find a GPU; torch is not asked, as this would take seconds."""
+    """Whether `device: auto` will find a GPU; does not import torch, which would take seconds."""
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):
@@ -290,7 +296,7 @@ def _has_accelerator() -> bool:
 
 
 def packs_four_bits() -> bool:
-    """Whether this CPU can compute with four bits, as in `packed.can_pack_four_bits`."""
+    """Whether this CPU can compute with four-bit weights, as `packed.can_pack_four_bits` tests."""
     with suppress(OSError):
         return "avx512f" in Path("/proc/cpuinfo").read_text("ascii", "replace")
     return False

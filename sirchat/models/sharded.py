@@ -1,7 +1,7 @@
-"""A model of which each rank has a part: the weights and the key/value heads are divided.
+"""A model divided among ranks (processes): each has a part of weights and key/value heads.
 
-transformers divides the weights, by the plan of the model's family (`DistributedConfig`). How rank
-0 makes the other ranks compute is in `ranks.py`.
+transformers divides the weights, by the plan of the model's family (`DistributedConfig`).
+`ranks.py` describes how rank 0 makes the other ranks compute.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sirchat.models.threads import use_threads
 
 
 class ShardedCache(HubCache):
-    """A cache for the key/value heads of this rank."""
+    """A KV cache for the key/value heads of this rank (process)."""
 
     def new_archive(self, limit: int, folder: Path | None) -> Archive:
-        """An archive for the same heads, in a folder of this rank's own."""
+        """An archive for this rank's key/value heads; the rank's number is added to `folder`."""
         own = None if folder is None else folder.with_name(f"{folder.name}-{ranks().rank}")
         archive = super().new_archive(limit, own)
         archive.parts = ranks().count
@@ -46,7 +46,7 @@ class ShardedCache(HubCache):
 
 @dataclass(frozen=True)
 class ShardedModel(LoadedModel):
-    """The part of a model that this rank has; its logits are those of the whole model."""
+    """The part of a model on this rank (process); computes the logits of the whole model."""
 
     decode_step = None
     _has_plain_head = False
@@ -64,7 +64,7 @@ class ShardedModel(LoadedModel):
 
     @contextmanager
     def _observed_by(self, observer: AttentionObserver | None) -> Iterator[None]:
-        """As in `LoadedModel`; what `observer` has recorded is then that of all heads."""
+        """Like the method of `LoadedModel`; at the end, `observer` has the records of all heads."""
         with super()._observed_by(observer):
             yield
         if observer is not None:
@@ -75,20 +75,20 @@ class ShardedModel(LoadedModel):
         return []
 
     def start_recording(self) -> None:
-        """Begin to record queries, on every rank."""
+        """Begin to record queries, on every rank; `stop_recording` ends it."""
         stack, recorder = ExitStack(), QueryRecorder()
         stack.enter_context(observed_by(self.module, recorder, self.layer_numbers))
         self._recordings.append((recorder, stack))
 
     def stop_recording(self) -> None:
-        """End what `start_recording` has begun; rank 0 then has the queries of all heads."""
+        """End the recording of queries; afterwards, rank 0 has the queries of all heads."""
         recorder, stack = self._recordings.pop()
         stack.close()
         recorder.combine(ranks())
 
     @contextmanager
     def recorded_queries(self) -> Iterator[QueryRecorder]:
-        """As `LoadedModel.recorded_queries`."""
+        """Context manager: record the queries, of all heads, of the passes within the block."""
         self.start_recording()
         recorder, _ = self._recordings[-1]
         try:
@@ -97,7 +97,7 @@ class ShardedModel(LoadedModel):
             self.stop_recording()
 
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """As `LoadedModel.weight_samples`, of the whole weights."""
+        """Like `LoadedModel.weight_samples`; the samples are taken from the whole weights."""
         samples = []
         for one in self.module.parameters():
             whole = one.full_tensor() if hasattr(one, "full_tensor") else one
@@ -106,10 +106,10 @@ class ShardedModel(LoadedModel):
 
 
 class PartLoader:
-    """Loads models, on every rank.
+    """Loads, on every rank (process), this rank's part of a model.
 
     Attributes:
-        progress: on rank 0, called with the progress of loading.
+        progress: on rank 0, called with the progress of loading; None on other ranks.
     """
 
     progress: Progress | None = None
@@ -118,7 +118,7 @@ class PartLoader:
     def load(
         self, name: str, dtype: torch.dtype, threads: int, cache_type: CacheTypeName, trust: bool
     ) -> ShardedModel:
-        """Load the part of the model `name` that this rank has."""
+        """Load this rank's part of the model `name`; raises ModelError if it can't be loaded."""
         count, device = ranks().count, torch.device(ranks().device)
         if device.type == "cpu":
             use_threads(threads)
@@ -140,7 +140,7 @@ class PartLoader:
 
 @cache
 def ranks() -> Ranks:
-    """The processes that share the models; the first call connects them."""
+    """The group of processes that share a model; the first call connects them to each other."""
     return Ranks(PartLoader(), _CLASSES)
 
 
@@ -183,9 +183,9 @@ def load_sharded(
     trust_remote_code: bool,
     progress: Progress | None,
 ) -> LoadedModel:
-    """Load a model whose parts are on all ranks; the arguments are those of `load_model`.
+    """On rank 0: load a model's parts on all ranks; the arguments are those of `load_model`.
 
-    Raises ModelError, before any other rank loads something, for what can't be divided.
+    Raises ModelError for a model or setting that can't be divided among the ranks.
     """
     source, gguf = locate(name)
     if gguf or quantize not in ("auto", "none"):
@@ -232,13 +232,13 @@ def refuse_heads(name: str, source: str, trust_remote_code: bool, count: int) ->
 
 
 def follow() -> int:
-    """What a rank other than 0 does: compute what rank 0 asks for; returns the exit code."""
+    """Run a rank other than 0: do what rank 0 asks for until it ends; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for rank 0, which tells when to end
         signal.signal(number, signal.SIG_IGN)
     return ranks().follow()
 
 
 def end() -> str:
-    """On rank 0: let the other ranks end; returns what has gone wrong as one line, or ""."""
+    """On rank 0: let the other ranks end; returns what has gone wrong, in one line, or ""."""
     ranks().end()
     return ranks().failure

@@ -1,8 +1,8 @@
 """Builds a small model, with random weights, of any family that the installed transformers has.
 
-A family is what `model_type` names in a model's config.json. The model has the usual configuration
-of its family, but settings that are sizes get small values. Such settings are recognized by their
-names. Nothing is downloaded.
+A family is the value of `model_type` in a model's config.json. The small model has the default
+configuration of its family, but settings that are sizes get small values. Such settings are
+recognized by their names. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SIZES: dict[float, str] = {
     "shape_vocab_size",
     512: "original_max_position_embeddings",
     1024: "max_position_embeddings n_positions max_seq_len attention_chunk_size",
-    0.1: "initializer_range",  # attention that prefers some rows to others
+    0.1: "initializer_range",  # large, so that attention prefers some rows to others
 }
 """Small sizes, each with the names of the settings that get it."""
 
@@ -92,7 +92,7 @@ def causal_families() -> list[str]:
 
 
 def language_model_of(family: str) -> str | None:
-    """The family of the language model inside a multimodal family; None if there is none inside."""
+    """The family of the language model in a multimodal family; None for other families."""
     config = CONFIG_MAPPING[family]
     inner = (getattr(config, "sub_configs", None) or {}).get("text_config")
     name = str(getattr(inner, "model_type", "")) or f"{family}_text"
@@ -100,7 +100,7 @@ def language_model_of(family: str) -> str | None:
 
 
 def small_config(family: str) -> Any:
-    """The usual configuration of a family, with small sizes."""
+    """The default configuration of a family, but with small sizes."""
     usual = CONFIG_MAPPING[family]().to_dict()
     sizes: dict[str, Any] = {
         name: size for size, names in _SIZES.items() for name in names.split() if name in usual
@@ -112,7 +112,7 @@ def small_config(family: str) -> Any:
 
 
 def build_small(family: str) -> Any:
-    """A model of that family with random weights, the same each time.
+    """A small model of the family with random weights, which are the same each time.
 
     Raises any error of transformers, and ValueError if there are more than 20 million weights.
     """

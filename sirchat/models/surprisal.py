@@ -1,4 +1,4 @@
-"""Computes surprisal, -log p(token), from logits, or from hidden states a block at a time."""
+"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PassResult:
 
 
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
-    """-log p(id) for each row: SirLLM's "token entropy" (arXiv:2405.12528, section 3.2).
+    """-log p(id) for each row of logits: SirLLM's "token entropy" (arXiv:2405.12528, section 3.2).
 
     Args:
         logits: [m, V], as the model returns them: before temperature or any penalty.
@@ -109,14 +109,14 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Products of hidden states [m, d] with the weights of some tokens, in float32.
+    """Products of hidden states [m, d] with the output head's weights for some tokens, in float32.
 
-    Eight-bit weights are exact in bfloat16, and many processors have fast matrix units that
+    bfloat16 represents eight-bit weights exactly, and many processors have fast matrix units that
     multiply bfloat16 and add in float32. On such processors, each state is written as the sum of
     two parts, and each part is multiplied in bfloat16.
 
     Attributes:
-        precision: torch's setting for these products.
+        precision: torch's setting `float32_matmul_precision` for these products.
     """
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
@@ -136,21 +136,22 @@ class _Parts:
         self._weight = rows.float().T  # [d, n]
 
     def of(self, some: slice) -> Tensor:
-        """The products [m, n] of some states."""
+        """The products [m, n] of the m states `some` with the n weights that were taken."""
         found = self._parts[0][some] @ self._weight
         for part in self._parts[1:]:
             found.addmm_(part[some], self._weight)
         return found
 
 
-_STEPS = 254  # of a digit in one step of the digit before it
+_STEPS = 254  # steps of a digit that make one step of the digit before it
 
 
 class _Digits:
-    """Like `_Parts`, but for eight-bit weights, in whole numbers: fast on processors with VNNI.
+    """Like `_Parts`, for eight-bit weights, in whole numbers: fast on processors with VNNI.
 
-    A state is the sum of three digits of eight bits, each times its step. This is exact to 2^-24 of
-    the state's largest number. The weights are read as they are, so few states take little time.
+    Each state is written as the sum of three eight-bit digits, each multiplied by its step. This is
+    exact to 2^-24 of the state's largest number. The weights are not converted, so the products of
+    few states take little time.
     """
 
     precision = "highest"
@@ -185,7 +186,7 @@ def _has_fast_bfloat16() -> bool:
 
 @contextmanager
 def _products_of(precision: str) -> Iterator[None]:
-    """Within this block, `precision` is torch's setting `float32_matmul_precision`."""
+    """Context manager: `precision` is torch's setting `float32_matmul_precision`."""
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

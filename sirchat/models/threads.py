@@ -19,8 +19,8 @@ _SYS = Path("/sys")
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
     """Set torch's number of CPU threads to `wanted`, if it is above 0.
 
-    For 0, the environment variable SIRCHAT_THREADS or OMP_NUM_THREADS gives the number; without
-    them, it is one thread for each free core.
+    If `wanted` is 0, the environment variable SIRCHAT_THREADS or OMP_NUM_THREADS gives the number;
+    if neither is set, torch gets one thread for each free core.
     """
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
@@ -32,7 +32,7 @@ def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def free_threads() -> int:
-    """The number of threads for which there are free cores now."""
+    """The number of threads for which this machine has free cores now, at least one."""
     everywhere, load = range(os.cpu_count() or 1), 0.0
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
     if hasattr(os, "getloadavg"):
@@ -62,7 +62,7 @@ def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         try:
             siblings.add(path.read_text("ascii").strip())
-        except OSError:  # not Linux, or not known: count each CPU as a core
+        except OSError:  # not Linux, or not stated: count each CPU as a core
             siblings.add(f"{cpu}")
     return len(siblings)
 

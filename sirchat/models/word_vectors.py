@@ -1,9 +1,9 @@
 """Vectors of words, from a model's input embeddings: words of similar meaning have close vectors.
 
-The mean of the embeddings is subtracted. Of their principal directions the first three, which all
-words share, are left out, and the next 256 are kept (after Mu and Viswanath 2018,
-"All-but-the-Top", https://arxiv.org/abs/1702.01417). The vector of a word of several tokens is
-the sum of the tokens' vectors, in which higher token ids, usually of rarer tokens, weigh more.
+The mean of the embeddings is subtracted. Of the principal directions, the first three are left out,
+because all words share them, and the next 256 are kept (after Mu and Viswanath 2018,
+"All-but-the-Top", https://arxiv.org/abs/1702.01417). The vector of a word of several tokens is the
+sum of the tokens' vectors, in which higher token ids, usually of rarer tokens, weigh more.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 DIMS = 256
-_SHARED = 3  # directions that are left out
-_SAMPLE = 8_192  # embeddings that the directions are found from
+_SHARED = 3  # number of the first directions, which are left out
+_SAMPLE = 8_192  # number of embeddings from which the directions are found
 
 
 class WordVectors:
-    """Makes vectors of words.
+    """Makes vectors of words from the input embeddings of a model.
 
     Args:
-        embed: gives the input embeddings [n, d] of token ids [n].
+        embed: returns the input embeddings [n, d] of token ids [n].
         vocab_size: number of token ids.
-        encode: gives the token ids of a text.
+        encode: returns the token ids of a text.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ def word_vectors_of(
 def _principal(centred: Tensor, count: int) -> Tensor:
     """The first `count` principal directions [d, count] of vectors [n, d]; fewer if d is less.
 
-    Found by iteration from a fixed start, because an exact solution takes a minute for a large d.
+    They are found by iteration from a fixed start, because an exact solution takes a minute for a
+    large d.
     """
     count = min(count, *centred.shape)
     start = torch.randn(centred.shape[1], count, generator=torch.Generator().manual_seed(0))

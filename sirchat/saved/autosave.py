@@ -2,7 +2,8 @@
 
 Each update compares the file with the chat and writes the differences, whatever has changed (a new
 turn, an undo). The keys and values of the cache are saved when the chat ends or on request. If they
-are not saved, resuming computes those of the held tokens again, which gives nearly the same cache.
+are not saved, resuming the chat computes those of the held tokens again, which gives nearly the
+same cache.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ _VOLATILE = (
     "torch_dtype",
     "distributed_config",
 )
-"""Entries of a model's config that depend on how it was saved or loaded, not on the model."""
+"""Entries of a config that depend on how the model was saved or loaded, not on the model."""
 
 _TurnFields = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
-"""Ledger columns that are compared: if one differs at a position, a new token has this position."""
+"""Ledger columns to compare: if one differs, the token at this position is a new one."""
 
 
 def fingerprint(model: LoadedModel) -> str:
@@ -96,8 +97,10 @@ class Autosave:
         folder: where a new file is made; None for the folder of the user's saved chats.
 
     Attributes:
-        name: the name that the user gave the session, or empty; the next update writes it.
-        more: further values to write into the head, as JSON values by name.
+        name: the name that the user gave the session, or empty; the next update writes it to the
+            file.
+        more: further values to write into the head (the record of the session's present state), as
+            JSON values by name.
     """
 
     def __init__(
@@ -112,23 +115,23 @@ class Autosave:
         self._is_replaced = False  # whether `replace_session` was called since the last update
         self.name = store.name if store else ""
         self._family = str(store.meta.get("family", "")) if store else ""
-        # What is on disk; the session may have newer turns.
+        # The contents of the file; the session may have newer turns.
         self._turns = [(t.role, t.text, t.finish) for t in store.turns()] if store else []
         self._rows = store.rows(ROW) if store else np.zeros(0, ROW)
         self._head = store.head() if store else None
 
     @property
     def id(self) -> str:
-        """The session's id; empty while it has no file."""
+        """The session's id; empty as long as the session has no file."""
         if self._store is None or self._epoch != self._session.epoch:
             return ""
         return self._store.id
 
     @property
     def family(self) -> str:
-        """Id of the original chat: this chat was made from it by branching, once or several times.
+        """The id of the original chat, from which this chat was branched, maybe in several steps.
 
-        If this chat is no branch, its own id.
+        If this chat is not a branch, its own id.
         """
         return self._family or self.id
 
@@ -140,9 +143,10 @@ class Autosave:
         return copy
 
     def begin(self) -> None:
-        """Do the first update, which creates the file; if it fails, delete the file and raise.
+        """Do the first update, which creates the file.
 
-        Then it can be called again.
+        If the update fails, the file is deleted, the error is raised, and `begin` can be called
+        again.
         """
         try:
             self.update()
@@ -155,14 +159,14 @@ class Autosave:
             raise
 
     def follow(self) -> None:
-        """After a reset, save the new conversation in this file, instead of the old one."""
+        """After a reset, let the session's new conversation replace the old one in this file."""
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Remove the session's name if it repeats the text `said`, which is about to be erased.
+        """Remove the session's name if it contains the text `said`, which is about to be erased.
 
-        If `whole` is true, `said` is a complete turn; otherwise it is some words. Returns whether
-        the name was removed.
+        If `whole` is true, `said` is the text of a complete turn, and a name that is a part of this
+        text is removed, too. Returns whether the name was removed.
         """
         if not tells_of(self.name, said, whole=whole):
             return False
@@ -170,7 +174,7 @@ class Autosave:
         return True
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save `session` in this file: the same conversation with another model.
+        """Save `session` in this file from now on; it has the same conversation with another model.
 
         The next update replaces the file's contents.
         """
@@ -181,7 +185,8 @@ class Autosave:
     def update(self) -> None:
         """Write what has changed since the last update.
 
-        When this returns, a power loss can't undo it. Raises SessionError if writing fails.
+        Once this method has returned, a power loss can't undo the changes. Raises SessionError if
+        writing fails.
         """
         if self._epoch != self._session.epoch:  # after a reset: the old file is not changed
             self.close()
@@ -213,7 +218,7 @@ class Autosave:
         self._turns, self._rows, self._head = turns, saved.rows, head
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the setting `save_kv` and their size allow.
+        """Save keys and values, if the setting `save_kv` allows it and they are not too large.
 
         Returns whether they were saved.
         """
@@ -223,7 +228,7 @@ class Autosave:
         limit = KV_BYTES if mode == "auto" else None
         try:
             rows = self._session.rows(limit)
-        except LostRankError:  # a process has ended, with its part of them
+        except LostRankError:  # a process has ended, so its keys and values are lost
             rows = None
         if rows is None:
             self._store.drop_kv()
@@ -282,7 +287,7 @@ class Autosave:
 def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
     """Load the conversation that is saved in `store` into the new `session`.
 
-    If `rebuild` is true, the saved state is not loaded: the model reads the saved text again.
+    If `rebuild` is true, the saved state is ignored, and the model reads the saved text again.
     Raises SessionError if no turn is saved. Unless `rebuild` is true, also raises SessionError if
     the session was saved with another model or dtype.
     """
@@ -304,7 +309,8 @@ def _kept(
 ) -> tuple[Rows | None, AttentionCheckpoint | None, CacheState]:
     """The saved keys and values, the saved attention and the saved state of a session.
 
-    A value that is missing or does not fit the model is None; the state is then an empty tuple.
+    Without keys and values that fit the model, returns None, None and an empty tuple. Attention
+    that is missing or does not fit is None; such a state is an empty tuple.
     """
     tensors = store.load_kv(stamp)
     if tensors is None:
@@ -324,7 +330,7 @@ def _kept(
 
 
 def _meta(model: LoadedModel, family: str) -> dict[str, Any]:
-    """What to write about a session: model, dtype, versions of programs, and `Autosave.family`."""
+    """The facts to save about a session: model, dtype, versions, and `Autosave.family`, if any."""
     return {
         **({"family": family} if family else {}),
         "model": model.name,
@@ -364,9 +370,9 @@ def _rewrite(
     meta: dict[str, Any] | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Replace all contents of the session's file by the present ones; the head also gets `more`.
+    """Write the session into its file again; nothing of the old contents stays in any file.
 
-    None of the old contents stay in any file.
+    The head, which is the record of the session's state, also gets the values `more`.
     """
     saved = session.save()
     turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
@@ -387,7 +393,7 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """How many rows at the start of two ledgers are equal."""
+    """How many rows two ledgers have in common at their start."""
     count = min(len(rows), len(other))
     differs = np.zeros(count, bool)
     for name in _COLUMNS:

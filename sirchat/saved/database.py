@@ -2,9 +2,10 @@
 
 SQLite's rollback journal is truncated after every commit, with full synchronisation. A commit syncs
 the journal, then the file, then the truncated journal: once it returns, neither a killed process
-nor a power loss undoes it. Between commits everything is in one file; a write-ahead log (WAL) could
-contain turns that are not in the file yet, or text that was erased. (Under an exclusive lock,
-journal mode DELETE would leave old data in the journal and overwrite only its header.)
+nor a power loss undoes it. Between commits, all data is in one file. A write-ahead log (WAL) would
+be a second file, with turns that are not in the first one yet, or text that was erased. (Under an
+exclusive lock, journal mode DELETE would leave old data in the journal and overwrite only its
+header.)
 
 Open a session's file through SQLite only: if the process that locked the file opens and closes it
 in any other way, the lock is lost.
@@ -56,10 +57,10 @@ _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
 
 def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> sqlite3.Connection:
-    """Open a connection to an existing file; transactions must be begun explicitly.
+    """Open a connection to an existing SQLite file; callers must begin transactions explicitly.
 
-    `timeout` is how many seconds to wait for a lock. Several threads may use the connection, one
-    after the other.
+    `timeout` is the longest wait for a lock, in seconds. Several threads may use the connection,
+    one after the other.
     """
     uri = f"{path.absolute().as_uri()}?{options}"
     return sqlite3.connect(
@@ -70,8 +71,8 @@ def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> 
 def lock(connection: sqlite3.Connection) -> None:
     """Begin a transaction, and lock the file against all other processes.
 
-    The lock lasts until the connection is closed. An immediate transaction would not be enough: a
-    reader could then block a later commit.
+    The lock lasts until the connection is closed. The transaction is exclusive, because during an
+    immediate one, a reader could block a later commit.
     """
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     connection.execute("BEGIN EXCLUSIVE")
@@ -100,12 +101,15 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 HOLDER = ".open"
 """The ending of a file beside a session that says which process has the session open.
 
-The lock alone counts: after a crash, the file is left, and says nothing.
+Only SQLite's lock counts: after a crash, this file may be there without a process.
 """
 
 
 def _sign(path: Path) -> None:
-    """Say in a file beside the session, which is locked, which process has it open, if possible."""
+    """Write a file beside the locked session that says which process has the session open.
+
+    If the file can't be written, nothing happens.
+    """
     holder = {"pid": os.getpid(), "host": platform.node(), "since": time.time()}
     with suppress(OSError):
         unsign(path)
@@ -114,13 +118,16 @@ def _sign(path: Path) -> None:
 
 
 def unsign(path: Path) -> None:
-    """Remove what `locked` wrote; call this while the session is still locked."""
+    """Remove the file that says which process has the session open.
+
+    Call this while the session is still locked.
+    """
     with suppress(OSError):
         path.with_suffix(HOLDER).unlink(missing_ok=True)
 
 
 def _holder(path: Path) -> str:
-    """Which process has a session open, in words; empty if that is not known."""
+    """Text that says which process has a session open; empty if this is not known."""
     file = path.with_suffix(HOLDER)
     try:
         said = json.loads(file.read_bytes()[:1000]) if file.is_file() else {}
@@ -131,7 +138,7 @@ def _holder(path: Path) -> str:
 
 
 def make_durable(connection: sqlite3.Connection) -> None:
-    """Commit the first transaction; set up the connection so that commits survive a power loss."""
+    """Commit the open transaction; set the connection up so that commits survive a power loss."""
     connection.execute("COMMIT")
     connection.execute("PRAGMA journal_mode=TRUNCATE")
     connection.execute("PRAGMA synchronous=FULL")
@@ -141,12 +148,12 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether a file has the application id of sirchat's sessions, whatever version wrote it."""
+    """Whether the file is a session of any version of sirchat, by SQLite's application id."""
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError if the file is not a session, or has a newer format or other tables."""
+    """Raise SessionError if the file is not a session, or has a newer format, or wrong tables."""
     if not is_session(connection):
         raise no_session(path)
     version = _pragma(connection, "user_version")
@@ -179,7 +186,7 @@ def refuse_missing(path: Path) -> None:
 
 
 def no_session(path: Path) -> SessionError:
-    """The error for a file that sirchat did not write."""
+    """The error to raise for a file that is not a session of sirchat."""
     return SessionError(f"{path} is not a saved session of sirchat")
 
 
@@ -240,7 +247,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> Any:
     return connection.execute(f"PRAGMA {name}").fetchone()[0]
 
 
-_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no similar letters; no vowels, so no words
+_LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowels, so no words
 
 
 def new_file(folder: Path, suffix: str) -> Path:
@@ -264,7 +271,7 @@ def new_file(folder: Path, suffix: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Write a file or folder through to the drive, so that a power loss does not undo changes."""
+    """Flush a file or folder to the drive, so that a power loss does not undo its changes."""
     if os.name == "nt" and path.is_dir():  # Windows can't open folders
         return
     opened = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -286,7 +293,8 @@ _QUERIES = {
 def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
     """Write the check sums of all tables, after a change.
 
-    Only turns from index `turns` on, and rows from position `rows` on, are read again.
+    To compute the sums, only turns from index `turns` on, and rows from position `rows` on, are
+    read again.
     """
     since = {"turns": turns, "rows": rows}
     before = _written(connection)
@@ -303,7 +311,7 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
 def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
     """Whether the contents match their check sums.
 
-    If the file has no check sums, returns true, or false if they are `required`.
+    If the file has no check sums, returns false if they are `required`, otherwise true.
     """
     written = _written(connection)
     if written is None:

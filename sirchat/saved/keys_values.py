@@ -40,7 +40,7 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save tensors, with a `stamp` that identifies the session's state to which they belong.
+        """Save tensors, with a `stamp` that identifies the state of the session they belong to.
 
         No two tensors may share memory.
         """
@@ -78,7 +78,7 @@ class KeysAndValues:
             return None
 
     def drop(self) -> None:
-        """Delete the file."""
+        """Delete the file of keys and values, if there is one."""
         try:
             self._path.unlink(missing_ok=True)
             self.drop_unfinished()

@@ -1,4 +1,4 @@
-"""Converts a session's state after its last turn to what its files contain, and back.
+"""Converts a session's state after its last turn to the contents of its files, and back.
 
 The state has two parts: the head, in the session's file, and tensors, in a file beside it.
 Everything that is read is checked.
@@ -78,7 +78,7 @@ class _Fields(BaseModel):
 
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head to write for `session`: its state after the last turn.
+    """The head to write for `session`: the record of its state after the last turn.
 
     `saved` is the engine's state; `stamp` identifies the saved keys and values, if there are any.
     """
@@ -113,7 +113,8 @@ def decode_state(
 ) -> tuple[EngineState, Conversation, str]:
     """Read a saved session: the engine's state, the conversation, the stamp of keys and values.
 
-    Raises SessionError if they contradict each other, or if a token id is `vocabulary` or more.
+    The stamp identifies the saved keys and values. Raises SessionError if these parts contradict
+    each other, or if a token id is not below `vocabulary`.
     """
     with decoding(store.path):
         fields, turns = _Fields.model_validate(head.fields), store.turns()
@@ -160,7 +161,7 @@ _PINS = TypeAdapter(
 
 
 def saved_pins(head: Head) -> list[PinnedText]:
-    """The parts of the text that the user pinned; empty if they have another version's format."""
+    """The parts of the text that the user pinned; empty if they are saved in an unknown format."""
     try:
         return [PinnedText(*one) for one in _PINS.validate_python(head.fields.get("pins", []))]
     except ValueError:
@@ -170,7 +171,7 @@ def saved_pins(head: Head) -> list[PinnedText]:
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:
     """Raise ValueError if a value in the ledger rows is impossible.
 
-    `turns` and `rounds` are the numbers of turns and rounds; ids must be below `vocabulary`.
+    `turns` and `rounds` are the numbers of turns and rounds; token ids must be below `vocabulary`.
     """
     limits = {
         "token_id": (0, vocabulary - 1),
@@ -194,8 +195,8 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
     """The settings of a saved session.
 
-    Raises SettingError if the policy is a `module:Class` that is not in `trusted`, and SessionError
-    if this version of sirchat does not know all settings.
+    Raises SettingError if the policy is a class of the user's own, `module:Class`, that is not in
+    `trusted`. Raises SessionError if this version of sirchat does not know all settings.
     """
     head = store.head()
     try:
@@ -251,10 +252,10 @@ def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
 
 
 def pop_state(tensors: dict[str, torch.Tensor], one: CacheState) -> CacheState:
-    """Remove the state from saved tensors and return it, on the device of `one`.
+    """Remove the recurrent state from saved tensors; returns the state, on the device of `one`.
 
-    `one` is a state of the same model. Returns the empty tuple, which means that the state must be
-    rebuilt, if the saved tensors have other names, shapes or dtypes.
+    `one` is a state of the same model. If the saved tensors have other names, shapes or dtypes,
+    returns the empty tuple: the state must then be rebuilt.
     """
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE)}
     wanted = state_tensors(one)
@@ -273,7 +274,7 @@ def pop_state(tensors: dict[str, torch.Tensor], one: CacheState) -> CacheState:
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Remove the attention from saved tensors and return it; None if there is none."""
+    """Remove the tokens' attention from saved tensors, and return it; None if not saved."""
     keys = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:
@@ -290,7 +291,7 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
 
 
 def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
-    """The saved rows; removes their `positions` and `written_at` from `tensors`."""
+    """The saved rows of keys and values; removes `positions` and `written_at` from `tensors`."""
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
@@ -327,7 +328,7 @@ def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
 
 
 def _ascend(positions: NDArray[Any], seen: int) -> bool:
-    """Whether `positions` [n] are ascending and lie in a stream of `seen` tokens."""
+    """Whether `positions` [n] are ascending stream positions, all of them below `seen`."""
     if positions.ndim != 1 or positions.dtype != np.int64:
         return False
     inside = ((positions >= 0) & (positions < seen)).all()

@@ -22,7 +22,7 @@ _BEFORE, _LENGTH = 24, 300  # characters of a line: before the first match, and 
 
 
 class Part(NamedTuple):
-    """A piece of a line of text; `is_match` says whether it is one of the searched words."""
+    """A piece of a line of text; `is_match` says whether the piece is one of the searched words."""
 
     text: str
     is_match: bool
@@ -41,10 +41,11 @@ class Hit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found.
+    """The result of a search.
 
-    `hits` are the best chats; `more` is the number of others; `named` are the ids of the chats
-    whose name is exactly the searched text. `hint` says what to do if nothing was found.
+    `hits` are the best chats; `more` is the number of other chats that were found; `named` are the
+    ids of the chats whose name is exactly the searched text. `hint` says what to do if nothing was
+    found.
     """
 
     hits: list[Hit]
@@ -56,7 +57,7 @@ class Found(NamedTuple):
 def search_sessions(
     folder: Path, words: str, notice: Callable[[str], object] = lambda text: None
 ) -> Found:
-    """Find the chats in which all `words` occur, the best first: by bm25, then the newest.
+    """Find the chats in which all `words` occur; sorted by BM25 score, then the newest first.
 
     Case and accents don't matter. The last of the words may be only the beginning of a word in the
     chat. `notice` is called with a message before long work. Raises UsageError if `words` has no
@@ -72,7 +73,7 @@ def search_sessions(
     hits = []
     for ident in said[:MOST]:
         path = folder / f"{ident}{SUFFIX}"
-        with suppress(SessionError):  # it was removed, or damaged, just now
+        with suppress(SessionError):  # the chat was removed, or damaged, just now
             hits.append(Hit(summary_of(path), _best_line(lines_of(path), patterns)))
     named = [ident for ident, name in names.items() if same_name(name, words)]
     hint = "" if named or said else nearest(words, names.values())
@@ -89,7 +90,7 @@ def nothing_found(words: str, found: Found) -> SessionError:
 def _patterns(words: str) -> list[re.Pattern[str]]:
     """For each word, a pattern that finds it in a text without case and accents (see `_folded`).
 
-    It finds the same words as the index does.
+    The patterns find the same words as the search index.
     """
     found = [parts for word in words.split() if (parts := _runs(_folded(word)))]
     patterns = []
@@ -103,14 +104,14 @@ def _patterns(words: str) -> list[re.Pattern[str]]:
 
 
 def _runs(text: str) -> list[str]:
-    """The parts of a text between characters that are not letters, digits or accents."""
+    """Split a text into runs of letters, digits and accents, without all other characters."""
     return "".join(
         char if char.isalnum() or unicodedata.category(char)[0] == "M" else " " for char in text
     ).split()
 
 
 def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tuple[Part, ...]:
-    """The first line that has most of the words, in parts; empty if no line has any."""
+    """The first of the lines with the most words, split into parts; empty if no line has any."""
     best, most = "", 0
     for line in lines:
         folded = _folded(line)
@@ -124,7 +125,7 @@ def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tup
 
 
 def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
-    """Split a line into matches and other text; it is cut a little before the first match."""
+    """Split a line into matches and other text; the line begins a little before the first match."""
     folded, origin = "", []
     for index, char in enumerate(line):
         letters = _folded(char)

@@ -1,9 +1,9 @@
 """The search index of the texts of all saved chats: an SQLite FTS5 table in a private file.
 
-The file is in the folder of the chats. It can be deleted at any time, and is then built again from
-the chats. Each search first reads the new chats, and those whose file has changed its time or size.
-So saving a turn takes no more time. What is removed from a chat (erased, undone, deleted) is
-removed from the index at once, and overwritten in its file.
+The file is in the folder of the chats. It can be deleted at any time: the next search then builds
+it again from the chats. Each search first reads new chats, and chats whose file has another time or
+size than before; so the index makes saving a turn no slower. Text that is removed from a chat
+(erased, undone, deleted) is removed from the index at once, and overwritten in its file.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _FIND = """SELECT id FROM said JOIN chats ON number = said.rowid
 WHERE said MATCH ? ORDER BY said.rank, changed DESC"""
 
 _TIMEOUT = 20.0  # seconds to wait while another process writes the index
-_BATCH = 500  # chats a transaction: so long others wait, and so much is lost by Ctrl-C
-_JUST_NOW = 100_000_000  # ns: a file may change again without a new time
-_UNKNOWN = -1  # as the size of a file: read it again at the next search
+_BATCH = 500  # chats in a transaction: others wait for it, and Ctrl-C loses its work
+_JUST_NOW = 100_000_000  # ns: within this time, a file may change without a new time
+_UNKNOWN = -1  # stands for a file's size: read the file again at the next search
 _OF_DAMAGE = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _Result = TypeVar("_Result")
 
 
 class Matches(NamedTuple):
-    """What the index found.
+    """The result of a search in the index.
 
     `names` has the name of each chat that has one, by the chat's id; `found` has the ids of the
     chats with the searched words, the best first.
@@ -116,14 +116,14 @@ def _spaced(text: str) -> str:
 
 
 def _query(words: str) -> str:
-    """The query for SQLite FTS5 that finds texts with all `words`; empty if there is no word."""
+    """The query for SQLite FTS5 that finds texts with all `words`; empty if `words` has no word."""
     text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
     quoted = [f'"{_spaced(word)}"' for word in text.split() if re.search(r"[^\W_]", word)]
     return f"{' '.join(quoted)} *" if quoted else ""
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
-    """Open the index of `folder`, and return the result of `use` called with it.
+    """Open the index of `folder`, call `use` with the connection, and return its result.
 
     A damaged index is deleted, and `use` is called again with a new, empty one.
     """
@@ -215,7 +215,7 @@ def _states(folder: Path) -> Iterator[_State]:
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
     """Write the present text and name of the chat in the file `path` to the index.
 
-    Returns whether text was removed that was in the index before.
+    Returns whether this removed text from the index, which must then be overwritten.
     """
     if time.time_ns() - changed < _JUST_NOW:
         size = _UNKNOWN
@@ -250,8 +250,9 @@ def _remove(connection: sqlite3.Connection, ident: str) -> bool:
 def _overwrite_removed(connection: sqlite3.Connection) -> None:
     """Overwrite the deleted texts in the index's file.
 
-    FTS5 only marks words as deleted until it merges its data. Here it merges, and `secure_delete`
-    overwrites what becomes free; VACUUM makes the file smaller.
+    FTS5 only marks words as deleted until it merges its data. This function makes it merge;
+    SQLite's `secure_delete` overwrites the space that becomes free, and VACUUM makes the file
+    smaller.
     """
     connection.execute("INSERT INTO said (said) VALUES ('optimize')")
     connection.execute("VACUUM")
@@ -276,5 +277,5 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def lines_of(path: Path) -> Sequence[str]:
-    """The lines of all messages of a chat, even if it is open; none if it can't be read."""
+    """The lines of all messages of a chat, even if it is open; empty if it can't be read."""
     return _read(path)[1].splitlines()

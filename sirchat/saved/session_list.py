@@ -1,4 +1,4 @@
-"""The folder of saved sessions: lists, finds, removes and exports them, and checks their names."""
+"""The folder of saved sessions: lists, finds, copies, removes and exports them; checks names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
 _FIRST_LINE = 80  # characters
 _COPIES = 20  # most tries to copy a session that is being written
-_PAUSE = 0.05  # seconds between two of them
+_PAUSE = 0.05  # seconds between two tries
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
 
@@ -50,8 +50,8 @@ class SavedSession:
 
     `name` is the user's name for the session, or empty. `first` and `last` are the beginnings of
     the first and the last user message, on one line. These texts must be filtered before they are
-    shown. `turns` is the number of messages. `in_use` says whether a process has the session open;
-    if the file can't be read then, `name`, `model`, `first` and `last` are empty and `turns` is 0.
+    shown. `turns` is the number of messages. `in_use` says whether a process has the session open.
+    If the file can't be read, `name`, `model`, `first` and `last` are empty and `turns` is 0.
     `family` is the id of the original chat from which it was branched, or its own id.
     """
 
@@ -81,9 +81,9 @@ def list_sessions(folder: Path) -> Listing:
 
 
 def newest_sessions(folder: Path, most: int | None = 1000) -> tuple[Listing, int]:
-    """Like `list_sessions`, but only the `most` newest files are read; also the number of others.
+    """Like `list_sessions`, but reads only the `most` newest files; None reads all.
 
-    With None, all are read.
+    Also returns the number of files that were not read.
     """
     refused: list[SessionError] = []
     files = _files(folder)
@@ -119,7 +119,7 @@ def find_session(folder: Path, ident: str) -> Path:
 
 
 def begins_an_id(folder: Path, ident: str) -> bool:
-    """Whether the id of a session begins with `ident`."""
+    """Whether `ident` is the beginning of the id of any session in `folder`."""
     files = os.listdir(folder) if folder.is_dir() else []
     return any(file.endswith(SUFFIX) and file[: -len(SUFFIX)].startswith(ident) for file in files)
 
@@ -151,9 +151,9 @@ def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
 def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
     """Copy the session `ident`, even if another process has it open; returns the copy, open.
 
-    The copy is a branch called `name`, with what was saved until now. This process must not have
-    the session open. Raises SessionError if the name is not allowed, or belongs to another session,
-    and if the session can't be copied.
+    The copy is a branch called `name`, with all turns saved so far. This process must not have the
+    session open. Raises SessionError if the name is not allowed, or belongs to another session, and
+    if the session can't be copied.
     """
     path, name = find_session(folder, ident), free_name(folder, name, "")
     for _ in range(_COPIES):
@@ -174,10 +174,10 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy a session's file to `copy`, an empty file; its keys and values, too, if possible."""
+    """Copy a session's file into the empty file `copy`, and its keys and values, if possible."""
     shutil.copyfile(path, copy)
     with (
-        suppress(OSError),  # a part of a file counts as none
+        suppress(OSError),  # an incomplete file counts as none
         path.with_suffix(".safetensors").open("rb") as old,
         paths.open_private(copy.with_suffix(".safetensors"), "xb") as new,
     ):
@@ -185,10 +185,11 @@ def _copy(path: Path, copy: Path) -> None:
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """The name `text`, with spaces and Unicode composition normalized, if a session may have it.
+    """Check that a session may have the name `text`; returns the name to use.
 
-    `own` is the id of the session that will have the name; empty if it has no file yet. Raises
-    SessionError if the name is not allowed, or belongs to another session.
+    Spaces and Unicode composition are normalized. `own` is the id of the session that will have the
+    name; empty if it has no file yet. Raises SessionError if the name is not allowed, or belongs to
+    another session.
     """
     name = checked_name(text)
     for one in list_sessions(folder).sessions:
@@ -219,7 +220,7 @@ def remove_session(path: Path) -> None:
 def export_session(path: Path, stream: BinaryIO) -> None:
     """Write the session's turns to `stream` as JSON Lines, one message in each line.
 
-    Raises SessionError like `SessionStore.open`.
+    Raises SessionError if the session can't be opened; see `SessionStore.open`.
     """
     with SessionStore.open(path) as store:
         turns = store.turns()
@@ -233,11 +234,11 @@ def export_session(path: Path, stream: BinaryIO) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the files of a folder's sessions, the last written one first."""
+    """The names of the session files in a folder, the last written one first."""
     found = list[tuple[float, str]]()
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(OSError):  # it was just removed
+            with suppress(OSError):  # the file was just removed
                 if entry.name.endswith(SUFFIX) and entry.is_file():
                     found.append((entry.stat().st_mtime, entry.name))
     found.sort(reverse=True)
@@ -247,7 +248,8 @@ def _files(folder: Path) -> list[str]:
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
     """Lock a session's file to remove it, even if it is damaged or empty.
 
-    Raises SessionError if it is not a session's, and an SQLite error if another process uses it.
+    Raises SessionError if the file is not a session, and an SQLite error if another process uses
+    it.
     """
     try:
         lock(connection)
@@ -267,9 +269,9 @@ def _last(folder: Path) -> Path:
 def _summaries(
     folder: Path, files: Iterable[str], refused: list[SessionError]
 ) -> Iterator[SavedSession]:
-    """Yield the entries of the session files of these names; each is read when it is due.
+    """Yield the entries of the session files with these names; reads each file when needed.
 
-    The errors for files that can't be read go into `refused`.
+    Errors of files that can't be read are appended to `refused`.
     """
     for path in map(folder.joinpath, files):
         try:
@@ -288,7 +290,7 @@ def _size(path: Path) -> int:
 
 
 def _unused_first(sessions: Iterable[SavedSession]) -> Iterator[SavedSession]:
-    """Yield those that no process has open; if there are none, the others."""
+    """Yield the sessions that no process has open; if there are none, yield all the others."""
     others, is_found = list[SavedSession](), False
     for one in sessions:
         if one.in_use:
@@ -376,12 +378,11 @@ _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 def checked_name(text: str) -> str:
-    """The name `text`, with spaces and Unicode composition normalized.
+    """Check the name `text`; returns it with spaces and Unicode composition normalized.
 
-    Raises SessionError for a name that is not allowed.
-
-    Ids, beginnings of ids and `last` are not allowed, because they already refer to a session; a
-    name can't begin with a dash, because flags do.
+    Raises SessionError for a name that is not allowed. Ids, beginnings of ids and `last` are not
+    allowed, because they already refer to a session; a name can't begin with a dash, because flags
+    do.
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _key(name) == "last"

@@ -1,11 +1,11 @@
 """The file of a saved session: its turns, one ledger row per token, and the state after all turns.
 
 It is an SQLite database. One transaction writes a turn's text, its rows and the new state (the
-head); undo removes all three. If the writing process is killed, the last complete turn is still
-there, and deleted data is overwritten. JSON Lines could not do this.
+head); undo removes all three. If the writing process is killed, the file still has the last
+complete turn, and deleted data is overwritten. A file of JSON Lines could not ensure this.
 
-A store holds an exclusive lock on its file until it is closed or its process dies. See `database`
-for the durability of commits.
+A store holds an exclusive lock on its file until it is closed or its process dies. `database`
+describes the durability of commits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor
 
 _ROLES = get_args(RoleName)
-_NONE = 2**62  # larger than every index: nothing is changed
+_NONE = 2**62  # larger than every index, so that no turn or row is changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Head:
     Args:
         seen: number of tokens of the stream so far; each has one ledger row.
         held: stream positions [n] of the held rows, ascending.
-        logits: raw logits [vocabulary] after the last token, or None.
-        fields: the rest of the session's state, as JSON.
+        logits: raw logits [vocabulary] after the last token; None if they are not known.
+        fields: the rest of the session's state, as JSON values by name.
     """
 
     seen: int
@@ -84,8 +84,8 @@ class Head:
 class SessionStore:
     """The file of one saved session, open and locked; use `create` or `open` to make a store.
 
-    When a method that writes returns, a power loss can't undo what it has written. If the file
-    can't be written, it raises SessionError, and nothing is changed.
+    Once a method that writes has returned, a power loss can't undo the change. If the file can't be
+    written, such a method raises SessionError, and nothing is changed.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -161,7 +161,7 @@ class SessionStore:
         self._connection.close()
 
     def check_place(self) -> None:
-        """Raise SessionError if the file was removed; what is written to it would then be lost."""
+        """Raise SessionError if the file was removed, because later writes to it would be lost."""
         try:
             is_there = os.path.samestat(self._file, self.path.stat())
         except OSError:
@@ -172,8 +172,8 @@ class SessionStore:
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
         """Add turns, the rows [k] of the k tokens read since the last call, and a new head.
 
-        `rows` is a structured array of flat fields. Rows are never changed later. The head is the
-        record of all values that change, such as which rows are held.
+        `rows` is a structured array of flat fields. Saved rows never change later. All values that
+        change, such as which rows are held, are in the head.
         """
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
@@ -185,7 +185,7 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace the head; no token may have been read since the old head."""
+        """Replace the head; no token may have been read since the old head was saved."""
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(
@@ -203,7 +203,7 @@ class SessionStore:
         remove_from_index(self.path)
 
     def branch(self, name: str, origin: str) -> None:
-        """Make this session, a copy of the session with the id `origin`, a branch called `name`."""
+        """Mark this session, a copy of the session `origin` (an id), as a branch called `name`."""
         meta = {"family": origin, **self.meta}
         with self._transaction(_NONE, _NONE):
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
@@ -224,8 +224,8 @@ class SessionStore:
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The ledger rows [seen] of the whole stream.
 
-        A file of an older sirchat may lack the last fields; their values are then NaN. Raises
-        SessionError if the saved rows have other fields than `dtype`.
+        A file of an older version of sirchat may lack the last fields; their values are then NaN.
+        Raises SessionError if the saved rows have other fields than `dtype`.
         """
         with decoding(self.path):
             saved = self._saved_fields(dtype)
@@ -243,7 +243,7 @@ class SessionStore:
     def truncate(self, turns: int, seen: int, head: Head) -> None:
         """Delete every turn from index `turns` on and every row from position `seen` on.
 
-        `head`, the session's state after the last turn that stays, replaces the saved one.
+        `head` replaces the saved head; it is the session's state after the last turn that stays.
         """
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
@@ -263,10 +263,10 @@ class SessionStore:
         head: Head,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Replace all contents; none of the old contents stay in any file.
+        """Replace all contents of the file; nothing of the old contents stays in any file.
 
-        Saved keys and values, which were computed from the old text, are deleted, too. `meta` is
-        replaced if given.
+        Saved keys and values, which were computed from the old text, are deleted, too. `meta`, if
+        not None, replaces the facts given to `create`.
         """
         _check_count(rows, head.seen)
         self._add_columns(rows)
@@ -285,14 +285,15 @@ class SessionStore:
         remove_from_index(self.path)
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save keys and values in a file beside the session; all are saved, or none.
+        """Save keys and values in a file beside the session; either all are saved or none.
 
-        `stamp` identifies the state that they belong to. No two tensors may share memory.
+        `stamp` identifies the session's state to which they belong. No two tensors may share
+        memory.
         """
         self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """The keys and values saved with this `stamp`; None if there are none or damaged ones."""
+        """The keys and values saved with this `stamp`; None if they are missing or damaged."""
         return self._kv.load(stamp)
 
     def drop_kv(self) -> None:
@@ -333,7 +334,10 @@ class SessionStore:
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
     def _add_columns(self, new: NDArray[Any]) -> None:
-        """If an older sirchat wrote the saved rows, add the fields that only `new` has, as NaN."""
+        """Add to the saved rows the fields that only `new` has, with value NaN.
+
+        Fields are missing if an older version of sirchat wrote the rows.
+        """
         if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
             return
         with self._transaction() as connection:
@@ -351,7 +355,7 @@ class SessionStore:
         self._connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?, ?)", values)
 
     def _cut_last_rows(self, seen: int) -> None:
-        """Shorten the last block of rows, so that it has only positions below `seen`."""
+        """Shorten the last block of saved rows, so that it has only positions below `seen`."""
         for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
             kept = data[: (seen - start) * _dtype(self._about("row")).itemsize]
             self._connection.execute("UPDATE rows SET data = ? WHERE start = ?", (kept, start))
@@ -381,7 +385,7 @@ class SessionStore:
         return _dtype(written)
 
     def _finish_erasing(self) -> None:
-        """Rewrite the file without the free pages and gaps that could still contain deleted text.
+        """Rewrite the file, without free pages and gaps, which could still contain deleted text.
 
         The transaction that deletes text also sets a mark, so that the file is rewritten even after
         a crash.
@@ -400,13 +404,13 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """A dtype with the fields of `dtype`, little-endian and without padding.
 
-    Padding would write arbitrary memory contents to the file.
+    With padding, arbitrary contents of the memory would be written to the file.
     """
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
 def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
-    """Name and type of each field, as lists, for comparison with JSON."""
+    """Name and type of each field, as lists, to be compared with those in a file's JSON."""
     return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
 
 
@@ -416,7 +420,7 @@ def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
 
 
 def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The rows converted to `dtype`; fields that they do not have become NaN."""
+    """The rows converted to `dtype`; fields that the rows do not have become NaN."""
     found = np.zeros(len(rows), dtype)
     for name in dtype.names or ():
         found[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan

@@ -1,7 +1,8 @@
 """How llama.cpp's converter writes the models of each architecture: names, settings and weights.
 
-All of it is data; `contents.py` and `loading.py` apply it. Names and settings are those of
-https://github.com/ggml-org/llama.cpp/tree/master/conversion. Does not import torch.
+This module contains only data, which `contents.py` and `loading.py` use. Names and settings are
+those of https://github.com/ggml-org/llama.cpp/tree/master/conversion. The module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Change = Literal[
     "head rows",
     "minus exp",
 ]
-"""What the converter does with a tensor, and loading undoes.
+"""The change that the converter makes to a tensor, and that loading undoes.
 
 `query pairs`, `key pairs`: the rows of each head are in rotary pairs, not in two halves.
-`plus one`: one is added.
+`plus one`: 1 is added to the weights.
 `gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
 `qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
 not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
-`minus exp`: stored is -exp(x), in the order of `head rows`.
+`minus exp`: the file stores -exp(x) for the weights x, in the order of `head rows`.
 """
 
 SIZES = {
@@ -48,7 +49,7 @@ SIZES = {
 """Settings of every architecture: the config value for each key."""
 
 MEANS_NOTHING = ("attention.value_length", "expert_count")
-"""Keys that say nothing new, unless an architecture has a config value for them."""
+"""Keys that are ignored, unless an architecture has a config value for them."""
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
@@ -114,32 +115,37 @@ class Architecture:
 
     Attributes:
         model_type: the name of the same architecture in transformers.
-        layer: for each part of a layer, its name in transformers. To both names `.weight` or
-            `.bias` is added, unless the key is a tensor's whole name.
-        outer: the same for parts outside the layers.
-        sizes: config values for keys beyond `SIZES`; `a.b` is the value b in the config's object a.
-        texts: the same for keys whose value is a text, each with the texts that are understood.
-        ratios: config values that are one key's value divided by another's.
-        lists: config values that are read from tensors that are no weights.
-        slowed: the tensor by which the frequencies of the rotation are divided, as in Llama 3.1.
-        ignored: keys that do not matter for text.
-        needed: keys without which the file is not read here.
-        fixed: config values that no key gives.
-        flags: config values that say whether a tensor exists, each with the end of the tensor's
-            name.
-        changes: for each part, what the converter does with it.
-        extra_layers: the key with the number of layers at the end that predict further tokens, and
-            are not read.
+        layer: for the name of each part of a layer in the file, its name in transformers. `.weight`
+            or `.bias` is added to both names, unless the key is a tensor's whole name.
+        outer: names like those of `layer`, for the parts outside the layers.
+        sizes: by key of the header, the name of the config value, in addition to `SIZES`; `a.b` is
+            the value b in the config's object a.
+        texts: by key of the header whose value is a text, the name of the config value, and the
+            texts that are supported.
+        ratios: by name of a config value, two keys of the header; the config value is the first
+            one's value divided by the second one's.
+        lists: by name of a tensor that has no weights, but numbers for the config: the name of the
+            config value.
+        slowed: the name of the tensor by which the frequencies of the rotation are divided, as in
+            Llama 3.1.
+        ignored: keys of the header that do not matter for a model of text.
+        needed: keys of the header that must be there; a file without them is left to transformers.
+        fixed: config values that are not in the header, but the same for all models.
+        flags: by name of a config value, the end of a tensor's name; the value says whether such a
+            tensor exists.
+        changes: for each part whose weights the converter changes, what it does; see `Change`.
+        extra_layers: the key with the number of layers at the end that predict further tokens
+            (multi-token prediction); these layers are not read.
         part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
-        state_kind: the kind of the layers without key heads, in a file that has the number of key
-            heads by layer.
+        state_kind: the kind of the layers without key heads, in a file that lists the number of key
+            heads of each layer.
         varies_by_layer: whether layers with a sliding window have other sizes than those without.
-            Then the file has lists of sizes by layer, and some layers use the keys and values of
+            Then the file lists the sizes of each layer, and some layers use the keys and values of
             others.
         wide_layers: a model with this number of layers scales attention by the average size of a
             head, not by `head_dim`; 0 if the file or config gives the scale.
-        swaps_experts: whether transformers has the experts' matrices transposed, and the rows of
-            gate and up alternate.
+        swaps_experts: whether, in transformers, the experts' matrices are transposed, and the rows
+            of gate and up alternate.
     """
 
     model_type: str

@@ -1,6 +1,6 @@
 """Translates a GGUF file to transformers: the values of its config, and the names of its tensors.
 
-Does not import torch, so that files can be listed quickly.
+The module does not import torch, so that files can be listed quickly.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Target(NamedTuple):
     """Where a tensor goes in the transformers model.
 
     Attributes:
-        name: of the parameter; empty for a tensor that is no weight of the model.
-        change: what the converter did with the weights; None if they are as in transformers.
+        name: the parameter's name; empty for a tensor that is not a weight of the model.
+        change: how the converter changed the weights; None if they are as in transformers.
     """
 
     name: str
@@ -52,7 +52,7 @@ def has_blocks(file: GgufFile) -> bool:
 
 
 def config_values(file: GgufFile) -> Mapping[str, Any] | None:
-    """The values of the model's config; None if the file has settings not known here."""
+    """The values of the model's config; None if the file has a setting that is not supported."""
     known, metadata = ARCHITECTURES.get(file.architecture), file.metadata
     if known is None:
         return None
@@ -76,7 +76,7 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
 
 
 def _said(file: GgufFile) -> dict[str, Any]:
-    """The settings of the model in the header, without the architecture's name in their keys."""
+    """The header's settings of the model, by key without the architecture's name."""
     prefix = file.architecture + "."
     return {
         key.removeprefix(prefix): value
@@ -86,7 +86,7 @@ def _said(file: GgufFile) -> dict[str, Any]:
 
 
 def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add the config values that a header says; returns False if one is not understood."""
+    """Add to `values` the header's settings `said`; returns False if one is not supported."""
     sizes = {**SIZES, **known.sizes}
     elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
     for key, value in said.items():
@@ -103,7 +103,7 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
         elif key == "attention.sliding_window" and value == 0:  # there is none
             values["sliding_window"] = None
         elif known.varies_by_layer and (key in _BY_LAYER or (value == 0 and key in sizes)):
-            values[sizes.get(key, key)] = value  # looked at in `_add_sizes_by_layer`
+            values[sizes.get(key, key)] = value  # `_add_sizes_by_layer` converts it
         elif key in sizes:
             if not isinstance(value, int | float) or not 0 < value < _MOST:
                 return False  # such as another number of heads in each layer
@@ -119,21 +119,21 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
 
 
 def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
-    """Whether the layer with this number predicts further tokens only."""
+    """Whether this layer only predicts further tokens (multi-token prediction)."""
     said = _said(file) if known.extra_layers else {}
     return bool(said.get(known.extra_layers)) and layer >= _count_layers(said, known)
 
 
 def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
-    """The number of layers, without those that predict further tokens; 0 if it is not given."""
+    """The number of layers, except those that predict further tokens; 0 if it is not given."""
     layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
     return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
 
 
 def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add the values that depend on the size of a head.
+    """Add to `values` those that depend on the size of a head.
 
-    Returns False if only a part of a head rotates, in an architecture that does not allow it.
+    Returns False if only a part of each head rotates, and the architecture does not allow this.
     """
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
@@ -161,11 +161,14 @@ _BY_LAYER = (
     "feed_forward_length",
     "rope.dimension_count_swa",
 )
-"""Keys with a value for each layer, or for all with a sliding window."""
+"""Keys with a value for each layer, or one value for all layers with a sliding window."""
 
 
 def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
-    """Replace lists of sizes in `values`, as Gemma 4 has them; returns False for unknown ones."""
+    """Replace the lists of sizes by layer in `values`, as Gemma 4 has them.
+
+    Returns False if the lists are not supported.
+    """
     for key in _BY_LAYER[1:]:
         values.pop(key, None)
     layers, slides = values.get("num_hidden_layers", 0), said["attention.sliding_window_pattern"]
@@ -203,9 +206,9 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
 
 
 def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
-    """Add which part of a head of `size` numbers rotates; returns False if it is not understood.
+    """Add the part of a head of `size` numbers that rotates; returns False if it can't be found.
 
-    The frequencies of the numbers that do not rotate are almost 0.
+    It is found by the frequencies, which are almost 0 for the numbers that do not rotate.
     """
     slowed = file.tensors.get("rope_freqs.weight")
     if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
@@ -217,7 +220,7 @@ def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
 
 
 def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
-    """Add what tensors say about the rotation; returns False if they are not understood."""
+    """Add the settings of the rotation that tensors contain; returns False if not supported."""
     tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
     if any(tensors.values()):
         for name, tensor in tensors.items():
@@ -242,11 +245,11 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Settings of the rotation that all models since Llama 3.1 have; the file says results only."""
+"""Settings of the rotation in all models since Llama 3.1; a file has only their results."""
 
 
 def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:
-    """The divisors of the frequencies of a head's rotation, with the settings `_LLAMA_3`."""
+    """The numbers [size / 2] by which Llama 3.1 divides the frequencies of a head's rotation."""
     wave = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)  # tokens of a full turn
     fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)  # 0 for slow ones, 1 for fast ones
     out: NDArray[np.float64] = 1 / ((1 - fast) / max(factor, 1) + fast)
@@ -258,7 +261,7 @@ def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, where each value named `a.b` becomes the value b of an object a."""
+    """The values in nested dictionaries: `a.b` becomes the value b of the dictionary a."""
     out: dict[str, Any] = {}
     for name, value in values.items():
         *path, last = name.split(".")
@@ -270,7 +273,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def target_of(name: str, file: GgufFile) -> Target | None:
-    """Where a GGUF tensor goes in the transformers model; None for an unknown tensor."""
+    """The place of a GGUF tensor in the transformers model; None for an unknown tensor."""
     known = ARCHITECTURES[file.architecture]
     if name in known.lists or name == known.slowed:
         return Target("")

@@ -109,9 +109,10 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", ""))
 
     def leave_pages(self) -> None:
-        """Stop counting what was read of the file as memory of this process (Linux, macOS).
+        """Release the pages of the file that were read into memory (Linux, macOS).
 
-        The tensors can still be read: the system reads the file again, mostly from its own cache.
+        They then no longer count as memory of this process. The tensors can still be read: the
+        system reads the file again, mostly from its own cache.
         """
         if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.mapped.madvise(mmap.MADV_DONTNEED)
@@ -160,7 +161,7 @@ class _Reader:
         )
 
     def file(self) -> GgufFile:
-        """Read the whole header; raises ModelError for an invalid one."""
+        """Read the whole header; returns the file. Raises ModelError if the header is invalid."""
         if self._mapped[:4] != b"GGUF":
             raise self.broken("it does not begin with GGUF")
         self._at = 4
@@ -187,9 +188,9 @@ class _Reader:
         return value
 
     def _count(self, least: int) -> int:
-        """Read how many entries follow; raises ModelError if the file is too short for them.
+        """Read the number of the entries that follow, each of at least `least` bytes.
 
-        An entry has at least `least` bytes.
+        Raises ModelError if the file is too short for so many entries.
         """
         count = int(self._scalar("Q"))
         if count * least > self._size - self._at:

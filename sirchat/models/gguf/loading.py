@@ -1,8 +1,8 @@
 """Makes a model from a GGUF file: an empty model first, then one tensor at a time.
 
-Reads the architectures of `architectures.py`: Llama-shaped ones into a `Decoder`, the others into a
-model of transformers. transformers reads more architectures itself, in several passes over the
-file, and meanwhile has all weights in memory twice. Blocks are laid out as in ggml
+It reads the architectures of `architectures.py`: Llama-shaped models become a `Decoder`, all others
+a model of transformers. transformers itself can read more architectures, but in several passes over
+the file, and with all weights in memory twice. Blocks are laid out as in ggml
 (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
 """
 
@@ -68,7 +68,7 @@ def four_bit(tensor: GgufTensor) -> FourBit:
 
 
 def floats(tensor: GgufTensor) -> Tensor:
-    """Unpack a tensor of any known type to float32; F16 and BF16 keep their own type."""
+    """Unpack a tensor of any known type to float32; F16 and BF16 tensors keep their own type."""
     if tensor.type == "BF16":
         return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).reshape(tensor.shape)
     if tensor.type in ("F32", "F16"):
@@ -91,7 +91,7 @@ def floats(tensor: GgufTensor) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block [b, bytes], as float32 [b, 1]."""
+    """The float16 number at byte `at` of each block [b, bytes], as float32 [b, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
@@ -130,8 +130,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return q * scale[..., None]
 
 
-_NUMBERS = 2**18  # of a matrix that are unpacked at a time, and stay in the processor's cache
-_MUCH = 2**26  # bytes that are read between two times that free memory is given back
+_NUMBERS = 2**18  # weights that are unpacked at a time: they fit the processor's cache
+_MUCH = 2**26  # bytes to read before memory is given back again
 _EXPERT_PARTS: tuple[Change, ...] = ("gate", "up", "down")
 
 
@@ -145,9 +145,9 @@ def load_module(
 ) -> Any:
     """Make the model of a GGUF file on the CPU, with its weights unpacked to `dtype`.
 
-    With `keep_packed`, four-bit matrices stay as they are, and matrices in other blocks get eight
-    bits with a scale for each row. With `for_hub`, the model is always one of transformers. Raises
-    ModelError if tensors are missing or of another shape.
+    With `keep_packed`, four-bit matrices stay as they are, and matrices in blocks of other types
+    get eight bits with a scale for each row. With `for_hub`, the model is always one of
+    transformers. Raises ModelError if tensors are missing, or have a wrong shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub)
     read = 0
@@ -180,7 +180,7 @@ class _Loader:
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        """Put a tensor into the model; parts of the experts wait until all of them are there."""
+        """Put a tensor into the model; parts of a layer's experts wait until all are read."""
         target, change = target_of(name, self._file) or Target("")
         if not target:
             return
@@ -209,17 +209,17 @@ class _Loader:
         return module
 
     def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
-        """Whether a tensor becomes a packed layer: a matrix in blocks, of a linear layer."""
+        """Whether a tensor becomes a packed layer: true for a linear layer's matrix in blocks."""
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
             layer = self._module.get_submodule(target.removesuffix(".weight"))
         except AttributeError:
-            return False  # `_put` says so
+            return False  # `_put` then raises an error
         return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
-        """Add the weights or biases of all experts of a layer for one part of their network."""
+        """Add the weights or biases of a layer's experts for the part `part`, such as `gate`."""
         path = target.rpartition(".")[0]
         if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
             waiting = self._waiting[path]
@@ -257,8 +257,8 @@ class _Loader:
         """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted.
 
         `is_alone` means that the layer is not joined with others. Its eight-bit weights are then
-        computed directly into the store, since a large layer, such as the head, and a copy of it
-        would take much memory.
+        written directly into the `WeightStore`, because a copy of a large layer, such as the output
+        head, would take much memory.
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
@@ -312,10 +312,10 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
 
 
 def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
-    """Undo what llama.cpp's converter did; `values` are those of the config.
+    """Undo the change that llama.cpp's converter made; `values` are those of the config.
 
-    A change of the order of rows also applies to scales and other tensors that have one entry for
-    each row.
+    If the change is an order of rows, `weight` may also be scales or another tensor with one entry
+    for each row.
     """
     if change == "plus one":
         return weight.float() - 1
@@ -346,19 +346,19 @@ def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
 
 
 def _may_have_four_bits(name: str) -> bool:
-    """Whether a matrix may keep its four bits; embeddings and the output head get eight."""
+    """Whether a matrix may keep its four bits; not embeddings and output head, which get eight."""
     return not name.endswith("token_embd.weight") and name != "output.weight"
 
 
 def _can_pack_experts(name: str, file: GgufFile) -> bool:
-    """Whether gate, up and down of the experts in the layer of tensor `name` are all in blocks."""
+    """Whether all matrices of the experts in the layer of the tensor `name` are in blocks."""
     layer = name.rpartition(".ffn_")[0]
     parts = [file.tensors.get(f"{layer}.ffn_{one}_exps.weight") for one in _EXPERT_PARTS]
     return all(one is not None and BLOCKS[one.type][1] > 1 for one in parts)
 
 
 def _most_packed(file: GgufFile) -> int:
-    """An upper bound for the bytes of all packed layers."""
+    """An upper bound for the bytes that all packed layers of the file take in memory."""
     size = 0
     for name, one in file.tensors.items():
         if len(one.shape) > 1 and BLOCKS[one.type][1] > 1:
@@ -397,7 +397,7 @@ def _replace(
 
 
 def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[PackedLinear]]) -> None:
-    """Put packed layers in place of the experts at `path`; raises ModelError for other shapes."""
+    """Put packed layers in place of the experts at `path`; raises ModelError for wrong shapes."""
     experts = module.get_submodule(path)
     down = experts.down_proj
     sizes = down.shape[1:][::-1] if experts.is_transposed else down.shape[1:]  # of down: [N, K]

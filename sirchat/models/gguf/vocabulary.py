@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file.
 
-A tokenizer of byte pairs is made with the library `tokenizers` alone, all others with transformers.
+A byte-pair tokenizer is made with the library `tokenizers` alone, any other one with transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sirchat.models.gguf.header import GgufFile
 from sirchat.models.progress import switch_off_bars
 from sirchat.text.tokenizer import SPECIAL, FastTokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+_CONTROL, _USER_DEFINED = 3, 4  # numbers of kinds of tokens
 _UNNAMED = "<|endoftext|>"
 """A token that transformers adds to every vocabulary of byte pairs."""
 
@@ -35,20 +35,20 @@ _PATTERNS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _ONE_DIGIT),
     "tekken": _TEKKEN,
 }
-"""For names of `tokenizer.ggml.pre`: the pattern of the parts into which text is split."""
+"""By value of `tokenizer.ggml.pre`, the pattern of the parts into which text is split."""
 
 _PLAIN = ("gpt-2", "default", "None")
-"""Names for the split that GPT-2 has; a file without a name counts as the last."""
+"""Names of GPT-2's way to split text; the last stands for a file without a name."""
 
 
 def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Load the tokenizer of a GGUF file that `is_supported`."""
+    """Load the tokenizer of a GGUF file for which `is_supported` is true."""
     found = byte_pair_tokenizer(file.metadata)
     return hub_tokenizer(folder, name, file) if found is None else found
 
 
 def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """The tokenizer that transformers makes of the file, as one of its own."""
+    """The tokenizer that transformers makes from the file, an object of one of its own classes."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     switch_off_bars()
@@ -57,13 +57,16 @@ def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)
     split = _split_of(str(file.metadata.get("tokenizer.ggml.pre")))
-    if split is not None:  # also where transformers does not know it
+    if split is not None:  # transformers may not know this split
         tokenizer.backend_tokenizer.pre_tokenizer = split
     return tokenizer
 
 
 def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
-    """The tokenizer of a byte-pair vocabulary; None for another kind, or an unknown split."""
+    """The tokenizer of a byte-pair vocabulary, made from the metadata of a GGUF file.
+
+    None for another kind of vocabulary, or if the way to split text is not known here.
+    """
 
     def said(key: str) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}")
@@ -115,7 +118,7 @@ def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
 
 
 def _spelled(token: str, alphabet: set[str]) -> str:
-    """A token written in the letters that stand for bytes; most tokens of a file already are."""
+    """A token in the letters of `alphabet`, which stand for bytes; most tokens already are."""
     if alphabet.issuperset(token):
         return token
     split = splits.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -123,7 +126,10 @@ def _spelled(token: str, alphabet: set[str]) -> str:
 
 
 def _split_of(name: str) -> Any:
-    """How text is split before pairs of bytes are merged; None for a name not known here."""
+    """The pre-tokenizer called `name`, which splits text before byte pairs are merged.
+
+    None for an unknown name.
+    """
     if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
         return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
     if name in _PATTERNS:
