@@ -102,7 +102,7 @@ class ServedConversation:
     def add(self, role: str, text: str) -> None:
         """Record a message that the session has read or generated."""
         self.keys.append(key_after(self.keys[-1], role, text))
-        self.roles.append("user" if role == "tool" else role)  # undo can go back to before a result of a tool, too
+        self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
     def fork(self, history: History) -> int:
         """The number of first messages of `history` that the session need not read again.

@@ -77,7 +77,7 @@ class ReplyThread:
         self._waiting: list[WaitingReply] = []
         self._running: list[WaitingReply] = []
         self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called again
+        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when one ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
         self._is_ending = self._is_saving = False
