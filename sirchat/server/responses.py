@@ -41,7 +41,7 @@ from sirchat.server.tool_fields import (
 from sirchat.server.tools import ToolCall
 
 _MOST_KEPT = 1000  # responses
-_MOST_CHARACTERS = 2**26  # of all responses that are kept
+_MOST_CHARACTERS = 2**26  # in all responses that are kept
 
 _PARTS = partial(
     joined, kinds=("input_text", "output_text"), extra=("annotations", "logprobs", "parsed")
@@ -224,7 +224,7 @@ class KeptResponses:
 
     def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
         """Keep a response: `before` are the earlier messages, `new` are its input and reply."""
-        texts = [one.text for one in new]  # those of earlier messages are not copied
+        texts = [one.text for one in new]  # texts of earlier messages are shared, not copied
         texts += [call.function.arguments for one in new for call in one.tool_calls]
         size = sum(map(len, texts))
         self._kept[ident] = [*before, *new], size
