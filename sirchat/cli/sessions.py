@@ -150,7 +150,7 @@ def sessions_export(
     export_session(find_session(sessions_dir(), ident), lines)
     if file is None:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(encoding="utf-8")  # in any locale, as `sirchat replay` expects it
+            sys.stdout.reconfigure(encoding="utf-8")  # in any locale, for `sirchat replay`
         typer.echo(lines.getvalue().decode(), nl=False)
         return
     if file.exists() and not force:
