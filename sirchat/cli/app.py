@@ -152,7 +152,8 @@ def main() -> None:
     """Run the command line and exit with its exit code.
 
     If torchrun has started several processes, only the first one runs the command line; the others
-    take part in its computations. Exception: `train` runs in each process, with different data.
+    take part in its computations. The exception is `train`, which runs in each process, with
+    different data.
     """
     ranks = False
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -52,8 +52,8 @@ def ask_server(
     """Let a server answer the question `text`, and print what it sends.
 
     `server` is a URL, or `auto` for the server that this user runs with the same model. For `auto`,
-    returns False if there is no such server, or if it refuses, such as for different model
-    settings. Raises SirchatError if the server at a URL refuses, and KeyboardInterrupt after
+    returns False if there is no such server, or if it refuses, for example because its model has
+    other settings. Raises SirchatError if the server at a URL refuses, and KeyboardInterrupt after
     Ctrl-C, which ends the reply.
     """
     connect = connection_to(server, profile)
@@ -152,8 +152,8 @@ class _Stopping(Interrupt):
 def _answers(response: HTTPResponse) -> Iterator[Any]:
     """Yield the JSON value in each line that a server sends.
 
-    After the last line, raises SirchatError: when a reply is complete, no further line is
-    requested.
+    Raises SirchatError after the last line, because the caller stops reading when a reply is
+    complete.
     """
     with suppress(OSError, HTTPException, ValueError):
         yield from map(json.loads, response)
@@ -216,7 +216,7 @@ def answer_question(
 ) -> Iterator[list[list[Any]]]:
     """Answer a question on the server, in a new session; yields lists of items to print.
 
-    Called with no arguments, `interrupted` returns whether to stop.
+    `interrupted` is a function that returns whether to stop.
     """
     from sirchat.chat.model_defaults import with_model_defaults
     from sirchat.chat.session import Session

@@ -312,9 +312,9 @@ class Conversations:
     def _at(
         self, found: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
-        """Make a conversation that has read only the first `shared` messages of `history`, by undo.
+        """Take a conversation back to the first `shared` messages of `history`, and return it.
 
-        `found` has read these. If it has also read others after them, these are undone in a copy,
+        `found` has read these messages. Messages that it has read after them are undone in a copy,
         so that both branches stay. But if the client only asks for another reply to the last
         message, they are undone in `found` itself, and the old reply is lost. Returns None if undo
         is not possible.

@@ -250,7 +250,7 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
 
 
 class _Pieces:
-    """Cuts a reply into parts for the client: ends it before a stop string, and takes out calls.
+    """Cuts a reply into parts for the client, without stop strings, and with calls apart from text.
 
     Attributes:
         said: the text so far, without calls.

@@ -77,7 +77,7 @@ class ReplyThread:
         self._waiting: list[WaitingReply] = []
         self._running: list[WaitingReply] = []
         self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when one ends
+        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when a reply ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
         self._is_ending = self._is_saving = False
@@ -120,7 +120,7 @@ class ReplyThread:
         return found
 
     def end(self) -> None:
-        """Tell the thread to end all replies, each with an error, and then itself."""
+        """Tell the thread to end; all replies then end with an error."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()

@@ -118,7 +118,7 @@ class SavedConversations:
         self._limit, self._folder = limit, folder
         self._writer = ThreadPoolExecutor(1, "saving")
         self._said_at = -math.inf  # time of the last logged error, in seconds
-        self._files: dict[ServedConversation, SavedConversation] = {}  # in memory, too
+        self._files: dict[ServedConversation, SavedConversation] = {}  # entries of those in memory
         self._found: Future[list[SavedConversation]] | None = self._writer.submit(self._read)
         self._listed: list[SavedConversation] = []
 

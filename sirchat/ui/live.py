@@ -103,7 +103,7 @@ class LiveView:
                 self._draw_in_time()
         elif self._streams or self._session.profile.panel != "live":
             self._stream()
-        elif self._is_due():  # checked first, because this runs for every token
+        elif self._is_due():  # checked before anything slow: this runs for every token
             if self._screen.is_plain:
                 self._stream()  # and so on to the end, so that no row is broken
             else:

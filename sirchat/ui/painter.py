@@ -214,7 +214,7 @@ class Region:
         self.is_shown = False
 
     def draw(self, content: RenderableType, above: str = "") -> None:
-        """Write the text `above`, whole rows, and draw `content` below it, in one write."""
+        """Write the whole rows `above`, and draw `content` below them, in one write."""
         with self._console.capture() as captured:
             self._console.print(content, soft_wrap=False)
         rows = captured.get().split("\n")[:-1][: self._console.size.height]
