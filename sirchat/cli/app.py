@@ -28,7 +28,10 @@ from sirchat.ui.text import displayable_line
 
 
 class LazyCommand(TyperGroup):
-    """A command or group of commands, which `module` defines as `NAME_app`; imported when used."""
+    """A command or group of commands that is imported when it is used.
+
+    The module `module` defines it under the name `NAME_app`.
+    """
 
     def __init__(self, name: str, module: str, help: str) -> None:
         super().__init__(name=name, help=help)
@@ -67,7 +70,7 @@ _OTHER_COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """All commands of sirchat; if a question is typed as a command, the error says how to ask."""
+    """The group of all commands; for an unknown command, the error says how to ask a question."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -148,8 +151,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies a
 def main() -> None:
     """Run the command line and exit with its exit code.
 
-    Started by torchrun, only the first process does so; the others compute what it asks for. But
-    `train` runs in each of them, with data of its own.
+    If torchrun has started several processes, only the first one runs the command line; the others
+    take part in its computations. The exception is `train`, which runs in each process, with
+    different data.
     """
     ranks = False
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -172,7 +176,7 @@ def main() -> None:
 
 
 def _end_ranks() -> None:
-    """Let the other processes end; if one has ended before, say so, with exit code 1."""
+    """End the other processes of torchrun; if one has ended early, say so and exit with code 1."""
     from sirchat.models.sharded import end
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a process has ended
@@ -227,9 +231,9 @@ _OTHER_NAMES = {
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments; sirchat's names replace the names that other programs give to options.
+    """The arguments, with option names of other programs replaced by those of sirchat.
 
-    A `--resume` without a value, if it stands before the command, becomes `--resume=last`.
+    A `--resume` without a value becomes `--resume=last`, if it stands before the command.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     named = [_with_own_name(one) for one in arguments[:end]] + arguments[end:]

@@ -1,6 +1,6 @@
-"""`sirchat ask` and a server that has the model loaded: the client's side, and the answer.
+"""`sirchat ask` through a running server that has loaded the model: client and answer.
 
-The client imports none of the heavy libraries, so that the reply begins at once.
+The client imports no heavy libraries such as torch, so that the reply begins at once.
 """
 
 import json
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from sirchat.ui.screen import Screen
 
 _ENDPOINT = "/v1/sirchat/ask"
-_SECONDS = 2.0  # for which a server may take to accept a connection
+_SECONDS = 2.0  # within which a server must accept a connection
 
 
 class _SocketConnection(HTTPConnection):
-    """A connection to a Unix socket."""
+    """An HTTP connection through a Unix socket."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost")
@@ -49,11 +49,12 @@ class _SocketConnection(HTTPConnection):
 def ask_server(
     server: str, profile: Profile, text: str, screen: "Screen", *, is_piped: bool, as_json: bool
 ) -> bool:
-    """Let a server answer, and print what it sends.
+    """Let a server answer the question `text`, and print what it sends.
 
-    `server` is `auto`, for the one of this user with the same model, or a URL. Returns False if
-    there is none, or if it has other settings of the model. Raises SirchatError if the server at a
-    URL refuses, and KeyboardInterrupt after Ctrl-C, which ends the reply.
+    `server` is a URL, or `auto` for the server that this user runs with the same model. For `auto`,
+    returns False if there is no such server, or if it refuses, for example because its model has
+    other settings. Raises SirchatError if the server at a URL refuses, and KeyboardInterrupt after
+    Ctrl-C, which ends the reply.
     """
     connect = connection_to(server, profile)
     if connect is None or (server == "auto" and is_path(profile.policy)):
@@ -91,7 +92,10 @@ def ask_server(
 
 
 def connection_to(server: str, profile: Profile) -> Callable[[], HTTPConnection] | None:
-    """Makes connections to the server; None if there is none."""
+    """A function that makes a connection to the server; None for `auto`, if there is no server.
+
+    Raises UsageError if `server` is not a URL.
+    """
     if server == "auto":
         path = server_socket(profile.model)
         return (lambda: _SocketConnection(path)) if path.exists() else None
@@ -106,7 +110,7 @@ def connection_to(server: str, profile: Profile) -> Callable[[], HTTPConnection]
 
 
 def headers() -> dict[str, str]:
-    """The headers of a request, with the key in `SIRCHAT_API_KEY`."""
+    """The HTTP headers of a request; the API key comes from the variable `SIRCHAT_API_KEY`."""
     key = os.environ.get("SIRCHAT_API_KEY")
     return {"Content-Type": "application/json"} | (
         {"Authorization": f"Bearer {key}"} if key else {}
@@ -114,7 +118,7 @@ def headers() -> dict[str, str]:
 
 
 def why_refused(response: HTTPResponse) -> str:
-    """What the server says about a refusal."""
+    """The server's reason for refusing a request."""
     try:
         return str(json.loads(response.read(65536))["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -122,7 +126,10 @@ def why_refused(response: HTTPResponse) -> str:
 
 
 class _Stopping(Interrupt):
-    """Context manager: the first Ctrl-C ends the reply on the server, which then sends its end."""
+    """Context manager: the first Ctrl-C makes the server end the reply.
+
+    The server then still sends the end of its output.
+    """
 
     def __init__(self, connect: Callable[[], HTTPConnection]) -> None:
         super().__init__()
@@ -143,14 +150,18 @@ class _Stopping(Interrupt):
 
 
 def _answers(response: HTTPResponse) -> Iterator[Any]:
-    """What a server sends: a JSON value a line. Raises SirchatError if it ends too early."""
+    """Yield the JSON value in each line that a server sends.
+
+    Raises SirchatError after the last line, because the caller stops reading when a reply is
+    complete.
+    """
     with suppress(OSError, HTTPException, ValueError):
         yield from map(json.loads, response)
     raise SirchatError("the server ended before the reply was complete")
 
 
 def _print(answers: Iterator[Any], screen: "Screen", stopping: _Stopping) -> None:
-    """Print what a server sends, until its end; raises SirchatError for an error that it tells."""
+    """Print what a server sends, until the item `end`; raises SirchatError for an item `error`."""
     stopping.path = f"{_ENDPOINT}/{next(answers)['id']}"
     for how, *what in chain.from_iterable(answers):
         match how:
@@ -171,7 +182,7 @@ def _print(answers: Iterator[Any], screen: "Screen", stopping: _Stopping) -> Non
 
 
 class _Recorder:
-    """In the place of a screen: records what is printed."""
+    """Takes the place of a screen, and records what would be printed."""
 
     def __init__(self) -> None:
         self._printed: list[list[Any]] = []
@@ -195,7 +206,7 @@ class _Recorder:
         self._printed.append(["error", str(error), error.exit_code])
 
     def take(self) -> list[list[Any]]:
-        """What was printed since the last call."""
+        """The items that were recorded since the last call, such as `["line", "Hello"]`."""
         printed, self._printed = self._printed, []
         return printed
 
@@ -203,7 +214,10 @@ class _Recorder:
 def answer_question(
     model: "LoadedModel", question: "AskedQuestion", interrupted: "Interrupted"
 ) -> Iterator[list[list[Any]]]:
-    """Answer a question in a session of its own, in the server; yields what the client prints."""
+    """Answer a question on the server, in a new session; yields lists of items to print.
+
+    `interrupted` is a function that returns whether to stop.
+    """
     from sirchat.chat.model_defaults import with_model_defaults
     from sirchat.chat.session import Session
     from sirchat.cli.chat import hold_all

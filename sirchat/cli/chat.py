@@ -36,11 +36,12 @@ def open_chat(
     quiet: bool = False,
     server: str = "off",
 ) -> None:
-    """Open a chat and talk until the user leaves; `server` says over which server, or off.
+    """Open a chat; returns when the user leaves it.
 
     A saved chat (`resume`: its id or name) opens with its own settings, then switches to those in
     `flags`; with `rebuild`, its text is read again with the settings of `flags`. If `branch` is
-    given, it is copied first, and the copy gets this name.
+    given, the saved chat is copied first; the copy gets this name and is opened. `server` is the
+    URL of a server that runs the model, `auto` for a running server of this user, or `off`.
     """
     _check_server(server, resume, trust)
     later: dict[str, Any] = {}
@@ -75,7 +76,7 @@ def open_chat(
 
 
 def _check_server(server: str, resume: str | None, trust: bool) -> None:
-    """Raise UsageError if the server at a URL is to do what a server does not."""
+    """Raise UsageError if `server` is a URL and an option is given that servers don't support."""
     if server not in ("auto", "off") and (resume is not None or trust):
         what = "--resume" if resume is not None else "--trust-remote-code"
         raise UsageError(f"--server has no effect with {what}", hint="give one of the two")
@@ -90,7 +91,7 @@ def open_saved(
     *,
     rebuild: bool = False,
 ) -> "Session":
-    """Open a session; load the chat saved in `store`, if any; then switch to settings `later`."""
+    """Open a session, load the chat saved in `store`, if any, and switch to settings `later`."""
     session = open_session(profile, trust, report)
     if store is not None:
         from sirchat.saved.autosave import resume_session
@@ -111,10 +112,11 @@ _AT_ONCE = (
 def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool, branch: str | None = None
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """Settings to open the saved chat `ident` with; its store; settings to switch to afterwards.
+    """Open the file of the saved chat `ident`, and combine its settings with `flags`.
 
-    With `at_once`, all settings from `flags` are in the first group, else only those of `_AT_ONCE`.
-    With `branch`, the store is that of a copy with this name.
+    Returns the settings with which to open the chat, the open file, and the settings to switch to
+    afterwards. The former include all of `flags` if `at_once`, else only those in `_AT_ONCE`. If
+    `branch` is given, the file is a copy of the chat with this name.
     """
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
@@ -188,11 +190,12 @@ def ask_once(
     trust: bool,
     server: str = "off",
 ) -> None:
-    """Ask, print the reply alone on standard output, and end.
+    """Ask one question, and print only the reply on standard output.
 
-    Text from a pipe or a file is put before the question, or is the question. `resume` is the id or
-    name of a saved chat in which to ask; question and reply are saved there. `server` says whether
-    a running server answers: auto, off, or its URL.
+    Text from a pipe or a file is put before the question; it may also be the question itself.
+    `resume` is the id or name of a saved chat in which to ask; question and reply are saved there.
+    `server` is the URL of a server that answers, `auto` for a running server of this user, or
+    `off`.
     """
     text, is_piped = _message(question)
     _check_server(server, resume, trust)
@@ -236,9 +239,9 @@ def ask_once(
 
 
 def hold_all(session: "Session", text: str) -> None:
-    """Raise the budget so that message and reply are held whole, if model and memory allow it.
+    """Raise the budget so that all tokens of message and reply are held, if this is possible.
 
-    The cache may take half of the memory that is free.
+    The limits are the model's context length, and half of the free memory for the KV cache.
     """
     from sirchat.models.shape import free_memory
 
@@ -254,7 +257,11 @@ def hold_all(session: "Session", text: str) -> None:
 
 
 def _message(question: str) -> tuple[str, bool]:
-    """The text of standard input, if any, then the question; also whether there was such text."""
+    """The message, and whether text of standard input is in it.
+
+    The message is the text of standard input, if any, then the question. Raises UsageError if both
+    are empty, or if the text can't be used.
+    """
     given = ""
     if not sys.stdin.isatty():
         try:
@@ -333,7 +340,7 @@ def tutorial(
         from sirchat.ui.tutorial import SETTINGS, run_tutorial
 
     def opened(report: "Progress | None") -> "Session":
-        # Of the user's settings, only those that do not change what is shown.
+        # Only those of the user's settings are used that do not change what is shown.
         model = load_model("tiny", device="cpu", threads=own.threads, progress=report)
         return Session(model, Profile(save=False, theme=own.theme, **SETTINGS))
 

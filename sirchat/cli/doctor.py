@@ -170,6 +170,6 @@ def _page() -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """A line escaped for roff, in which a dot or quote at the start would begin a request."""
+    """A line escaped for roff, which takes a dot or quote at its start for a command."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

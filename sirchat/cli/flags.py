@@ -26,7 +26,7 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add a flag for every setting to a command.
 
-    The values that the user gave are passed as the argument `flags`, by name of the setting.
+    The command gets the values that the user gave in its argument `flags`, by name of the setting.
     """
     own = inspect.signature(command).parameters
     extra = _parameters()
@@ -206,7 +206,10 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Context manager: no garbage collection; it takes 1/6 of loading time, and frees nothing."""
+    """Context manager: inside, Python does not collect garbage.
+
+    While a model loads, garbage collection would take 1/6 of the time, and free nothing.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -225,7 +228,7 @@ def load(
 ) -> "LoadedModel":
     """Load the model of a profile; `report` is called with its progress.
 
-    With `for_hub`, module and tokenizer are those of transformers in any case.
+    With `for_hub`, module and tokenizer are always those of transformers, never those of sirchat.
     """
     with interruptible_imports():
         from sirchat.memory.segments import sweep

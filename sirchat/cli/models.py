@@ -171,7 +171,7 @@ def models_fit(
 def _fit_devices(
     name: str, devices: str, budget: str | None, *, balanced: bool, json: bool
 ) -> None:
-    """Show how the model would lie on several GPUs; exit code 1 if it does not fit."""
+    """Print how the model's layers would be spread over GPUs; exit code 1 if they don't fit."""
     from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
     from sirchat.models.fit import layout_of, parse_devices
     from sirchat.models.listing import find_model
@@ -194,7 +194,7 @@ def _fit_devices(
 
 
 def _layout_data(layout: "Layout") -> dict[str, object]:
-    """What `sirchat models fit --devices` shows, as a JSON object."""
+    """The output of `sirchat models fit --devices` as a JSON object."""
     return {
         "budget": layout.budget,
         "precision": layout.precision,

@@ -83,7 +83,7 @@ def commands() -> dict[str, str]:
 
 
 def lazy_commands() -> dict[str, str]:
-    """By command, the module to import when the command is used; it defines `NAME_app`."""
+    """The commands that are imported when used: by name, the module that defines `NAME_app`."""
     modules = {
         "serve": "sirchat.cli.serve",
         "sessions": "sirchat.cli.sessions",

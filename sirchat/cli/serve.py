@@ -70,8 +70,8 @@ def serve(
 ) -> None:
     """Answer programs over HTTP, by the interface of OpenAI's chat completions.
 
-    Each conversation is held under the budget; of what a client sends again, nothing is read twice.
-    Conversations are saved, unless --no-save is given; Ctrl-C ends the server.
+    Each conversation stays within the budget; messages that a client sends again are not read
+    twice. Conversations are saved, unless --no-save is given; Ctrl-C ends the server.
     """
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise UsageError("the server is not installed", hint="pip install 'sirchat[server]'")
@@ -94,7 +94,7 @@ def serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that is bound; raises SirchatError if that is impossible."""
+    """A socket that is bound to this host and port; raises SirchatError if it can't be bound."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -114,7 +114,8 @@ def _listening(host: str, port: int) -> socket.socket:
 def _private_socket(model: str) -> Iterator[socket.socket | None]:
     """Context manager: a Unix socket by which this user's programs, such as `ask`, find the server.
 
-    None where there are no such sockets, if its path is too long, or if another server has it.
+    Yields None if the system has no Unix sockets, if the path is too long, or if another server
+    listens there.
     """
     path = paths.server_socket(model)
     listener = None
@@ -135,7 +136,7 @@ def _private_socket(model: str) -> Iterator[socket.socket | None]:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A Unix socket at `path` that only its owner can open; raises OSError."""
+    """A Unix socket at `path` that only its owner can open; raises OSError if it can't be made."""
     paths.private_dir(path.parent)
     path.unlink(missing_ok=True)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX)
@@ -175,7 +176,7 @@ def _seconds(text: str) -> float:
 def _open(
     profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
 ) -> "ChatServer":
-    """Load the model, and make the server; a setting that is not allowed fails here.
+    """Load the model, and make the server; raises SirchatError for a setting that is not allowed.
 
     `limits`: how many conversations are in memory, how many on disk, and how many requests wait.
     """
@@ -202,9 +203,10 @@ def _open(
 
 
 class _Activity:
-    """Wraps an application: knows when the last request that asks for something has ended.
+    """ASGI middleware that measures how long the server has had no request.
 
-    A page that only looks at the conversations, by GET, does not keep the server running.
+    GET requests do not count, so that a page that only shows conversations does not keep the server
+    running.
     """
 
     def __init__(self, app: Any) -> None:
@@ -222,16 +224,16 @@ class _Activity:
 
     @property
     def idle(self) -> float:
-        """For how many seconds nothing was asked."""
+        """Number of seconds since the last request ended; 0 while there is a request."""
         return 0.0 if self._active else time.monotonic() - self._since
 
 
 def _run(
     server: "ChatServer", sockets: list[socket.socket], host: str, *, idle: float, debug: bool
 ) -> None:
-    """Serve until a signal comes, or until nothing was asked for `idle` seconds.
+    """Serve until a signal comes, or until there was no request for `idle` seconds.
 
-    SIGTERM then ends the program with exit code 0.
+    After SIGTERM, the program ends with exit code 0.
     """
     import uvicorn
 

@@ -1,4 +1,4 @@
-"""`sirchat --server`: a chat at the prompt, whose model and memory a running server has."""
+"""`sirchat --server`: a chat at the prompt, whose model and memory are on a running server."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -42,10 +42,10 @@ _COMMANDS = {
 
 
 def chat_over_server(server: str, profile: Profile, given: set[str], screen: Screen) -> bool:
-    """Chat over a server until the user leaves; False if `server` is `auto` and there is none.
+    """Chat over a server until the user leaves; returns False if `auto` finds no server.
 
-    `given` are the settings on the command line. Raises SirchatError if the server at a URL can't
-    be asked.
+    `given` are the names of settings on the command line. Raises SirchatError if `server` is a URL
+    and this server does not respond.
     """
     connect = connection_to(server, profile)
     if connect is None:
@@ -68,13 +68,15 @@ def chat_over_server(server: str, profile: Profile, given: set[str], screen: Scr
 
 
 class ServerChat:
-    """Sends each message with all before it; the server finds the conversation, and its memory.
+    """A chat at the prompt, whose model and memory are on a server.
+
+    All earlier messages are sent with each message, so that the server finds the conversation.
 
     Args:
-        connect: makes a connection to the server.
-        profile: settings; those of sampling and memory that are set go with each request.
+        connect: function that makes a connection to the server.
+        profile: settings; sampling and memory settings that the user set go with each request.
         screen: where replies are shown.
-        entry: where messages are typed.
+        entry: keyboard, history and prompt.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class ServerChat:
         entry.prompt.serve(completer, lambda: self._status)
 
     def run(self) -> None:
-        """Run each line until the user leaves."""
+        """Read and run lines until the user leaves."""
         while True:
             try:
                 self._entry.keyboard.keep_typed()
@@ -150,7 +152,7 @@ class ServerChat:
         return name != "exit"
 
     def _back(self, *, is_retried: bool) -> None:
-        """Take back the last message and its reply, or let the server answer it once more."""
+        """Take back the last message and its reply; if `is_retried`, send the message again."""
         if not self._said:
             raise UsageError("there is no message to take back")
         *before, asked, _ = self._said
@@ -161,7 +163,10 @@ class ServerChat:
             self._screen.note(f"taken back: {shorten(displayable_line(asked['content']), 60)}")
 
     def _ask(self, said: list[dict[str, str]]) -> None:
-        """Show the reply to these messages, the last one the user's; Ctrl-C or Esc ends it."""
+        """Send these messages, of which the last is the user's, and show the reply.
+
+        Ctrl-C or Esc ends the reply.
+        """
         body = {"messages": [*self._begun, *said], "stream": True, **self._fields}
         connection, text = self._connect(), ""
         try:
@@ -189,13 +194,16 @@ class ServerChat:
         self._status = f"{memory['policy']} · {counts}, {memory['evicted']:,} evicted"
 
     def _session(self, method: str, change: dict[str, Any] | None = None) -> Any:
-        """The memory of the conversation, after a change."""
+        """Send a request about the conversation; returns the JSON that describes its memory.
+
+        `change` is what to change in the memory, if anything.
+        """
         if not self._id:
             raise UsageError("nothing was said yet")
         return _asked(self._connect, method, f"/v1/sirchat/sessions/{self._id}", change)
 
     def _changed(self, memory: dict[str, Any]) -> None:
-        """Show what a change has done."""
+        """Show the memory after a change, and the notices that the server sent about the change."""
         for event in memory["events"]:
             if event["event"] == "notice":
                 self._screen.note(event["text"])
@@ -207,7 +215,10 @@ class ServerChat:
 
 
 def _asked(connect: Callable[[], HTTPConnection], method: str, path: str, body: Any = None) -> Any:
-    """The JSON of a response; raises SirchatError if the server refuses or can't be asked."""
+    """Send a request; returns the response's JSON.
+
+    Raises SirchatError if the server refuses or does not respond.
+    """
     connection = connect()
     try:
         return json.load(_response(connection, method, path, body))
@@ -218,7 +229,7 @@ def _asked(connect: Callable[[], HTTPConnection], method: str, path: str, body: 
 
 
 def _response(connection: HTTPConnection, method: str, path: str, body: Any) -> HTTPResponse:
-    """The response to a request; raises SirchatError if the server refuses."""
+    """Send a request; returns the response. Raises SirchatError if the server refuses."""
     data = None if body is None else json.dumps(body)
     connection.request(method, path, data, headers())
     response = connection.getresponse()
@@ -228,7 +239,7 @@ def _response(connection: HTTPConnection, method: str, path: str, body: Any) -> 
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[Any]:
-    """The JSON of each event of a stream; raises SirchatError if it ends too early."""
+    """Yield the JSON of each event in a stream; raises SirchatError if it ends too early."""
     with suppress(OSError, HTTPException, ValueError):
         for line in lines:
             if line == b"data: [DONE]\n":
@@ -239,7 +250,7 @@ def _events(lines: Iterator[bytes]) -> Iterator[Any]:
 
 
 def _held(rows: list[dict[str, Any]]) -> str:
-    """The text of held tokens, with dots where others were between them."""
+    """The text of the held tokens, with ` ... ` wherever tokens between them were evicted."""
     text, last = "", -1
     for row in rows:
         text += " ... " * (row["position"] > last + 1) + row["text"]

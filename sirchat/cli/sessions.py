@@ -150,12 +150,12 @@ def sessions_export(
     export_session(find_session(sessions_dir(), ident), lines)
     if file is None:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(encoding="utf-8")  # in any locale, because it is read again
+            sys.stdout.reconfigure(encoding="utf-8")  # in any locale, for `sirchat replay`
         typer.echo(lines.getvalue().decode(), nl=False)
         return
     if file.exists() and not force:
         raise UsageError(f"{file} exists", hint="--force replaces it")
-    if file.exists() and not file.is_file():  # a device or a pipe stays one
+    if file.exists() and not file.is_file():  # a device or a pipe is not replaced
         with open_private(file, "wb") as stream:
             stream.write(lines.getvalue())
     else:
@@ -179,7 +179,10 @@ class _Removal:
     relatives: int
 
     def what_stays(self, lines: int) -> list[str]:
-        """Lines that say what is not deleted: `lines` lines of input history, related chats."""
+        """Sentences that tell the user what is not deleted: typed lines, and related chats.
+
+        `lines` is the number of lines of the input history that stay.
+        """
         stays = []
         if lines:
             one = lines == 1
@@ -197,7 +200,7 @@ class _Removal:
 
 
 def _removal(ident: str) -> _Removal:
-    """The chat with this id or name; raises SessionError if missing, or if `last` is in use."""
+    """The chat with this id or name; raises SessionError if there is none, or `last` is in use."""
     from sirchat.saved.session_list import find_session, list_sessions
     from sirchat.saved.store import SessionStore
 

@@ -11,10 +11,11 @@ from typing import Any
 
 
 def prepare_streams() -> str:
-    """Replace closed streams, and allow printing in any locale; returns the problem, or "".
+    """Replace closed standard streams, and make printing work in any locale.
 
-    A closed standard input is then empty; errors to a closed standard error are not shown. Only a
-    closed standard output is a problem. Characters that the locale lacks become question marks.
+    Returns an error text if standard output is closed, else "". A closed standard input is replaced
+    by an empty one; errors to a closed standard error are not shown. Characters that the locale
+    lacks become question marks.
     """
     closed = sys.stdout is None
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -27,7 +28,7 @@ def prepare_streams() -> str:
 
 
 def _nothing(number: int, mode: str) -> Any:
-    """Open the null device as file number `number`, so that no other file gets this number."""
+    """Open the null device as file descriptor `number`, so that no other file gets this number."""
     opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
     if opened != number:
         os.dup2(opened, number)
@@ -36,7 +37,7 @@ def _nothing(number: int, mode: str) -> Any:
 
 
 _ENDING = ("SIGTERM", "SIGHUP")
-_SECONDS = 1.0  # after a signal, until a check whether the program is ending
+_SECONDS = 1.0  # from a signal to the check whether the program is ending
 
 
 def end_in_order() -> None:
@@ -74,7 +75,7 @@ class _Leave:
         sys.exit(128 + number)
 
     def _insist(self, number: int) -> None:
-        """Send a signal again if the program goes on: a library may have caught its SystemExit."""
+        """Send the signal again if the program goes on; a library may have caught SystemExit."""
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
         while error is not None:  # an error raised later has the SystemExit as its context
@@ -102,8 +103,8 @@ class _Leave:
 def leave_terminal() -> None:
     """Show the cursor again, which an interrupted progress bar may have left hidden.
 
-    Every command ends with this step, also after an error: from here on a signal ends the process
-    at once, without a traceback.
+    This is the last step of every command, also after an error: from here on, a signal ends the
+    process at once, without a traceback.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)

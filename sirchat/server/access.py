@@ -1,8 +1,8 @@
-"""Who may ask: checks the host, the origin and the API key of each request.
+"""Access control: checks the host, the origin and the API key of each request.
 
-A web page can make a browser send requests to a server on its user's machine, also under a name of
-the page's own that leads to this machine. So a server for this machine alone accepts only the names
-of this machine.
+A web page can make the user's browser send requests to this server, also under a host name of the
+page's own that resolves to this machine. So a server that listens only on this machine accepts only
+this machine's names as host.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Access:
-    """Wraps an application: refuses requests that it must not see.
+    """ASGI middleware: refuses requests of clients that may not use the server.
 
     Attributes:
-        app: the application.
-        host: the name or address where it listens.
-        key: the API key that requests must have; None if they need none.
+        app: the application that answers all other requests.
+        host: the name or address where the server listens.
+        key: the API key that requests must have; None if no key is needed.
     """
 
     app: ASGIApp
@@ -45,7 +45,7 @@ class Access:
     key: str | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let the application answer it."""
+        """Refuse a request, or pass it to the application."""
         if scope["type"] == "http":
             try:
                 self._check(Headers(scope=scope), needs_key=_needs_key(scope))
@@ -80,21 +80,26 @@ class Access:
 
 
 def _needs_key(scope: Scope) -> bool:
-    """Whether a request needs the API key: not for the page, which has nothing of a conversation.
+    """Whether a request needs the API key.
 
-    Nor through the Unix socket, which has no port, and which only the server's own user can open.
+    The page `/` and `/health` need none, because they contain nothing of a conversation. Requests
+    through the Unix socket need none either, because only the server's own user can open it; such
+    requests have no port.
     """
     _, port = scope.get("server") or ("", 0)
     return scope["path"] not in ("/", "/health") and port is not None
 
 
 def _asked_from_afar(asked: str | None, access: Access) -> Sequence[str | None]:
-    """The name under which a client of another machine reaches the server."""
+    """The request's own host as a further origin to accept; empty if only this machine connects.
+
+    `asked` is the host in the request's `Host` header. The result has at most one item.
+    """
     return () if is_loopback(access.host) or asked is None else (asked,)
 
 
 def _host_of(url: str) -> str | None:
-    """The host that a URL names, without port and brackets; None if it names none."""
+    """The host name in a URL, without port and brackets; None if the URL has none."""
     try:
         return urlsplit(url).hostname
     except ValueError:
@@ -102,6 +107,6 @@ def _host_of(url: str) -> str | None:
 
 
 def too_large() -> RequestError:
-    """The error for a body that is too large."""
+    """The error for a request whose body has more than `MOST_BYTES`."""
     most = MOST_BYTES // 2**20
     return RequestError(f"the request is too large; allowed: up to {most} MiB", status=413)

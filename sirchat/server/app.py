@@ -1,4 +1,4 @@
-"""The HTTP interface: the endpoints, in the shape of OpenAI's API."""
+"""The server's HTTP endpoints, by the interfaces of OpenAI and Ollama."""
 
 from __future__ import annotations
 
@@ -56,12 +56,18 @@ Result = TypeVar("Result")
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 """Settings that a request may change for its conversation."""
 
-_MOST_CALLS = 8  # in a reply that must call tools
+_MOST_CALLS = 8  # most calls in a reply that must call tools
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How many conversations are in memory, how many on disk, and how many requests may wait."""
+    """The limits of a server.
+
+    Attributes:
+        conversations: largest number of conversations in memory.
+        saved: largest number of conversations on disk.
+        queue: largest number of requests that wait for a conversation.
+    """
 
     conversations: int = 8
     saved: int = 100
@@ -78,10 +84,10 @@ def open_server(
     key: str | None,
     answer: Answer | None = None,
 ) -> ChatServer:
-    """The server of a loaded model, with the conversations that are saved in `folder`.
+    """Make the server of a loaded model; it continues the conversations saved in `folder`.
 
-    For `host`, `key` and `answer` see `ChatServer`. Raises SettingError for a setting that the
-    model does not allow.
+    `host`, `key` and `answer` are arguments of `ChatServer`. Raises SettingError if the model does
+    not allow one of the profile's settings.
     """
     own = with_model_defaults(profile, model)
     check_profile(own, model)
@@ -93,19 +99,19 @@ def open_server(
 
 
 class ChatServer:
-    """The endpoints of one model.
+    """The HTTP server of one model: an application with all endpoints.
 
     Attributes:
-        app: the application, which a server such as uvicorn runs.
+        app: the ASGI application, which a server such as uvicorn runs.
         replies: the thread that generates the replies.
         model: the name by which clients call the model.
 
     Args:
-        conversations: where the replies are generated.
-        queue: how many requests may wait.
+        conversations: the conversations in which replies are generated.
+        queue: how many requests may wait for a conversation.
         host: the name or address where the server listens.
-        key: the API key that requests must have; None if they need none.
-        answer: answers the questions of `sirchat ask`; None if the server does not.
+        key: the API key that requests must have; None if no key is needed.
+        answer: function that answers `sirchat ask`; None if this server does not answer it.
     """
 
     def __init__(
@@ -180,7 +186,7 @@ class ChatServer:
         return JSONResponse({"version": VERSION})
 
     async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
-        """The response with a reply, in the shape of its endpoint."""
+        """Generate the reply to a request; returns the HTTP response, whose JSON `shape` makes."""
         if asked.model not in (None, *self._names):
             raise RequestError(
                 f"there is no model {format_value(asked.model)}; this server has {self.model}",
@@ -208,7 +214,10 @@ class ChatServer:
         return History.of(system, as_said(asked.turns), written)
 
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
-        """How to answer; raises RequestError for a value that the settings never allow."""
+        """The options of a reply, from the request's fields and the server's settings.
+
+        Raises RequestError for a value that no setting allows.
+        """
         settings = asked.settings()
         for name, value in settings.items():
             try:
@@ -236,12 +245,15 @@ class ChatServer:
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """The names by which clients may call a model: its own, and its last part, without folders."""
+    """The names that clients may use for a model: its full name, and the last part of this name.
+
+    The last part of `org/name`, for example, is `name`.
+    """
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request; raises RequestError as soon as it is too large."""
+    """Read a request's body; raises RequestError as soon as more than `MOST_BYTES` are read."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -251,13 +263,13 @@ async def read_body(request: Request) -> bytes:
 
 
 class ReplyParts:
-    """The parts of a reply as they come from the thread that generates it."""
+    """The parts of one reply, passed from the thread that generates it to the event loop."""
 
     def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
         loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Sent]()
 
         def send(part: Sent) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and so has the client
+            with suppress(RuntimeError):  # the event loop has ended: no client is left
                 loop.call_soon_threadsafe(self._queue.put_nowait, part)
 
         self._thread = thread
@@ -266,11 +278,11 @@ class ReplyParts:
         thread.submit(self._reply)
 
     async def begin(self) -> None:
-        """Wait for the first part; raises RequestError if the reply failed."""
+        """Wait for the first part of the reply; raises RequestError if the reply fails before."""
         self._first = await self._next()
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        """All parts; raises RequestError if the reply fails."""
+        """Yield all parts, the reply's end last; raises RequestError if the reply fails."""
         part = self._first or await self._next()
         yield part
         while not isinstance(part, ReplyEnd):
@@ -284,12 +296,15 @@ class ReplyParts:
         return part
 
     def cancel(self) -> None:
-        """End the reply, because nobody waits for it."""
+        """Stop generating the reply, because the client no longer waits for it."""
         self._thread.cancel(self._reply)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; raises RequestError if the client closes the connection before."""
+    """Wait for `work`, and return its result.
+
+    Raises RequestError if the client closes the connection before `work` has ended.
+    """
 
     async def wait_for_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -307,7 +322,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 class _EventStream(StreamingResponse):
-    """A stream of events; the reply ends if the client closes the connection."""
+    """A streamed response; if the client closes the connection, the reply is cancelled."""
 
     def __init__(self, events: AsyncIterator[str], media: str, parts: ReplyParts) -> None:
         super().__init__(events, media_type=media)
@@ -322,7 +337,7 @@ class _EventStream(StreamingResponse):
 
 
 async def show_error(request: Request, error: RequestError) -> Response:
-    """The response to a request that can't be answered."""
+    """The HTTP response for a RequestError."""
     return JSONResponse(error.body, error.status, error.headers)
 
 

@@ -1,7 +1,8 @@
-"""`/v1/sirchat/ask`: what `sirchat ask` prints, from the model that the server has loaded.
+"""`/v1/sirchat/ask`: answers `sirchat ask` with the model that the server has loaded.
 
-The response is a line of JSON after the other: first the question's id, then lists of what to
-print, each a list that begins with `stream`, `line`, `note`, `json`, `error` or `end`.
+The response has one JSON value per line: first an object with the question's id, then lists of
+items to print. Each item is itself a list, which begins with `stream`, `line`, `note`, `json`,
+`error` or `end`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,21 @@ from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import RequestError
 
 Printed = list[Any]
-"""What to print: how, and the text."""
+"""An item to print: its kind, such as `line`, and its text or other content."""
 
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
-"""Settings of the loaded model, in which a question can't differ from the server."""
+"""Settings that are fixed when the model is loaded; a question must have the server's values."""
 
 
 class AskedQuestion(BaseModel):
-    """What to ask: `settings` are those that the user has set; `is_piped`: text was piped in."""
+    """A question of `sirchat ask`.
+
+    Attributes:
+        text: the message, with the text from a pipe, if any.
+        is_piped: whether some of the text came from a pipe.
+        as_json: whether to answer with events as JSON.
+        settings: the settings that the user has set; the others have their defaults.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -48,23 +56,32 @@ class AskedQuestion(BaseModel):
 
     @property
     def profile(self) -> Profile:
-        """All settings."""
+        """All settings: those that the user has set, and defaults for the others."""
         return Profile(**self.settings)
 
 
 Answer = Callable[[LoadedModel, AskedQuestion, Interrupted], Iterator[list[Printed]]]
-"""Answers a question in a session of its own, a step at a time."""
+"""Function that answers a question; yields, after each step, a list of items to print."""
 
 
 @dataclass(eq=False)
 class _WaitingQuestion(WaitingReply):
-    """A question that waits for its turn, or is being answered."""
+    """A question that waits for its turn, or is being answered.
+
+    Attributes:
+        answer: takes a function that says whether to stop; yields lists of items to print.
+        show: sends such a list to the client.
+    """
 
     answer: Callable[[Interrupted], Iterator[list[Printed]]] = lambda gone: iter(())
     show: Callable[[list[Printed]], None] = lambda printed: None
 
     def generate(self, conversation: ServedConversation) -> Generator[None]:
-        """Answer it; `conversation`, whose place it takes, is of no use later."""
+        """Answer the question, and send the client what to print; yields after each step.
+
+        The answer is generated in a session of its own. `conversation` only takes a place among the
+        conversations in memory, and is dropped afterwards.
+        """
         conversation.is_exact = False
         for printed in self.answer(self.is_gone):
             self.show(printed)
@@ -76,10 +93,10 @@ class AskRoutes:
     """The endpoints for `sirchat ask`.
 
     Args:
-        replies: the thread that uses the model.
-        conversations: those of the model.
-        answer: answers a question.
-        body: reads the body of a request.
+        replies: the thread that runs the model.
+        conversations: the server's conversations, which have the model and its settings.
+        answer: function that answers a question.
+        body: function that reads a request's body.
     """
 
     def __init__(
@@ -102,14 +119,14 @@ class AskRoutes:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[list[Printed]]()
 
         def show(printed: list[Printed]) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and so has the client
+            with suppress(RuntimeError):  # the event loop has ended: no client is left
                 loop.call_soon_threadsafe(queue.put_nowait, printed)
 
         def send(part: Sent) -> None:
             if isinstance(part, RequestError):
                 show([["error", part.body["error"]["message"], 1], ["end"]])
 
-        one_alone = History(None, (), (secrets.token_bytes(),))  # of no other conversation
+        one_alone = History(None, (), (secrets.token_bytes(),))  # a key of its own
         waiting = _WaitingQuestion(one_alone, ReplyOptions(), send)
         waiting.answer = lambda gone: self._answer(self._model, question, gone)
         waiting.show = show
@@ -132,7 +149,7 @@ class AskRoutes:
             self._replies.cancel(waiting)
 
     async def _stop(self, request: Request) -> Response:
-        """End the reply to a question; what was said is kept, as after Ctrl-C."""
+        """Stop the reply to a question; the client keeps the text so far, and is sent `end`."""
         if (waiting := self._asked.get(request.path_params["id"])) is not None:
             self._replies.cancel(waiting)
         return Response(status_code=204)

@@ -1,8 +1,9 @@
-"""Many conversations on several machines, by Ray Serve: each replica has some of them.
+"""Serves conversations on several machines with Ray Serve; each replica has some of them.
 
-How a conversation begins says which replica has it, so all its requests go there, and no two
-replicas ever have the same one. When a replica dies, Ray starts it again, on another machine if it
-must, and its conversations come back from the folder that all machines share.
+A hash of a conversation's first messages selects its replica. So all requests of a conversation go
+to the same replica, and no two replicas have the same conversation. When a replica dies, Ray
+restarts it, on another machine if necessary, and it loads its conversations from the folder that
+all machines share.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class ClusterOptions(BaseModel):
-    """How many replicas there are, and what each of them has.
+    """The number of replicas, and the limits and resources of each.
 
     Attributes:
-        cpus: number of CPUs that Ray reserves for a replica, which are also its threads.
-        gpus: number of GPUs for a replica; it may be a fraction.
-        folder: where the conversations are saved, in a folder for each replica.
+        conversations, saved, queue: limits of each replica, see `Limits`.
+        cpus: number of CPUs that Ray reserves for each replica, and number of its threads.
+        gpus: number of GPUs for each replica; it may be a fraction.
+        folder: where conversations are saved; each replica has a folder of its own in it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -56,22 +58,22 @@ class ClusterOptions(BaseModel):
 
 
 class Replica:
-    """A server for the conversations of one replica.
+    """One of several servers, each of which has some of the conversations.
 
     Args:
-        profile: the settings of each new conversation, and of the model.
-        limits: how many conversations and requests it takes.
-        folder: where its conversations are saved; no other replica has this folder.
+        profile: the settings of the model and of each new conversation.
+        limits: how many conversations and waiting requests this replica may have.
+        folder: where its conversations are saved; no other replica uses this folder.
         key: the API key that requests must have.
     """
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
-        sweep(archives_dir())  # of replicas that were killed
+        sweep(archives_dir())  # removes archives of replicas that were killed
         model = load_model_of(profile)
         self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """What the application sends in answer to a request."""
+        """Pass a request to the application; yields the ASGI messages that it sends back."""
         sent, asked = asyncio.Queue[dict[str, Any] | None](), [body]
 
         async def receive() -> dict[str, Any]:
@@ -82,7 +84,7 @@ class Replica:
         async def run() -> None:
             try:
                 await self._server.app(scope, receive, sent.put)  # type: ignore[arg-type]
-            except Exception as error:  # the client has been told
+            except Exception as error:  # the application has sent the client an error
                 _LOG.error("a request failed: %s", type(error).__name__)
             finally:
                 sent.put_nowait(None)
@@ -115,7 +117,7 @@ class Router:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        """The response to a request."""
+        """Pass a request to its replica; returns the replica's response."""
         try:
             body, path = await read_body(request), request.url.path
             given = _parsed(body)
@@ -129,7 +131,7 @@ class Router:
             return await show_error(request, error)
 
     async def _overview(self, request: Request) -> Response:
-        """The conversations of all replicas."""
+        """The list of all conversations, joined from the lists of all replicas."""
         numbers = range(len(self._replicas))
         found = await asyncio.gather(*(self._ask(number, request, b"") for number in numbers))
         bodies = [await _whole(one) for one in found]
@@ -139,7 +141,10 @@ class Router:
         return JSONResponse(lists[0] | {"data": [one for each in lists for one in each["data"]]})
 
     async def _of_any(self, request: Request, body: bytes) -> Response:
-        """The response of the replica that has what the request names; others say 404."""
+        """Ask the replicas one after another; returns the first response whose status is not 404.
+
+        This is for requests that name a conversation or a response by its id.
+        """
         for number in range(len(self._replicas)):
             response = await self._ask(number, request, body)
             if response.status_code != 404:
@@ -148,7 +153,10 @@ class Router:
         return Response(told, 404, dict(response.headers))
 
     async def _ask(self, number: int, request: Request, body: bytes) -> StreamingResponse:
-        """The response of a replica; raises RequestError if it has died."""
+        """Pass a request to replica `number`; returns its response, of which the body is streamed.
+
+        Raises RequestError if the replica has died.
+        """
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
         scope |= {"root_path": "", "headers": [tuple(one) for one in request.scope["headers"]]}
         messages = self._replicas[number].options(stream=True).answer.remote(scope, body)
@@ -172,14 +180,15 @@ class Router:
 
 
 async def _whole(response: StreamingResponse) -> bytes:
-    """The body of a response."""
+    """Read the whole body of a streamed response."""
     return b"".join([bytes(piece) async for piece in response.body_iterator])  # type: ignore[arg-type]
 
 
 def conversation_key(given: Mapping[str, Any]) -> bytes:
-    """A hash of how a conversation begins, which all its requests share, in each API's shape.
+    """A hash of a conversation's beginning: the system prompt and the first user message.
 
-    That is its system prompt and the first message of the user; `given` is a request's JSON.
+    All requests of a conversation have the same hash. `given` is the JSON of a request, in the
+    format of any of the APIs.
     """
     messages = given.get("messages", given.get("input", given.get("prompt")))
     said = [given.get("instructions")]
@@ -195,16 +204,16 @@ def conversation_key(given: Mapping[str, Any]) -> bytes:
 
 
 def owner(key: bytes, count: int) -> int:
-    """The number of the replica, of `count`, that has the conversations with this key.
+    """The number of the replica, from 0 to `count` - 1, that has the conversations with this key.
 
-    With one replica more, only the conversations that it gets have another one than before
-    (rendezvous hashing, Thaler and Ravishankar 1998).
+    When a replica is added, only the conversations that move to it change their replica (rendezvous
+    hashing, Thaler and Ravishankar 1998).
     """
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """The fields of a body; none if it is wrong, which the replica says."""
+    """Parse a request's body; {} if it is not a JSON object, which the replica then reports."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -213,10 +222,10 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def app(settings: Mapping[str, Any]) -> Any:
-    """The application of `serve run sirchat.server.cluster:app NAME=VALUE ...`.
+    """Make the application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
 
-    The names are those of `ClusterOptions`, of the settings, and `profile`. Raises UsageError or
-    SettingError for what is not allowed.
+    Each NAME is an attribute of `ClusterOptions`, a setting, or `profile`. Raises UsageError or
+    SettingError for a name or value that is not allowed.
     """
     own = {name: settings[name] for name in ClusterOptions.model_fields if name in settings}
     try:

@@ -1,4 +1,4 @@
-"""The JSON of a reply in the shapes of OpenAI's completions: of a chat, and of a text."""
+"""The JSON of a reply in the formats of OpenAI's chat completions and text completions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from sirchat.server.requests import ChatRequest, ReplyRequest, RequestError
 
 Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]
-"""The parts of a reply, the end last; raises RequestError if the reply fails."""
+"""The parts of a reply, the end last; iterating raises RequestError if the reply fails."""
 
 
 class Shape(Protocol):
-    """The JSON of one reply, whole or in a stream; `media` is the type of the stream."""
+    """Makes the JSON of one reply, in one piece or as a stream.
+
+    Attributes:
+        media: the media type of the stream, such as `text/event-stream`.
+    """
 
     media: str
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """The JSON of the whole reply."""
+        """Wait for the end of the reply; returns its JSON object."""
 
     def events(self, parts: Parts) -> AsyncIterator[str]:
-        """The events of a stream."""
+        """Yield the text of the stream, piece by piece, while the reply is generated."""
 
 
 async def collected(parts: Parts) -> tuple[str, list[ReplyText], ReplyEnd]:
-    """The text of a reply, its pieces, and its end."""
+    """Wait for all parts of a reply; returns its text, its text parts, and its end."""
     *said, end = [part async for part in parts]
     pieces = [part for part in said if isinstance(part, ReplyText)]
     assert isinstance(end, ReplyEnd)
@@ -37,7 +41,7 @@ async def collected(parts: Parts) -> tuple[str, list[ReplyText], ReplyEnd]:
 
 
 class _Completion:
-    """What the two shapes have in common: how a choice is made of text, they say themselves."""
+    """Base class of both formats; subclasses make the fields of a `choice` from the text."""
 
     media = "text/event-stream"
     kind, prefix, chunk_kind = "", "", ""
@@ -51,15 +55,15 @@ class _Completion:
         raise NotImplementedError
 
     def _piece(self, said: ReplyText | None) -> dict[str, Any]:
-        """The fields of a piece of the reply; None is its end."""
+        """The fields of the streamed choice for one part of the reply; if None, for its end."""
         raise NotImplementedError
 
     def _opening(self) -> list[dict[str, Any]]:
-        """The fields of a piece that comes before the reply."""
+        """The fields of choices that are streamed before the reply; by default, there are none."""
         return []
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """The JSON of the whole reply."""
+        """Wait for the end of the reply; returns its JSON object."""
         text, said, end = await collected(parts)
         choice = {"index": 0, **self._whole(text, said), "finish_reason": end.finish}
         return {
@@ -71,7 +75,7 @@ class _Completion:
         }
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """The events of a stream."""
+        """Yield the server-sent events of the reply, while it is generated."""
         for fields in self._opening():
             yield self._chunk(fields)
         try:
@@ -97,14 +101,14 @@ class _Completion:
 
 
 class ChatShape(_Completion):
-    """A reply in a chat."""
+    """The JSON of a chat completion."""
 
     kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
 
     def __init__(self, asked: ChatRequest, model: str) -> None:
         super().__init__(asked, model)
         self._has_logprobs = asked.logprobs
-        self._calls = 0  # that were sent
+        self._calls = 0  # number of calls sent so far
 
     def _whole(self, text: str, said: list[ReplyText]) -> dict[str, Any]:
         calls = [call.message() for one in said for call in one.calls]
@@ -141,7 +145,7 @@ class ChatShape(_Completion):
 
 
 class TextShape(_Completion):
-    """A text that the model continues."""
+    """The JSON of a text completion: the model continues a text."""
 
     kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
 
@@ -153,6 +157,6 @@ class TextShape(_Completion):
 
 
 def event(content: dict[str, Any], name: str = "") -> str:
-    """A server-sent event; `name` is its type, if it has one."""
+    """A server-sent event with `content` as JSON; `name` is the event's type, or "" for none."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,7 +1,8 @@
-"""Finds the conversation that a request continues, so that nothing is read twice.
+"""Finds the conversation that a request continues, so that no message is read twice.
 
-A client sends all messages each time. Each prefix of them has a key, a hash; a conversation has the
-keys of the prefixes that its session has read.
+A client sends all messages with each request. A key, which is a hash, stands for each prefix of
+these messages, that is, for the first n of them. A conversation has the keys of the prefixes that
+its session has read.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ _FIRST = 80  # characters
 
 
 class BusyError(Exception):
-    """Something can be done only when a reply under way has ended."""
+    """A conversation is in use, or memory has no free place: try again after a reply has ended."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The messages of a request: a system prompt, then (role, text) of each message.
+    """The messages of a request.
 
-    `keys[n]` stands for the system prompt, the tools and the first n messages. `tools` is JSON;
-    for messages that concern tools, roles and texts are as `tools.as_said` writes them.
+    Attributes:
+        system: the system prompt; None if there is none.
+        messages: role and text of each message, as `tools.as_said` writes them.
+        keys: `keys[n]` is the hash of the system prompt, the tools and the first n messages.
+        tools: the tools that the model may call, as JSON; "" if there are none.
     """
 
     system: str | None
@@ -48,7 +52,7 @@ class History:
     def of(
         cls, system: str | None, messages: Iterable[tuple[str, str]], tools: str = ""
     ) -> History:
-        """The history of these messages, without lone surrogates, which no tokenizer reads."""
+        """Make a history; lone surrogates in the texts are replaced, as no tokenizer reads them."""
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
@@ -61,9 +65,9 @@ class History:
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key of a prefix and one more message; `key` is that of the prefix.
+    """The key of a prefix that is one message longer than the prefix with the key `key`.
 
-    Blanks around a reply don't count, because clients often remove them.
+    Blanks around a reply don't change the result, because clients often remove them.
     """
     said = text.strip() if role == "assistant" else text
     return sha256(key + role.encode() + b"\n" + said.encode()).digest()
@@ -71,17 +75,18 @@ def key_after(key: bytes, role: str, text: str) -> bytes:
 
 @dataclass(eq=False)
 class ServedConversation:
-    """A session, and which messages it has read.
+    """A conversation on the server: its session, and which messages this session has read.
 
     Attributes:
-        id: the name by which clients ask for its memory; nobody can guess it.
-        keys: as in `History`, for the messages that the session has read or generated.
+        id: the name by which clients refer to this conversation; nobody can guess it.
+        keys: the keys, as in `History`, of the messages that the session has read or generated.
         roles: the role of each of these messages.
-        settings: what was set for this conversation alone, such as its policy.
-        saving: writes the conversation to its file; None while it has none.
+        settings: settings that were changed for this conversation alone, such as its policy.
+        saving: writes the conversation to its file; None if it has no file yet.
         is_busy: whether a reply is being generated in this conversation, or it is being saved.
-        is_exact: whether the session has read these messages and nothing else.
-        is_outdated: whether its file lacks what is new, because it can't be written.
+        is_exact: whether the session has read exactly the messages that have `keys`; if not, the
+            conversation is not continued.
+        is_outdated: whether its file lacks the newest part, because it could not be written.
     """
 
     session: Session
@@ -97,50 +102,54 @@ class ServedConversation:
     def add(self, role: str, text: str) -> None:
         """Record a message that the session has read or generated."""
         self.keys.append(key_after(self.keys[-1], role, text))
-        self.roles.append("user" if role == "tool" else role)  # undo goes back to before it
+        self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
     def fork(self, history: History) -> int:
-        """How many messages of `history` need not be read; the session may have to undo others.
+        """The number of first messages of `history` that the session need not read again.
 
-        Its last message is read in any case. Undo goes back to just before a user message.
+        It never includes the last message of `history`. The session may have to undo messages that
+        are not in `history`; undo goes back to just before a user message.
         """
         return shared_messages(self.keys, self.roles, history, len(self.session.undoable))
 
     def fitness(self, history: History) -> tuple[int, bool, bool]:
-        """How well this conversation fits `history`; the greater, the better.
+        """How well this conversation fits `history`: a tuple; the greater it is, the better.
 
-        First counts the number of shared messages, then whether nothing more must be undone, then
-        whether no reply is under way.
+        Its items are the number of shared messages (see `fork`), whether nothing has to be undone,
+        and whether the conversation is free.
         """
         shared = self.fork(history)
         return shared, shared == len(self.roles), not self.is_busy
 
     def is_answered_again(self, history: History) -> bool:
-        """Whether `history` has this conversation's last user message: only its reply differs."""
+        """Whether `history` has all messages of this conversation up to its last user message.
+
+        Then the two can only differ in the reply to that message, and in what comes later.
+        """
         asked = 1 + self._last_question
         return len(history.keys) > asked and history.keys[asked] == self.keys[asked]
 
     @property
     def first(self) -> str:
-        """The beginning of the first user message, on one line."""
+        """The beginning of the first user message, on one line; "" if there is none."""
         turns = self.session.turns
         return next((shown_first(one.text) for one in turns if one.role == "user"), "")
 
     def copy(self) -> ServedConversation | None:
-        """The same conversation once more; None if it is too large to be copied."""
+        """A copy with a session of its own; None if the conversation is too large to be copied."""
         session = copied(self.session, KV_BYTES)
         if session is None:
             return None
         return ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
 
     def take_back(self) -> None:
-        """Undo the last user message and its reply, if any, or else mark the session as inexact."""
+        """Undo the last user message and any reply to it; if that fails, clear `is_exact`."""
         self.is_exact = self.back_to(self._last_question)
 
     def back_to(self, count: int) -> bool:
         """Undo all messages but the first `count`; returns whether that was possible.
 
-        What is pinned stays pinned.
+        Pinned tokens of the remaining messages stay pinned.
         """
         turns = self.roles[count:].count("user")
         if turns > len(self.session.undoable):
@@ -156,21 +165,22 @@ class ServedConversation:
 
     @property
     def _last_question(self) -> int:
-        """Index of the last user message."""
+        """Index of the last user message in `roles`."""
         return len(self.roles) - 1 - self.roles[::-1].index("user")
 
 
 def shown_first(text: str) -> str:
-    """The beginning of a message, on one line, for a list of conversations."""
+    """The beginning of a message, on one line, as a list of conversations shows it."""
     return " ".join(text.split())[:_FIRST]
 
 
 def shared_messages(
     keys: Sequence[bytes], roles: Sequence[str], history: History, undoable: int
 ) -> int:
-    """How many messages of `history` a conversation with these `keys` and `roles` need not read.
+    """The number of first messages of `history` that a conversation need not read again.
 
-    That is 0 if more than `undoable` of its user messages had to be undone.
+    `keys` and `roles` are those of the conversation. The result is 0 if more than `undoable` of its
+    user messages would have to be undone.
     """
     most = min(len(keys), len(history.keys) - 1)
     shared = next((n for n in reversed(range(most)) if keys[n] == history.keys[n]), 0)
@@ -180,15 +190,16 @@ def shared_messages(
 
 
 class Conversations:
-    """The conversations of one model, at most `limit` in memory.
+    """The conversations of one model; at most `limit` of them are in memory.
 
-    The one used longest ago leaves memory first: to the disk, if conversations are saved.
+    When a place in memory is needed, the conversation used longest ago is removed from memory. It
+    goes to the disk if conversations are saved; otherwise it is lost.
 
     Args:
         model: the loaded model, which all conversations share.
         profile: the settings of each new conversation.
         limit: the largest number of conversations in memory.
-        disk: the saved conversations; None if nothing is saved.
+        disk: the saved conversations; None if conversations are not saved.
     """
 
     def __init__(
@@ -202,13 +213,13 @@ class Conversations:
         self.profile = profile
         self.limit = limit
         self._disk = disk
-        self._all: list[ServedConversation] = []  # the one used last at the end
+        self._all: list[ServedConversation] = []  # by last use, the latest at the end
 
     def take(self, history: History) -> ServedConversation | None:
-        """The conversation in which to answer `history`, which becomes busy.
+        """Find the conversation in which to answer `history`, and mark it as busy.
 
-        It is one that has read some of these messages already, or a new one. Returns None if that
-        conversation is busy, or if there is room for no more.
+        This is the conversation that has read most of these messages, or else a new one. Returns
+        None if that conversation is busy, or if no place in memory is free.
         """
         found = max(reversed(self._all), key=lambda one: one.fitness(history), default=None)
         shared = 0 if found is None else found.fork(history)
@@ -216,7 +227,7 @@ class Conversations:
             if not self._make_room():
                 return None
             if (found := self._load(saved)) is None:
-                return self.take(history)  # without this one
+                return self.take(history)  # `saved` is no longer listed
             shared = found.fork(history)
         if found is None or not shared:
             return self._use(self._new(history))
@@ -225,9 +236,9 @@ class Conversations:
         return self._use(self._at(found, history, shared) or self._new(history))
 
     def find(self, ident: str) -> ServedConversation | None:
-        """The conversation with this id, in memory or on disk; None if there is none.
+        """The conversation with this id; if it is on disk, it is loaded. None if there is none.
 
-        Raises BusyError if it is on disk and there is no room for it now.
+        Raises BusyError if it is on disk and no place in memory is free.
         """
         found = next((one for one in self._all if one.id == ident), None)
         if found is not None or self._disk is None or (saved := self._disk.find(ident)) is None:
@@ -242,9 +253,10 @@ class Conversations:
         work: Callable[[ServedConversation], list[Event]],
         then: Callable[[], None],
     ) -> tuple[ServedConversation, list[Event]] | None:
-        """Let `work` change the conversation with this id, and save it; None if there is none.
+        """Change the conversation with this id by calling `work`, and save it.
 
-        `then` is called when it is saved. Raises BusyError while it is in use.
+        Returns the conversation and the events that `work` returned; None if there is no such
+        conversation. `then` is called when it has been saved. Raises BusyError if it is in use.
         """
         found = self.find(ident)
         if found is None:
@@ -258,7 +270,7 @@ class Conversations:
             self.release(found, then)
 
     def overview(self) -> list[dict[str, Any]]:
-        """What a list of all conversations shows, the one used last first."""
+        """The list of all conversations that clients see; the one used last is the first."""
         kept = [(one.id, one.first, len(one.roles), one.is_busy, True) for one in self._all]
         saved = [] if self._disk is None else self._disk.all
         away = [(one.id, one.first, len(one.roles), False, False) for one in saved]
@@ -268,9 +280,10 @@ class Conversations:
     def release(
         self, conversation: ServedConversation, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Note that the reply has ended; the conversation stays if it is of any use.
+        """End the use of a conversation: save it, and then mark it as free.
 
-        It is saved; `then` is called, perhaps in another thread, when it is no longer busy.
+        If it can't be continued, it is dropped from memory instead. `then` is called when it is
+        free, perhaps in another thread.
         """
 
         def free() -> None:
@@ -288,7 +301,7 @@ class Conversations:
             self._disk.save(conversation, free)
 
     def end(self) -> None:
-        """Save all conversations, with keys and values; without a reply that is under way."""
+        """Save all conversations, with keys and values; unfinished replies are not saved."""
         if self._disk is not None:
             for one in self._all:
                 leave = self._disk.put_away if one.is_exact and one.roles else self._disk.give_up
@@ -299,10 +312,12 @@ class Conversations:
     def _at(
         self, found: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
-        """A conversation that has read the first `shared` messages of `history`, as `found` has.
+        """Take a conversation back to the first `shared` messages of `history`, and return it.
 
-        If it has read others, too, it goes back in a copy, so that both branches stay; but another
-        reply to the same message takes the place of the first one.
+        `found` has read these messages. Messages that it has read after them are undone in a copy,
+        so that both branches stay. But if the client only asks for another reply to the last
+        message, they are undone in `found` itself, and the old reply is lost. Returns None if undo
+        is not possible.
         """
         if shared == len(found.roles):
             return found
@@ -332,7 +347,7 @@ class Conversations:
         return found
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Bring a conversation back from the disk; None if its file can't be used."""
+        """Load a conversation from the disk into memory; None if its file can't be used."""
         assert self._disk is not None
         loaded = self._disk.load(saved)
         if loaded is not None:
@@ -340,7 +355,10 @@ class Conversations:
         return loaded
 
     def _make_room(self, besides: ServedConversation | None = None) -> bool:
-        """Let a conversation leave memory if there is no room for one more; returns success."""
+        """Make sure that one more conversation has a place in memory; returns whether it has.
+
+        If necessary, a conversation is removed from memory; it is neither a busy one nor `besides`.
+        """
         if len(self._all) < self.limit:
             return True
         idle = (one for one in self._all if not one.is_busy and one is not besides)

@@ -1,6 +1,7 @@
-"""Replies in a format that the request names: JSON, JSON by a schema, or calls of tools.
+"""Replies in a given format: JSON, JSON that matches a schema, or calls of tools.
 
-The package llguidance says which tokens may come next; the model chooses among these.
+At each step, the package llguidance says which tokens may come next, and the model chooses among
+these.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from sirchat.server.tools import CLOSE, OPEN
 from sirchat.text.other_templates import ToolTemplate
 
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Blanks as Python writes them, and no others: small models would write them without end."""
+"""JSON has blanks only where Python writes them: small models would write others without end."""
 
 
 class Formats:
-    """Makes the formats of replies for one model; its vocabulary is prepared at the first use."""
+    """Makes the formats of replies for one model.
+
+    At the first use, the model's vocabulary is prepared for llguidance.
+    """
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
     def json(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
-        """The format of one reply in this session; raises RequestError for a bad schema."""
+        """The format of a reply that is JSON and matches `schema`.
+
+        Raises RequestError for a schema that can't be used.
+        """
         return self._format(
             session,
             "response_format",
@@ -38,23 +45,26 @@ class Formats:
         )
 
     def calls(self, tools: Sequence[FunctionFields], most: int, session: Session) -> ReplyFormat:
-        """The format of a reply that is one call of these tools, or up to `most` calls.
+        """The format of a reply that consists of one to `most` calls of these tools.
 
-        Raises RequestError if the chat template does not say how a call is written.
+        Raises RequestError if the chat template does not write calls as JSON.
         """
         template = session.template
         form = template.call_form() if isinstance(template, ToolTemplate) else None
         if form is None or (form[0].strip(), form[2].strip()) not in (("", ""), (OPEN, CLOSE)):
             problem = "the model's chat template does not write calls as JSON"
             raise _refusal("tool_choice", f"can't have a tool in it: {problem}")
-        most = most if form[0] else 1  # without tags, a reply has room for one call
+        most = most if form[0] else 1  # without tags, a reply can be only one call
         grammar = _grammar(tools, most, *form)
         return self._format(
             session, "tool_choice", lambda matcher: matcher.grammar_from_lark(grammar)
         )
 
     def _format(self, session: Session, param: str, grammar: Callable[[Any], str]) -> ReplyFormat:
-        """The format by a grammar, for the field `param` of a request."""
+        """Make a format; `grammar` takes llguidance's class `LLMatcher`, and returns the grammar.
+
+        `param` is the field of the request that asks for the format; errors (RequestError) name it.
+        """
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
@@ -70,7 +80,7 @@ class Formats:
             try:
                 written = model.tokenizer.backend_tokenizer.to_str()
                 self._vocabulary = LLTokenizer(written, n_vocab=model.vocab_size, eos_token=ends)
-            except Exception as error:  # it knows most kinds of tokenizers, but not all
+            except Exception as error:  # llguidance supports most kinds of tokenizers, but not all
                 raise _refusal(param, f"can't be had from this model: {error}") from None
         try:
             written = grammar(LLMatcher)
@@ -85,7 +95,11 @@ class Formats:
 def _grammar(
     tools: Sequence[FunctionFields], most: int, opening: str, arguments: str, closing: str
 ) -> str:
-    """The grammar, in llguidance's kind of Lark, of one call or up to `most`, a line each."""
+    """A grammar, in llguidance's dialect of Lark, for one to `most` calls, each on its own line.
+
+    `opening` and `closing` are the texts before and after a call; `arguments` is the name of the
+    JSON field for a call's arguments.
+    """
     before, after = ([json.dumps(text)] if text else [] for text in (opening, closing))
     one = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
     lines = [
@@ -101,20 +115,24 @@ def _grammar(
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of arguments that has no others than it names, unless it says that it may.
+    """The schema of a tool's arguments, changed to allow only the arguments that it names.
 
-    Small models would go on naming new ones.
+    Without this, small models would invent more and more arguments. A schema that itself says
+    whether it allows others stays unchanged, and so does one that combines schemas.
     """
     is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
     return {"additionalProperties": False, **schema} if is_plain else schema
 
 
 class ReplyFormat:
-    """Called with the ids of a reply so far, returns which ids may follow: a mask [V].
+    """Says which tokens may come next in a reply.
+
+    An instance is called with the ids of the reply so far; it returns a mask, a boolean tensor of
+    shape [V], that is true for each id that may follow.
 
     Args:
-        matcher: reads the ids, one after another.
-        size: the number of ids, V.
+        matcher: llguidance's matcher, which reads the ids one after another.
+        size: the size of the vocabulary, V.
     """
 
     def __init__(self, matcher: Any, size: int) -> None:

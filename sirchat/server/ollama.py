@@ -1,4 +1,4 @@
-"""Ollama's chat: its requests, and its replies, whole or as one JSON object a line."""
+"""Ollama's chat: its requests, and its replies, as one JSON object or as one per line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sirchat.server.tool_fields import CallId, Fields, Json, Name, Tool
 from sirchat.server.tools import ToolCall, call_id
 
 VERSION = "0.12.0"
-"""The version of Ollama whose interface this is."""
+"""The version of Ollama whose interface the server has."""
 
 
 def _endless(number: Any) -> Any:
@@ -33,7 +33,7 @@ def _endless(number: Any) -> Any:
 
 
 class OllamaOptions(Fields):
-    """The options of a request, by Ollama's names."""
+    """The field `options` of a request: sampling settings and others, by Ollama's names."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,14 +46,14 @@ class OllamaOptions(Fields):
     num_ctx: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """These options, without `num_ctx`, under the names that a chat request has for them."""
+        """These options, without `num_ctx`, under their names in OpenAI's chat requests."""
         given = self.model_dump(exclude_none=True, exclude={"num_ctx"})
         renamed = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
         return {renamed.get(name, name): value for name, value in given.items()}
 
 
 class OllamaFunction(Fields):
-    """What a reply calls; `index` changes nothing."""
+    """The tool that a call names, and the call's arguments; `index` is ignored."""
 
     index: int | None = None
     name: Name
@@ -61,7 +61,7 @@ class OllamaFunction(Fields):
 
 
 class OllamaCall(Fields):
-    """A call of a tool; without an id, it is known by its place."""
+    """A call of a tool; if it has no id, its result is found by order and tool name."""
 
     id: CallId | None = None
     type: Literal["function"] = "function"
@@ -90,7 +90,7 @@ class OllamaRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self) -> ChatRequest:
-        """The same request in the shape of OpenAI's; `num_ctx` is the budget."""
+        """The same request in the form of OpenAI's chat request; `num_ctx` becomes the budget."""
         budget, own = self.options.num_ctx, self.sirchat
         if budget is not None and own.budget not in (None, budget):
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
@@ -109,7 +109,11 @@ class OllamaRequest(Fields):
         return checked(ChatRequest, fields | self.options.settings())
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """The messages in OpenAI's shape: each call has an id, and each result that of its call."""
+        """Yield the messages in the form of OpenAI's chat request.
+
+        There, each call has an id, and each result of a tool has the id of its call; ids that are
+        missing in Ollama's request are added.
+        """
         ids, waiting = map(call_id, count()), list[tuple[str, str]]()
         for one in self.messages:
             fields: dict[str, Any] = {"role": one.role, "content": one.content, "tool_calls": []}
@@ -127,7 +131,7 @@ class OllamaRequest(Fields):
 
 
 class OllamaShape:
-    """The JSON of one reply, whole or in pieces."""
+    """The JSON of one reply, as one object or as one object per line."""
 
     media = "application/x-ndjson"
 
@@ -136,14 +140,14 @@ class OllamaShape:
         self._begun = time.monotonic_ns()
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """The JSON of the whole reply."""
+        """Wait for the end of the reply; returns its JSON object."""
         first = time.monotonic_ns()
         text, said, end = await collected(parts)
         calls = [call for one in said for call in one.calls]
         return self._piece(text, calls) | self._end(end, first)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """The lines of a stream."""
+        """Yield the lines of a stream; each line is a JSON object."""
         first = time.monotonic_ns()
         try:
             async for part in parts:
@@ -162,7 +166,10 @@ class OllamaShape:
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end(self, end: ReplyEnd, first: int) -> dict[str, Any]:
-        """The fields of the last piece; `first` is the time of the first one, in ns."""
+        """The fields that only the last object has, such as token counts and durations in ns.
+
+        `first` is the time when the first part of the reply was there, in ns.
+        """
         now = time.monotonic_ns()
         return {
             "done": True,

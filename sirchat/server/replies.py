@@ -1,4 +1,4 @@
-"""Answers one request in its conversation, a step at a time."""
+"""Generates the reply to one request in its conversation, one step at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from sirchat.text.text_file import without_surrogates
 
 @dataclass(frozen=True)
 class ReplyText:
-    """A piece of the reply: `text`, and the tool calls that it completes.
+    """A part of the reply.
 
-    `tokens` are the text and the log-probability of each token that it completes, if they were
-    asked for.
+    Attributes:
+        text: the text, without calls of tools.
+        tokens: text and log-probability of each token that ends here, if they were asked for.
+        calls: the calls of tools that end here.
     """
 
     text: str
@@ -38,8 +40,10 @@ class ReplyText:
 class ReplyEnd:
     """How a reply ended.
 
-    `finish` is `stop`, `length` or `tool_calls`. `usage` counts tokens, as OpenAI does; `memory`
-    says how many tokens of the conversation are in the cache, and its id.
+    Attributes:
+        finish: `stop`, `length` or `tool_calls`, as in OpenAI's API.
+        usage: numbers of tokens, as in OpenAI's API.
+        memory: the conversation's id, and how many of its tokens are in the cache.
     """
 
     finish: str
@@ -49,12 +53,17 @@ class ReplyEnd:
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How to answer.
+    """How to answer a request.
 
-    `settings` are those of sampling, for this reply alone; to those in `memory`, such as the
-    policy, the session is switched first, if it has others. Those that were set for the
-    conversation take precedence, but not over `own`: what the request itself names. `calls` finds
-    the calls of tools; `format` makes the format of the reply, which says which tokens may follow.
+    Attributes:
+        settings: sampling settings, for this reply alone.
+        memory: settings of the memory, such as the policy, to which the session is switched.
+        stop: strings that end the reply.
+        logprobs: whether to return the log-probability of each token.
+        calls: finds the calls of tools in the reply; None if it is to have none.
+        format: makes the reply's format, which says which tokens may come next; None: all may.
+        own: names of the memory settings that the request itself has; unlike others, these replace
+            what was set for the conversation before.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -66,20 +75,24 @@ class ReplyOptions:
     own: frozenset[str] = frozenset()
 
     def memory_of(self, conversation: ServedConversation) -> dict[str, Any]:
-        """The settings of memory that hold for this reply in `conversation`."""
+        """The memory settings for this reply in `conversation`.
+
+        What the request sets replaces what was set for this conversation, and that replaces what
+        the server has.
+        """
         own = self.own | ({"policy_options"} if "policy" in self.own else set())
         set_before = {k: v for k, v in conversation.settings.items() if k not in own}
         return {**self.memory, **set_before}
 
 
 Step = ReplyText | ReplyEnd | ChosenToken | None
-"""What a step of a reply yields: a part, a token that is read next, or nothing."""
+"""What a step of a reply yields: a part of it, a token to be read next, or nothing (None)."""
 
 
 def plain_text(prompt: str) -> History:
-    """The history of a text that the model continues, without the chat template.
+    """The history of a text that the model continues, without a chat template.
 
-    Its keys are random, so no other request continues its conversation.
+    Its keys are random, so that no other request continues the same conversation.
     """
     return History(None, (("text", without_surrogates(prompt)),), (token_bytes(), token_bytes()))
 
@@ -91,10 +104,11 @@ def _is_plain(history: History) -> bool:
 def generate_reply(
     conversation: ServedConversation, history: History, options: ReplyOptions, gone: Interrupted
 ) -> Generator[Step]:
-    """Read what is new in `history`, and answer it; yields None after a step without text.
+    """Read the new messages of `history`, and generate the reply; yields what each step yields.
 
-    When `gone` returns true, the reply ends, and what was said is kept; a message that was being
-    read is taken back. Raises like `Session.ask`.
+    The function `gone` says whether the client has left. Then the reply ends, and its text so far
+    is kept; a message that is not completely read is undone. Raises the same errors as
+    `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
     wanted = options.memory_of(conversation)
@@ -118,7 +132,7 @@ def generate_reply(
                 return
         yield from _answer(conversation, history, options, gone, cached)
     except (ContextFullError, SettingError, RequestError):
-        # They are raised before anything of the message is read.
+        # These errors are raised before anything of the message is read.
         conversation.is_exact = True
         raise
     finally:
@@ -126,7 +140,10 @@ def generate_reply(
 
 
 def _set_template(session: Session, history: History) -> None:
-    """Let the session render what this history has: a plain text, or tools."""
+    """Set the template that this history needs: one for a plain text, or one for tools.
+
+    If it needs neither, the session's template stays.
+    """
     model, template = session.model, session.template
     if _is_plain(history):
         session.template = PlainText(model.tokenizer)
@@ -139,11 +156,14 @@ def _set_template(session: Session, history: History) -> None:
 
 
 def _prepared(session: Session, role: str, text: str) -> str:
-    """The text of a message as the session keeps it; where tools are concerned, also its ids."""
+    """The text of a message, in the form in which the session stores it.
+
+    For calls and results of tools, this also tells the template which ids to read for the message.
+    """
     template = session.template
     if not isinstance(template, ToolTemplate):
         return text
-    template.following = None  # of a turn that was refused before it was read
+    template.following = None  # left by a turn that was refused before it was read
     if role not in ("tool", "calls"):
         return text
     with _refused("messages"):
@@ -158,7 +178,10 @@ def _prepared(session: Session, role: str, text: str) -> str:
 
 @contextmanager
 def _refused(param: str) -> Iterator[None]:
-    """Context manager: what the chat template can't render is an error of the request."""
+    """Context manager: if the chat template can't render something, raise RequestError.
+
+    `param` is the field of the request that the error names.
+    """
     try:
         yield
     except ModelError as error:
@@ -172,7 +195,10 @@ def _answer(
     gone: Interrupted,
     cached: int,
 ) -> Iterator[Step]:
-    """Read the last message, and generate the reply; `cached` tokens were read before."""
+    """Read the last message, and generate the reply to it; yields what each step yields.
+
+    `cached` is the number of tokens that the session had read before this request.
+    """
     session, pieces = conversation.session, _Pieces(conversation.session, options)
     role, question = history.messages[-1]
     asked = done = None
@@ -196,7 +222,7 @@ def _answer(
     else:
         conversation.add("assistant", done.text)
     is_cut = options.calls is not None and options.calls.is_cut
-    conversation.is_exact = not _is_plain(history) and not is_cut  # else it is of no use later
+    conversation.is_exact = not _is_plain(history) and not is_cut  # else it is not continued later
     end = _end(conversation, asked, done, cached)
     if asked.finish == "interrupt":  # the question was not read completely
         conversation.take_back()
@@ -224,10 +250,10 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
 
 
 class _Pieces:
-    """The pieces of a reply that the client gets: without stop strings, calls apart from text.
+    """Cuts a reply into parts for the client, without stop strings, and with calls apart from text.
 
     Attributes:
-        said: the text so far.
+        said: the text so far, without calls.
     """
 
     def __init__(self, session: Session, options: ReplyOptions) -> None:
@@ -243,17 +269,17 @@ class _Pieces:
 
     @property
     def are_ended(self) -> bool:
-        """Whether a stop string has ended the reply, or its only call."""
+        """Whether the reply has ended, by a stop string or by the only call that it may have."""
         calls = self._options.calls
         return self.are_stopped or (calls is not None and calls.are_complete)
 
     def begin(self) -> None:
-        """Begin the reply: the next token belongs to it."""
+        """Begin the reply: the next token is the first of the reply."""
         if self._options.logprobs:
             self._tokens = _TokenProbabilities(self._session)
 
     def push(self, text: str) -> ReplyText | None:
-        """Add text of the reply; returns the next piece, if there is one."""
+        """Add generated text; returns the next part, or None if there is none yet."""
         text, calls = self._stops.push(text), self._options.calls
         if self._tokens is not None:
             return ReplyText(text, self._tokens.complete(text))
@@ -264,7 +290,7 @@ class _Pieces:
         return ReplyText(text, calls=tuple(found)) if text or found else None
 
     def end(self) -> ReplyText:
-        """The last piece, at the end of the reply."""
+        """The last part: text and calls that were held back until the end of the reply."""
         text, calls = "" if self.are_stopped else self._stops.rest(), self._options.calls
         if calls is None:
             tokens = () if self._tokens is None or self.are_stopped else self._tokens.all()
@@ -275,9 +301,9 @@ class _Pieces:
 
 
 class StopStrings:
-    """Ends a text before the first of the strings `stops` that is complete in it.
+    """Ends a text before a stop string: before that one of `stops` that is complete first.
 
-    The text comes in pieces; how it is divided makes no difference.
+    The text is added in pieces; where it is divided makes no difference.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -286,7 +312,7 @@ class StopStrings:
         self.is_found = False
 
     def push(self, text: str) -> str:
-        """Add a piece; returns the text that can't be a part of a stop string."""
+        """Add a piece; returns the next text that is certainly not a part of a stop string."""
         if self.is_found:
             return ""
         self._waiting += text
@@ -301,16 +327,16 @@ class StopStrings:
         return ready
 
     def _begins(self, size: int) -> bool:
-        """Whether a stop string begins with the last `size` characters."""
+        """Whether the last `size` characters are the beginning of a stop string."""
         return any(one.startswith(self._waiting[-size:]) for one in self._stops)
 
     def rest(self) -> str:
-        """The text that was held back, at the end of the reply."""
+        """The text that is still held back; call this at the end of the reply."""
         return self._waiting
 
 
 class _TokenProbabilities:
-    """The log-probabilities of the tokens of a reply, given out with the text that they make."""
+    """The tokens of a reply with their log-probabilities, given out together with their text."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -319,7 +345,7 @@ class _TokenProbabilities:
         self._generated = self._given = 0  # characters
 
     def complete(self, text: str) -> tuple[tuple[str, float], ...]:
-        """The tokens that end in `text`, the next piece of the reply."""
+        """Text and log-probability of each token that ends in `text`, the reply's next piece."""
         self._given += len(text)
         self._collect()
         found = []
@@ -328,7 +354,7 @@ class _TokenProbabilities:
         return tuple(found)
 
     def all(self) -> tuple[tuple[str, float], ...]:
-        """The tokens not given out yet."""
+        """Text and log-probability of each token that was not given out yet."""
         return tuple(one[1:] for one in self._waiting)
 
     def _collect(self) -> None:

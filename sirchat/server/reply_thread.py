@@ -1,8 +1,8 @@
-"""One thread that generates all replies, in rounds: each gets a step in each round.
+"""One thread that generates all replies, in rounds: in each round, every reply does one step.
 
-So no two threads use the model, and a session needs no lock. A step is a token of a reply, or a
-chunk of a message that is read. The tokens of all replies are read in one forward pass, which reads
-the weights once.
+So no two threads use the model at once, and a session needs no lock. A step generates one token of
+a reply, or reads one chunk of a message. The next tokens of all replies are read in one forward
+pass, so that the model's weights are read only once.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, Step, gene
 from sirchat.server.requests import RequestError
 
 Sent = ReplyText | ReplyEnd | RequestError
-"""What a request gets: pieces of text, then the end; or an error."""
+"""What is sent for a request: the parts of the reply, the end last; or an error."""
 
 Result = TypeVar("Result")
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = 5.0  # for which the end of the program waits for a step
+_SECONDS = 5.0  # for which the end of the program waits for the last step
 
 
 @dataclass(eq=False)
 class WaitingReply:
-    """A reply that waits for its turn or is being generated.
+    """A reply that waits for a conversation, or is being generated.
 
     Attributes:
         send: called with each part of the reply, in the thread that generates it.
-        is_cancelled: set if nobody waits for the reply any more.
-        chosen: the token that the next step reads, if those of others can be read with it.
+        is_cancelled: whether the reply was cancelled, because the client no longer waits for it.
+        conversation, steps: where the reply is generated, and its steps; None while it waits.
+        chosen: the token that the next step reads, if it can be read together with the tokens of
+            other replies.
     """
 
     history: History
@@ -53,20 +55,20 @@ class WaitingReply:
     chosen: ChosenToken | None = None
 
     def is_gone(self) -> bool:
-        """Whether nobody waits for the reply any more."""
+        """Whether the client no longer waits for the reply."""
         return self.is_cancelled
 
     def generate(self, conversation: ServedConversation) -> Generator[Step]:
-        """The parts of the reply, in a conversation that `history` continues."""
+        """Generate the reply in a conversation that has read the beginning of `history`."""
         return generate_reply(conversation, self.history, self.options, self.is_gone)
 
 
 class ReplyThread:
-    """Generates replies: several at a time, in different conversations; others wait.
+    """Generates several replies at a time, each in its own conversation; other replies wait.
 
     Args:
-        conversations: where the replies are generated.
-        most: the largest number of replies that are generated or wait.
+        conversations: the conversations in which replies are generated.
+        most: the largest number of replies, waiting ones included.
     """
 
     def __init__(self, conversations: Conversations, most: int) -> None:
@@ -75,7 +77,7 @@ class ReplyThread:
         self._waiting: list[WaitingReply] = []
         self._running: list[WaitingReply] = []
         self._asked: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # until a reply has ended
+        self._later: list[tuple[Callable[[], Any], Future[Any]]] = []  # called when a reply ends
         self._changed = threading.Condition()
         self._may_begin = False  # whether a reply that waits could begin now
         self._is_ending = self._is_saving = False
@@ -83,7 +85,7 @@ class ReplyThread:
         self._thread.start()
 
     def submit(self, reply: WaitingReply) -> None:
-        """Let a reply wait for its turn; raises RequestError if there are too many."""
+        """Let a reply wait for a conversation; raises RequestError if too many are waiting."""
         with self._changed:
             if self._is_ending:
                 raise _ending()
@@ -99,15 +101,15 @@ class ReplyThread:
             self._changed.notify()
 
     def cancel(self, reply: WaitingReply) -> None:
-        """End a reply that nobody waits for."""
+        """Stop a reply, because the client no longer waits for it."""
         with self._changed:
             reply.is_cancelled = self._may_begin = True
             self._changed.notify()
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """The result of `work`, which is called between two steps.
+        """Let the thread call `work` between two steps; returns a future with its result.
 
-        If it raises BusyError, it is called again when a reply has ended.
+        If `work` raises BusyError, it is called again after a reply has ended.
         """
         found: Future[Result] = Future()
         with self._changed:
@@ -118,13 +120,16 @@ class ReplyThread:
         return found
 
     def end(self) -> None:
-        """End all replies, each with an error, and then the thread."""
+        """Tell the thread to end; all replies then end with an error."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until the thread has ended its last step, and all conversations are saved."""
+        """Wait until the thread has ended its last step, and all conversations are saved.
+
+        If the last step takes longer than 5 seconds, this does not wait any longer.
+        """
         self._thread.join(_SECONDS)
         if self._is_saving:
             self._thread.join()
@@ -146,14 +151,14 @@ class ReplyThread:
         self._conversations.end()
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; returns whether to go on."""
+        """Wait until there is something to do; returns False if the thread must end."""
         with self._changed:
             while not (self._running or self._may_begin or self._asked or self._is_ending):
                 self._changed.wait()
             return not self._is_ending
 
     def _look(self) -> None:
-        """Do the work that was asked for with `call`."""
+        """Call the functions that were passed to `call`."""
         with self._changed:
             asked, self._asked = self._asked, []
             if self._may_begin or self._is_ending:
@@ -169,7 +174,7 @@ class ReplyThread:
                 found.set_exception(_as_answer(error))
 
     def _begin(self) -> None:
-        """Begin the replies that wait, in order, for which a conversation is free."""
+        """Begin each waiting reply for which a conversation is free, in their order."""
         with self._changed:
             waiting = tuple(self._waiting) if self._may_begin else ()
             self._may_begin = False
@@ -178,7 +183,7 @@ class ReplyThread:
                 taken = None if reply.is_cancelled else self._conversations.take(reply.history)
             except Exception as error:
                 taken, reply.is_cancelled = None, True
-                reply.send(_as_answer(error))  # only the first one counts
+                reply.send(_as_answer(error))  # the client sees only this first error
             if taken is None and not reply.is_cancelled:
                 continue
             with self._changed:
@@ -194,7 +199,7 @@ class ReplyThread:
     def _read_chosen(self) -> None:
         """Read the chosen tokens of all replies in one forward pass, then go on with each reply.
 
-        If that fails, each reads its own, and fails alone if it must.
+        If that fails, each reply reads its token alone, so that an error ends only that reply.
         """
         replies = [one for one in self._running if one.chosen is not None]
         chosen = [one.chosen for one in replies if one.chosen is not None]
@@ -217,7 +222,7 @@ class ReplyThread:
             one.accept(row[None], score)
 
     def _advance(self, reply: WaitingReply) -> None:
-        """Do one step of a reply."""
+        """Do one step of a reply, and send the part that it yields, if any."""
         if reply.conversation is not None:
             are_several = len(self._running) > 1
             can = are_several and self._conversations.model.decode_step is not None
@@ -248,7 +253,7 @@ class ReplyThread:
             self._conversations.release(ended, self.wake)
 
     def wake(self) -> None:
-        """Note that a conversation is free, so that a reply that waits could begin."""
+        """Tell the thread that a conversation is free now, so that a waiting reply can begin."""
         with self._changed:
             self._may_begin = True
             self._changed.notify()
@@ -259,7 +264,7 @@ def _ending() -> RequestError:
 
 
 def _as_answer(error: Exception) -> RequestError:
-    """The error that the client is told."""
+    """The error to send to the client; an error that is not the request's fault is logged."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextFullError):

@@ -1,4 +1,4 @@
-"""Requests for a reply: checks every field, and refuses what would be ignored."""
+"""Requests for a reply: checks every field, and refuses values that the server can't obey."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from sirchat.server.tool_fields import (
 )
 
 MOST_BYTES = 16 * 2**20
-"""Largest body of a request."""
+"""Largest size of a request's body, in bytes."""
 
 MOST_MESSAGES = 10_000
-"""Largest number of messages of a request."""
+"""Largest number of messages in a request."""
 
 MANY = 10**9
-"""Largest number of tokens that a request may name."""
+"""Largest number that a request may give for a number of tokens."""
 
 _MOST_STOPS = 4
 _MOST_TOOLS = 128
 
 
 class RequestError(Exception):
-    """A request that can't be answered.
+    """A request can't be answered; the client gets this error as the response.
 
     Attributes:
         status: the status code of the HTTP response.
-        body: the response's JSON, in the shape of OpenAI's errors.
+        body: the response's JSON, in the format of OpenAI's errors.
         headers: further headers of the response.
     """
 
@@ -67,9 +67,10 @@ class RequestError(Exception):
 
 
 def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
-    """The text of a message: itself, or its parts, one below the other.
+    """The text of a message's `content`: a text, or a list of parts, which become one line each.
 
-    `kinds` are the types that a part may have, `extra` further fields, which change nothing.
+    `kinds` are the types that a part may have; `extra` are further fields of parts, which are
+    ignored. Anything but a list is returned unchanged.
     """
     if not isinstance(content, list):
         return content
@@ -81,7 +82,7 @@ def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] 
 
 
 def _only(prompt: Any) -> Any:
-    """A list of one text is this text."""
+    """A list of one prompt becomes this prompt; anything else is returned unchanged."""
     return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
@@ -92,7 +93,7 @@ def _listed(stop: Any) -> Any:
 class ChatMessage(Fields):
     """One message of the conversation so far.
 
-    `parsed`, which OpenAI's client adds to what it sends back, changes nothing.
+    `parsed` is ignored; OpenAI's client adds this field to replies that it sends back.
     """
 
     role: Annotated[
@@ -107,12 +108,12 @@ class ChatMessage(Fields):
 
     @property
     def text(self) -> str:
-        """The message's text, which is empty if it only calls tools."""
+        """The message's text; "" if the message has only calls of tools."""
         return self.content or ""
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
-        """Refuse fields that messages of this role don't have, and a message without content."""
+        """Refuse a message without content, and fields that a message of this role can't have."""
         is_tool, calls = self.role == "tool", bool(self.tool_calls)
         if calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only the assistant calls tools")
@@ -126,7 +127,7 @@ class ChatMessage(Fields):
 
 
 class JsonSchema(Fields):
-    """A JSON schema, by which a reply is to be; the model does not see its name."""
+    """A JSON schema that the reply must match; the model does not see the schema's name."""
 
     name: Name
     description: str | None = None
@@ -135,7 +136,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The format of a reply."""
+    """The format of a reply: text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -150,21 +151,21 @@ class ResponseFormat(Fields):
 
     @property
     def schema_of_reply(self) -> dict[str, Any] | None:
-        """The JSON schema of the reply; None if the reply is text."""
+        """The JSON schema that the reply must match; None if the reply is text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class StreamOptions(Fields):
-    """What a stream has beside the reply."""
+    """The field `stream_options`: what a stream contains besides the reply."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class MemorySettings(Fields):
-    """The settings of sirchat for the conversation's memory; those not given are the server's."""
+    """Settings of the conversation's memory; for None, the setting of the server is used."""
 
     policy: str | None = None
     budget: int | None = None
@@ -174,18 +175,21 @@ class MemorySettings(Fields):
     @field_validator("policy")
     @classmethod
     def _without_code(cls, name: str | None) -> str | None:
-        """Refuse `module:Class`, which would run code that a client names."""
+        """Refuse a policy `module:Class`, because the server would run code that a client chose."""
         if name is not None and is_path(name):
             raise PydanticCustomError("policy", "a request can't name a policy of your own")
         return name
 
     def given(self) -> dict[str, Any]:
-        """The settings that the request has."""
+        """The settings that are not None, by name."""
         return self.model_dump(exclude_none=True)
 
 
 class ReplyRequest(Fields):
-    """The fields of every request for a reply. Limits of sampling are those of the settings."""
+    """The fields that every request for a reply has.
+
+    Sampling settings have the same limits as the server's own settings; they are checked later.
+    """
 
     model: str | None = None
     temperature: float | None = None
@@ -205,14 +209,14 @@ class ReplyRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def settings(self) -> dict[str, Any]:
-        """The settings of sirchat that hold for this reply alone."""
+        """The settings that the request changes for this reply alone, by name."""
         given = {name: getattr(self, name) for name in _SAMPLING}
         given["max_new_tokens"] = self.most_tokens
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens of the reply."""
+        """The largest number of tokens that the reply may have; None: the server's setting."""
         return self.max_tokens
 
 
@@ -235,11 +239,11 @@ class ChatRequest(ReplyRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens of the reply."""
+        """The largest number of tokens that the reply may have; None: the server's setting."""
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
-        """Raise RequestError if fields don't go together."""
+        """Raise RequestError if the values of some fields contradict each other."""
         _check_order(self.turns)
         self._check_tools()
         if self.tools and self.logprobs:
@@ -252,7 +256,7 @@ class ChatRequest(ReplyRequest):
             )
 
     def _check_tools(self) -> None:
-        """Raise RequestError if a tool is to be called that there is not, or not by its schema."""
+        """Raise RequestError if a required tool does not exist, or if `strict` can't be obeyed."""
         is_free = self.tool_choice in ("none", "auto")
         if not is_free and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
@@ -263,7 +267,7 @@ class ChatRequest(ReplyRequest):
 
     @property
     def called_tools(self) -> list[FunctionFields]:
-        """The tools of which the reply must call one; none if the model chooses."""
+        """The tools of which the reply must call at least one; empty if it need not call any."""
         if self.tool_choice in ("none", "auto"):
             return []
         wanted = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
@@ -271,13 +275,13 @@ class ChatRequest(ReplyRequest):
 
     @property
     def system(self) -> str | None:
-        """The system prompt, if the first message is one."""
+        """The text of the first message, if that is a system message; else None."""
         first = self.messages[0]
         return first.content if first.role == "system" else None
 
     @property
     def turns(self) -> Sequence[ChatMessage]:
-        """The messages without the system prompt."""
+        """All messages but a system message at the beginning."""
         return self.messages[self.messages[0].role == "system" :]
 
 
@@ -302,14 +306,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "service_tier": ("auto", "default"),
 }
-"""For fields that are not offered, the values that ask for nothing."""
+"""For fields that the server does not support: the values that would change nothing."""
 
 
 Request = TypeVar("Request", bound=Fields)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse and check the body of a request; raises RequestError for the first problem."""
+    """Parse and check the JSON body of a request; raises RequestError for the first problem."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -320,7 +324,7 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
 
 
 def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """A request with these fields; raises RequestError for the first that is not allowed."""
+    """Make a request of these fields; raises RequestError for the first invalid field."""
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
@@ -330,9 +334,10 @@ def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
 
 
 def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
-    """The fields of a request without those that ask for nothing; `offered` have an effect.
+    """The fields of a request, without fields that have no effect.
 
-    Raises RequestError for a value that asks for what is not offered.
+    `offered` are the names of the fields that the server supports. Raises RequestError if another
+    field has a value that would change the reply.
     """
     kept = {}
     for name, value in given.items():

@@ -1,7 +1,7 @@
-"""OpenAI's responses: a request names the response that it continues; both are kept here.
+"""OpenAI's responses API: a request names the response that it continues.
 
-Only the new messages come with a request; those before are found by the id of the response that it
-continues. The reply is then generated as in a chat completion with all these messages.
+A request has only the new messages. The server keeps the messages before them, under the id of the
+response that is continued. The reply is generated as in a chat completion with all these messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sirchat.server.tool_fields import (
 from sirchat.server.tools import ToolCall
 
 _MOST_KEPT = 1000  # responses
-_MOST_CHARACTERS = 2**26  # of all responses that are kept
+_MOST_CHARACTERS = 2**26  # in all responses that are kept
 
 _PARTS = partial(
     joined, kinds=("input_text", "output_text"), extra=("annotations", "logprobs", "parsed")
@@ -49,7 +49,7 @@ _PARTS = partial(
 
 
 class InputMessage(Fields):
-    """A message of the input; also one of an earlier output, as clients send it back."""
+    """A message of the input; also a message of an earlier response, as clients send it back."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -58,13 +58,13 @@ class InputMessage(Fields):
     status: Literal["completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """The message as one of a chat."""
+        """The same message in the form of a chat request."""
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role=role, content=self.content)
 
 
 class CalledFunction(Fields):
-    """A call of a tool in an earlier output, as clients send it back."""
+    """A call of a tool in an earlier response, as clients send it back."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -75,7 +75,7 @@ class CalledFunction(Fields):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """The call as a message of a chat."""
+        """The call as a message of a chat request."""
         function = FunctionCall(name=self.name, arguments=self.arguments)
         return ChatMessage(
             role="assistant", tool_calls=[CallFields(id=self.call_id, function=function)]
@@ -83,7 +83,7 @@ class CalledFunction(Fields):
 
 
 class FunctionOutput(Fields):
-    """What a tool returned for a call."""
+    """The result of a tool for one call."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -92,17 +92,17 @@ class FunctionOutput(Fields):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """The same as a message of a chat."""
+        """The result as a message of a chat request."""
         return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
 
 
 class FunctionTool(FunctionFields):
-    """A function that the model may call; its fields stand beside its type."""
+    """A function that the model may call; its name and parameters stand beside `type`."""
 
     type: Literal["function"]
 
     def tool(self) -> dict[str, Any]:
-        """The same tool as a chat has it."""
+        """The same tool in the form of a chat request, where `function` contains these fields."""
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
@@ -113,7 +113,7 @@ class NamedFunction(ToolName):
 
 
 class TextFormat(Fields):
-    """The format of a reply; a schema stands here beside its name."""
+    """The format of a reply; in contrast to a chat request, the schema stands beside its name."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -123,12 +123,12 @@ class TextFormat(Fields):
 
 
 class TextOptions(Fields):
-    """What the text of a reply is to be."""
+    """The field `text` of a request: it has the format of the reply's text."""
 
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
-        """The same format as a chat has it."""
+        """The same format in the form of a chat request."""
         given = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
@@ -138,7 +138,7 @@ def _listed(given: Any) -> Any:
 
 
 def _kind(item: Any) -> Any:
-    """The type of an item of the input; messages need none."""
+    """The type of an input item; an item without a type is a message."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -151,7 +151,10 @@ _Item = Annotated[
 
 
 def _messages(items: Iterable[_Item]) -> list[ChatMessage]:
-    """Items as messages of a chat; a reply's text and its calls are one message."""
+    """Convert input items to messages of a chat request.
+
+    A reply's text and its calls of tools become one message.
+    """
     found: list[ChatMessage] = []
     for one in items:
         message = one.message()
@@ -164,7 +167,7 @@ def _messages(items: Iterable[_Item]) -> list[ChatMessage]:
 
 
 class ResponsesRequest(Fields):
-    """A request for a response."""
+    """A request to generate a response."""
 
     input: Annotated[
         list[_Item],
@@ -186,7 +189,7 @@ class ResponsesRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self, before: list[ChatMessage]) -> ChatRequest:
-        """The same request for a chat; `before` are the messages that it continues."""
+        """The same request in the form of a chat request; `before` are the earlier messages."""
         messages = [*before, *_messages(self.input)]
         if self.instructions is not None:
             if messages[0].role == "system":
@@ -210,15 +213,18 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirc
 
 
 class KeptResponses:
-    """The messages up to and with each response, by its id; the oldest are dropped first."""
+    """For each response, by its id: all messages up to this response, which is the last of them.
+
+    If there are too many responses, or if they are too long, the oldest are dropped.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[list[ChatMessage], int]] = OrderedDict()
         self._size = 0
 
     def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
-        """Keep a response, which continues `before`."""
-        texts = [one.text for one in new]  # those of earlier messages are not copied
+        """Keep a response: `before` are the earlier messages, `new` are its input and reply."""
+        texts = [one.text for one in new]  # texts of earlier messages are shared, not copied
         texts += [call.function.arguments for one in new for call in one.tool_calls]
         size = sum(map(len, texts))
         self._kept[ident] = [*before, *new], size
@@ -227,7 +233,10 @@ class KeptResponses:
             self._size -= self._kept.popitem(last=False)[1][1]
 
     def messages(self, ident: str | None) -> list[ChatMessage]:
-        """The messages up to and with a response; none if `ident` is None."""
+        """All messages up to and including a response; empty if `ident` is None.
+
+        Raises RequestError if no response with this id is kept.
+        """
         if ident is None:
             return []
         if ident not in self._kept:
@@ -241,7 +250,10 @@ class KeptResponses:
 
 
 class ResponsesShape:
-    """The JSON of one response, whole or in events; keeps the response, if it is to be stored."""
+    """The JSON of one response, in one piece or as events; also keeps the response.
+
+    It is kept only if the request's field `store` is true.
+    """
 
     media = "text/event-stream"
 
@@ -274,14 +286,14 @@ class ResponsesShape:
         }
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """The JSON of the whole response."""
+        """Wait for the end of the reply; returns the response's JSON object."""
         text, said, end = await collected(parts)
         calls = [call for one in said for call in one.calls]
         items = [self._message(_status(end), text)] if text or not calls else []
         return self._done([*items, *map(_call, calls)], end)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """The events of a stream."""
+        """Yield the server-sent events of the response, while it is generated."""
         begun, text, items = self._response("in_progress", []), "", list[dict[str, Any]]()
         at: dict[str, Any] = {}  # the place of the text, once there is some
         yield self._event("response.created", response=begun)
@@ -322,24 +334,24 @@ class ResponsesShape:
         yield self._event(f"response.{response['status']}", response=response)
 
     def _place(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Add the message with the text to the items; returns where it is, as events say it."""
+        """Append the message with the text to `items`; returns its place, as fields of events."""
         items.append(self._message())
         return {"item_id": self._item, "output_index": len(items) - 1, "content_index": 0}
 
     def _opened(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        """The events before the text."""
+        """Yield the events that come before the text."""
         yield self._event("response.output_item.added", output_index=at["output_index"], item=item)
         yield self._event("response.content_part.added", **at, part=_text(""))
 
     def _closed(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        """The events after the text."""
+        """Yield the events that come after the text."""
         (part,) = item["content"]
         yield self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
         yield self._event("response.content_part.done", **at, part=part)
         yield self._event("response.output_item.done", output_index=at["output_index"], item=item)
 
     def _called(self, items: Sequence[dict[str, Any]]) -> Iterator[str]:
-        """The events of a call, the last of the items, which comes as a whole."""
+        """Yield all events of a call, which is the last of the `items`."""
         index, item = len(items) - 1, items[-1]
         at = {"item_id": item["id"], "output_index": index}
         begun, name = item | {"arguments": "", "status": "in_progress"}, "function_call_arguments"
@@ -350,7 +362,7 @@ class ResponsesShape:
         yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _done(self, output: list[dict[str, Any]], end: ReplyEnd) -> dict[str, Any]:
-        """The complete response, which is kept from now on."""
+        """The JSON of the complete response, which is kept from now on if `store` is set."""
         if self._asked.store:
             said = TypeAdapter(list[_Item]).validate_python(output)
             self._kept.add(self._id, self._before, _messages([*self._asked.input, *said]))

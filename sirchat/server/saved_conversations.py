@@ -1,7 +1,7 @@
-"""The conversations on disk: each is a saved chat, in a folder of the server's own.
+"""The conversations on disk: each is a saved chat, in the server's own folder.
 
-One thread writes all of them, so that no reply waits for the drive. A conversation is written after
-each finished turn; its keys and values are written when it leaves memory.
+One thread writes all of them, so that no reply waits for the disk. A conversation is written after
+each finished turn; its keys and values are written when it is removed from memory.
 """
 
 from __future__ import annotations
@@ -35,31 +35,34 @@ from sirchat.server.conversations import (
 )
 
 MOST_BYTES = 8 * 2**30
-"""Largest size of all files together; the conversations used longest ago are deleted first."""
+"""Largest size of all files, in bytes; the conversations used longest ago are deleted first."""
 
 _LOG = logging.getLogger(__name__)
-_SILENCE = 600  # seconds after an error of writing is logged, until the next one may be
-_FIELD = "served"  # in the head of a conversation's file
+_SILENCE = 600  # least number of seconds between two logged errors of writing
+_FIELD = "served"  # the name of `_Fields` in the table `head`
 
 
 class _Fields(BaseModel):
-    """What the head of a file has beside the session's state."""
+    """What the server adds to a saved chat's state, in the table `head` of its file."""
 
     model_config = ConfigDict(strict=True)
 
     id: str
     keys: list[str]
     roles: list[str]
-    turns: int  # of the session, the system prompt included
+    turns: int  # number of the session's turns, the system prompt included
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class SavedConversation:
-    """What is known of a conversation on disk; `keys`, `roles` and `settings` as in memory.
+    """A conversation on disk, with all that is needed to list it and to find it.
 
-    `first` is the beginning of its first user message. `file` is where it is, as soon as that is
-    written; None if that failed.
+    Attributes:
+        id, keys, roles, settings: as in `ServedConversation`.
+        first: the beginning of its first user message.
+        file: a future with the path of its file, done when that is written; its result is None if
+            writing failed.
     """
 
     id: str
@@ -71,7 +74,7 @@ class SavedConversation:
 
     @staticmethod
     def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
-        """What to keep of a conversation that is in memory; `file` is where it is being written."""
+        """The entry for a conversation in memory; `file`: a future with the path of its file."""
         return SavedConversation(
             conversation.id,
             tuple(conversation.keys),
@@ -83,7 +86,7 @@ class SavedConversation:
 
     @staticmethod
     def read(store: SessionStore) -> SavedConversation:
-        """The entry of the conversation in a file; raises SessionError if it has none."""
+        """The entry for the conversation in a file; raises SessionError if there is none."""
         head = store.head()
         with decoding(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
@@ -101,12 +104,12 @@ class SavedConversation:
 
 
 class SavedConversations:
-    """The conversations on disk that are not in memory, at most `limit` with those in memory.
+    """The conversations that are only on disk, not in memory.
 
     Args:
         model: the loaded model.
         profile: the server's settings.
-        limit: the largest number of conversations on disk.
+        limit: the largest number of conversations on disk, with those that are also in memory.
         folder: where their files are.
     """
 
@@ -114,24 +117,27 @@ class SavedConversations:
         self._model, self._profile = model, profile
         self._limit, self._folder = limit, folder
         self._writer = ThreadPoolExecutor(1, "saving")
-        self._said_at = -math.inf  # when it was logged that writing fails, in seconds
-        self._files: dict[ServedConversation, SavedConversation] = {}  # of those in memory
+        self._said_at = -math.inf  # time of the last logged error, in seconds
+        self._files: dict[ServedConversation, SavedConversation] = {}  # entries of those in memory
         self._found: Future[list[SavedConversation]] | None = self._writer.submit(self._read)
         self._listed: list[SavedConversation] = []
 
     @property
     def all(self) -> list[SavedConversation]:
-        """Those that are not in memory, the one used last at the end."""
+        """The conversations that are only on disk, by last use, the latest at the end."""
         if self._found is not None:
             self._listed, self._found = self._found.result(), None
         return self._listed
 
     def find(self, ident: str) -> SavedConversation | None:
-        """The one with this id."""
+        """The conversation with this id; None if it is not on disk, or if it is in memory."""
         return next((one for one in self.all if one.id == ident), None)
 
     def best(self, history: History, shared: int) -> SavedConversation | None:
-        """The one that shares most messages with `history`, if these are more than `shared`."""
+        """The conversation that shares most messages with `history`.
+
+        Returns None if no conversation shares more than `shared` messages.
+        """
         best = None
         for one in reversed(self.all):
             own = shared_messages(one.keys, one.roles, history, 0)
@@ -140,7 +146,10 @@ class SavedConversations:
         return best
 
     def load(self, saved: SavedConversation) -> ServedConversation | None:
-        """The conversation, to be held in memory from now on; None if its file can't be used."""
+        """Load a conversation into memory, and remove it from this list.
+
+        Returns None if its file can't be used.
+        """
         self.all.remove(saved)
         if (path := saved.file.result()) is None:
             return None
@@ -160,7 +169,10 @@ class SavedConversations:
         return loaded
 
     def _resumed(self, store: SessionStore, own: dict[str, Any]) -> Session:
-        """The session in `store`: first under the settings it had, then under those of now."""
+        """The session in `store`: resumed with its old settings, then switched to the server's.
+
+        `own` are the settings of this conversation alone; they replace the server's.
+        """
         before = saved_profile(store, (self._profile.policy,))
         now = {name: getattr(self._profile, name) for name in Profile.model_fields}
         session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
@@ -172,7 +184,7 @@ class SavedConversations:
         return session
 
     def save(self, conversation: ServedConversation, then: Callable[[], None]) -> None:
-        """Write what is new in a conversation, in the thread that writes; then call `then`."""
+        """Let the writing thread write what is new in a conversation, and then call `then`."""
 
         def write() -> None:
             self._write(conversation)
@@ -181,7 +193,7 @@ class SavedConversations:
         self._writer.submit(write)
 
     def put_away(self, conversation: ServedConversation) -> SavedConversation:
-        """Write a conversation that leaves memory, with keys and values."""
+        """Write a conversation that leaves memory, with keys and values; returns its entry."""
 
         def write() -> Path | None:
             self._write(conversation, with_kv=True)
@@ -192,15 +204,18 @@ class SavedConversations:
         return saved
 
     def give_up(self, conversation: ServedConversation) -> None:
-        """Forget what a conversation in memory has read since its last finished turn."""
+        """Drop all that a conversation in memory has read since its last finished turn.
+
+        If it is on disk, it is listed again as it was then.
+        """
         if (saved := self._files.get(conversation)) is not None:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, others: int) -> None:
-        """Delete the saved conversations used longest ago, if there are too many.
+        """Delete the conversations used longest ago, if all together are too many or too large.
 
-        At most `limit` may exist, including the `others` that are in memory; those saved may take
-        at most `MOST_BYTES`.
+        At most `limit` may exist, with the `others` that are in memory; those that are only on disk
+        may take at most `MOST_BYTES`.
         """
         stays: list[SavedConversation] = []
         size = 0
@@ -213,14 +228,14 @@ class SavedConversations:
         self._listed = stays
 
     def end(self) -> None:
-        """Wait until everything is written."""
+        """Delete surplus conversations, and wait until all the others are written."""
         self.prune(0)
         self._writer.shutdown()
 
     def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
-        """Write a conversation; if that fails, it is tried again with the next turn.
+        """Write what is new in a conversation; after an error, the next turn tries this again.
 
-        That it fails is logged, but not for every conversation.
+        Errors are logged, but for `_SILENCE` seconds only the first.
         """
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
         saving.more = {_FIELD: _fields(conversation)}
@@ -243,7 +258,7 @@ class SavedConversations:
                 self._said_at = time.monotonic()
 
     def _close(self, conversation: ServedConversation) -> Path | None:
-        """Close a conversation's file, without writing; returns where it is."""
+        """Close a conversation's file without writing; returns its path, None without a file."""
         if conversation.saving is not None:
             conversation.saving.abandon()
             conversation.saving = None
@@ -251,7 +266,10 @@ class SavedConversations:
         return None if saved is None else saved.file.result()
 
     def _read(self) -> list[SavedConversation]:
-        """What is in the folder: conversations of this model that no other server has open."""
+        """Find the conversations in the folder that are of this model and not in use by a server.
+
+        They are sorted by the time of their last change.
+        """
         found, wanted = [], (self._model.precision, fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda one: one.stat().st_mtime):
             try:
@@ -274,14 +292,14 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
 
 
 def _at(path: Path) -> Future[Path | None]:
-    """A future that has ended: the file is written."""
+    """A future that is done: its result is the path of a written file."""
     file: Future[Path | None] = Future()
     file.set_result(path)
     return file
 
 
 def _size(saved: SavedConversation) -> int:
-    """Size of a conversation's files in bytes; 0 while they are being written."""
+    """Size of a conversation's files in bytes; 0 while they are being written, or without files."""
     if not saved.file.done() or (path := saved.file.result()) is None:
         return 0
     files = (path, path.with_suffix(".safetensors"))

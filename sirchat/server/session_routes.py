@@ -1,4 +1,4 @@
-"""The endpoints that show and change the memory of a conversation, and the page that uses them."""
+"""The endpoints that show and change a conversation's memory, and the web page that uses them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LONGEST = 10_000  # characters
 
 
 class MemoryChange(MemorySettings):
-    """What to change in a conversation: settings first; then words are pinned, unpinned, erased.
+    """A change of a conversation: first settings, then tokens to pin, unpin and erase.
 
-    Words are those that `/pin` and `/erase` take: a text, `last`, or `turn N`.
+    These tokens are named as for `/pin` and `/erase`: by their words, by `last`, or by `turn N`.
     """
 
     pin: str | None = Field(None, min_length=1, max_length=_LONGEST)
@@ -36,11 +36,14 @@ class MemoryChange(MemorySettings):
     erase: str | None = Field(None, min_length=1, max_length=_LONGEST)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that are changed."""
+        """The settings to change, by name."""
         return self.model_dump(exclude_none=True, exclude={"pin", "unpin", "erase"})
 
     def apply(self, conversation: ServedConversation) -> list[Event]:
-        """Change a conversation; raises SettingError or UsageError for what is not possible."""
+        """Change a conversation, and return the events of the change.
+
+        Raises SettingError or UsageError for a change that is not possible.
+        """
         session, wanted, events = conversation.session, self.settings(), list[Event]()
         if wanted:
             events += session.switch("the request", **wanted)
@@ -55,12 +58,12 @@ class MemoryChange(MemorySettings):
 
 
 class SessionRoutes:
-    """The endpoints under `/v1/sirchat/sessions`, and the page.
+    """The endpoints under `/v1/sirchat/sessions`, and the web page.
 
     Args:
-        replies: the thread in which conversations are used.
-        conversations: the conversations.
-        body: reads the body of a request.
+        replies: the thread that alone may use conversations.
+        conversations: the server's conversations.
+        body: function that reads a request's body.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ def _found(answer: dict[str, Any] | None) -> Response:
 
 
 def _memory(conversation: ServedConversation) -> dict[str, Any]:
-    """All that is known of a conversation's memory; `busy`: whether a reply is under way."""
+    """The snapshot of a conversation's memory, as JSON; `busy`: whether it is in use."""
     snapshot = conversation.session.snapshot()
     recall = conversation.session.profile.recall
     return {**asdict(snapshot), "recall": recall, "busy": conversation.is_busy}
@@ -169,7 +172,7 @@ async def _page(request: Request) -> Response:
 
 @cache
 def _page_and_policy() -> tuple[str, str]:
-    """The page, and the content security policy, which allows its own script and style alone."""
+    """The web page, and its content security policy, which allows only the page's own code."""
     text = files("sirchat.server").joinpath("page.html").read_text("utf-8")
     hashes = {name: _hash(text, name) for name in ("script", "style")}
     policy = (

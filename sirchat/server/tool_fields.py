@@ -1,4 +1,4 @@
-"""The fields of requests that concern tools, and how fields are checked."""
+"""The fields of requests that describe tools and their calls, and how all fields are checked."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-_DEEPEST = 64  # lists and objects in each other
+_DEEPEST = 64  # most levels of nested lists and objects
 
 
 class Fields(BaseModel):
-    """Fields of a request; others are refused."""
+    """Base class of requests and their parts; a field that a class does not have is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def check(self) -> None:
-        """Raise RequestError if fields don't go together."""
+        """Raise RequestError if the values of some fields contradict each other."""
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 """The name of a tool."""
 
 CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
-"""The id of a call."""
+"""The id of a call of a tool."""
 
 
 def shallow(value: Any) -> Any:
-    """A value of JSON; refused if its lists and objects are nested too deeply."""
+    """Return a JSON value unchanged, unless its lists and objects are nested too deeply.
+
+    In that case, raise PydanticCustomError.
+    """
     level = [value]
     for _ in range(_DEEPEST):
         inner = [one.values() if isinstance(one, dict) else one for one in level]
@@ -42,9 +45,9 @@ Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
 
 
 class FunctionCall(Fields):
-    """What a reply calls: a tool, and its arguments, as JSON.
+    """The tool that a reply calls, and the call's arguments, which are JSON text.
 
-    `parsed_arguments`, which OpenAI's client adds to what it sends back, change nothing.
+    `parsed_arguments` is ignored; OpenAI's client adds this field to calls that it sends back.
     """
 
     name: Name
@@ -53,7 +56,7 @@ class FunctionCall(Fields):
 
 
 class CallFields(Fields):
-    """A call in a reply; `index`, which streams have, changes nothing."""
+    """A call of a tool in a reply; `index`, a field of streamed calls, is ignored."""
 
     index: int | None = None
     id: CallId
@@ -62,7 +65,7 @@ class CallFields(Fields):
 
 
 class FunctionFields(Fields):
-    """A function that the model may call; its parameters are a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Name
     description: str | None = None

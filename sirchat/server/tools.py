@@ -1,4 +1,4 @@
-"""Calls of tools: how they stand in a reply, and in a history."""
+"""Calls of tools: how they are written in a reply, and in a history."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # as in requests
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call: its id, the tool's name, and the arguments, as JSON."""
+    """A call of a tool: its id, the tool's name, and the arguments as JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """The call as OpenAI's interface shows it."""
+        """The call as a JSON object of OpenAI's API."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class CallParser:
-    """Separates the calls in a reply from its text, while the reply comes in pieces.
+    """Separates the calls of tools in a reply from its text, while the reply is generated.
 
-    Calls are in tags, as Hermes and Qwen write them, or the whole reply is calls, as with Llama.
+    Either each call stands in tags, as Hermes and Qwen write it, or the whole reply consists of
+    calls, as with Llama.
 
     Args:
-        names: the names of the tools; without tags, only these are called.
-        number: the number of the next call, for its id.
+        names: the names of the tools; a call without tags must name one of them.
+        number: the number of the next call, from which its id is made.
         only_one: whether the reply ends after its first call.
 
     Attributes:
-        calls: those found so far.
-        is_cut: whether the reply has more than the call with which it ends.
+        calls: the calls found so far.
+        is_cut: whether something after the reply's only call was left out.
     """
 
     def __init__(self, names: Collection[str], number: int, *, only_one: bool = False) -> None:
@@ -58,22 +59,22 @@ class CallParser:
 
     @property
     def are_complete(self) -> bool:
-        """Whether the reply ends, because it has its only call."""
+        """Whether the reply has ended, because it has the only call that it may have."""
         return self._only_one and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece; returns the text that is no part of a call, and the calls that end in it."""
+        """Add a piece; returns the next text outside calls, and the calls that are now complete."""
         self._waiting += text
         start = self._waiting.lstrip()
         if not self._has_begun and (not start or _begins(start, "{") or _begins(start, _PYTHON)):
-            return "", []  # what it is shows only its end
+            return "", []  # only its end shows whether this is a call
         self._has_begun = True
         before = len(self.calls)
         shown = "".join(iter(self._next, None))
         return shown, self.calls[before:]
 
     def _next(self) -> str | None:
-        """The next text that can be shown; None if more must come first."""
+        """The next text that can be shown; None if there is none until more is added."""
         if self.are_complete:
             return None
         at = self._waiting.find(OPEN)
@@ -94,7 +95,7 @@ class CallParser:
         return shown or None
 
     def rest(self) -> tuple[str, list[ToolCall]]:
-        """The text and the calls that are left at the end of the reply."""
+        """The text and the calls that were held back; call this at the end of the reply."""
         before, left = len(self.calls), self._waiting
         if self.are_complete:
             self.is_cut = bool(left.strip())
@@ -108,7 +109,7 @@ class CallParser:
         return left, self.calls[before:]
 
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
-        """Add the calls in a text of JSON; returns whether it is nothing else."""
+        """Add the calls in `written`, and return True; if it has anything else, return False."""
         found: list[ToolCall] = []
         left = written.strip().removeprefix(_PYTHON).strip()
         while left:
@@ -134,7 +135,7 @@ class CallParser:
 
 
 def call_id(number: int) -> str:
-    """The id of a call, by its number in the conversation."""
+    """The id of a call, made from its number in the conversation."""
     return f"call{number:05}"
 
 
@@ -143,7 +144,7 @@ def _begins(text: str, opening: str) -> bool:
 
 
 def calls_in_reply(asked: ChatRequest) -> CallParser | None:
-    """What finds the calls in the reply to a request; None if the reply is to be text."""
+    """A parser for the calls in a reply; None if the reply must not call tools."""
     if not asked.tools or asked.tool_choice == "none":
         return None
     ids = [call.id for one in asked.turns for call in one.tool_calls]
@@ -154,9 +155,10 @@ def calls_in_reply(asked: ChatRequest) -> CallParser | None:
 
 
 def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
-    """Role and text of each message of a history; what is in a row from tools is one message.
+    """Role and text of each message; successive results of tools become one message.
 
-    The role is user, assistant, `calls` or `tool`; the text of the latter two is JSON.
+    The role is user, assistant, `tool` (results) or `calls` (a reply that calls tools). In the last
+    two cases, the text is JSON.
     """
     said: list[tuple[str, str]] = []
     results: list[Any] = []
@@ -181,14 +183,17 @@ def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
 
 
 def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
-    """A reply that calls tools, as JSON: the same, whatever a client does to blanks in it."""
+    """A reply that calls tools, as JSON text.
+
+    It is the same for the same calls, even if a client changes blanks in text or arguments.
+    """
     written = [[one.id, one.name, _value(one.arguments)] for one in calls]
     key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
     return without_surrogates(key)
 
 
 def _value(arguments: str) -> Any:
-    """The arguments, if they are JSON; else their text."""
+    """The value of arguments that are valid JSON; else their text."""
     try:
         return shallow(json.loads(arguments))
     except (ValueError, RecursionError):
@@ -196,14 +201,14 @@ def _value(arguments: str) -> Any:
 
 
 def calls_of(key: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text and the calls of a reply from its `calls_key`, as chat templates take them."""
+    """The inverse of `calls_key`: a reply's text and calls, in the form for chat templates."""
     text, calls = json.loads(key)
     functions = [(ident, {"name": name, "arguments": value}) for ident, name, value in calls]
     return text, [{"id": one, "type": "function", "function": fields} for one, fields in functions]
 
 
 def results_of(text: str) -> list[dict[str, str]]:
-    """The messages of role tool from their text in a history, as chat templates take them."""
+    """Convert results of tools from JSON text, see `as_said`, to messages for chat templates."""
     return [
         {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
         for ident, name, said in json.loads(text)

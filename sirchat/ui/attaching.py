@@ -22,7 +22,7 @@ from sirchat.text.text_file import (
 )
 from sirchat.ui.text import displayable_line, shorten
 
-if TYPE_CHECKING:  # typing at a prompt needs no model, and `sirchat ask` no prompt
+if TYPE_CHECKING:  # a prompt must not import a model, nor `sirchat ask` a prompt
     from prompt_toolkit.completion import CompleteEvent, Completion
 
     from sirchat.chat.events import TurnDone
@@ -61,7 +61,7 @@ def with_files(
     Raises UsageError, as `load_text_file` does, if a file exists but can't be used.
     """
     files: dict[str, AttachedFile] = {}
-    said = list[str]()  # the message without names of files, which alone say nothing
+    said = list[str]()  # the words of the message that are not names of files
     message, at = list[str](), 0
     for found in _MENTION.finditer(text):
         if found.end("escape") in pasted_signs:
@@ -90,7 +90,7 @@ def open_mention(before: str) -> str | None:
 
 
 def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
-    """The message that `/read FILE [QUESTION]` sends, and a list with the file.
+    """The message that `/read FILE [QUESTION]` sends, and a list with the file as its only item.
 
     `rest` is `FILE [QUESTION]`. Raises UsageError if it names no file, and if the file can't be
     loaded.

@@ -59,7 +59,7 @@ def shown_line(text: str) -> str:
 
 
 def significant(score: float) -> str:
-    """A score as text, with three significant digits; below 1e9, 12,300 is shown for `1.23e+04`."""
+    """A score as text with three significant digits, such as 0.0123, 12,300 or 1.23e+09."""
     text = f"{score:#.3g}".removesuffix(".")
     return f"{float(text):,.0f}" if "e+" in text and abs(score) < 1e9 else text
 
@@ -70,7 +70,10 @@ def quoted(text: str) -> str:
 
 
 def grid_safe(text: str) -> str:
-    """The text with known widths; a combining mark without a letter is drawn over `BASE`."""
+    """The text, with characters of uncertain width replaced by characters of known width.
+
+    A combining mark that follows no letter is drawn over `BASE`.
+    """
     safe: list[str] = []
     for char in map(_safe, text):
         bare = not safe or safe[-1][-1] in f" {NEWLINE}"
@@ -172,7 +175,7 @@ def _split(text: str, width: int) -> tuple[str, str]:
 
 
 def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
-    """Yield the runs in groups, each with its size in cells; a line may break after a group."""
+    """Yield the runs in groups, each with its width in cells; a line may break after each group."""
     word: list[StyledRun] = []
     size = 0
     for run in runs:

@@ -256,7 +256,7 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
         if first.turn == turn:
             yield from gap(evicted, unseen, runs[0].text, theme)
             yield runs[0]
-        else:  # what is held and not shown needs no mark here: a message begins
+        else:  # a message begins: held tokens that are not shown need no mark
             yield from gap(evicted, 0, "", theme)
             if position >= 0 or evicted > 0:
                 yield StyledRun(" ", theme.gap)
@@ -271,9 +271,10 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 
 
 def gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
-    """`⋯n` for n evicted tokens; else `…` for held tokens that are not shown; else nothing.
+    """A mark for missing tokens: `⋯n` if n are evicted, `…` if held ones are not shown, or none.
 
-    `following` is the text after the mark; if it begins with a digit, a dot separates the two.
+    `evicted` and `left_out` are the numbers of these tokens. `following` is the text after the
+    mark; if it begins with a digit, a dot separates the two.
     """
     mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
     if mark and following[:1].isdigit():  # separates the count from a digit of the text
@@ -283,7 +284,7 @@ def gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[Style
 
 @lru_cache(maxsize=256)
 def _switch(style: Style) -> int:
-    """Number of bytes needed to switch a style on and off, in 256 colours."""
+    """Number of bytes of the escape sequences that switch a style on and off, in 256 colours."""
     # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.
     weights = (style.bold, style.dim, style.italic, style.underline, style.strike)
     codes = 2 * sum(map(bool, weights)) + (9 if style.color else 0)

@@ -205,9 +205,9 @@ class Erasing:
 class _Matches:
     """Tells whether to erase a typed line.
 
-    If there is a `pattern`, lines in which it is found are erased: only those that are in `among`,
-    and `/erase` lines; if `among` is None, any line. If there is no pattern, only a line that
-    equals the message `whole` is erased.
+    If there is a `pattern`, a line is erased if the pattern is found in it, and if it also is in
+    `among` or begins with `/erase`; if `among` is None, every line counts as being in it. If there
+    is no pattern, only a line that equals the message `whole` is erased.
     """
 
     pattern: re.Pattern[str] | None

@@ -111,7 +111,7 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that are older than the reply; sinks only if all of these tokens are sinks."""
+    """The tokens that are older than the reply, without sinks; if all are sinks, all of them."""
     before = [one for one in ranks if one.row.position < paid.start]
     return [one for one in before if "sink" not in one.row.flags] or before
 

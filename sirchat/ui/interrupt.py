@@ -46,7 +46,7 @@ class Interrupt:
     """Context manager: Ctrl-C sets a flag, which the engine checks between tokens.
 
     So a forward pass is never interrupted. Calling the object returns whether the flag is set. A
-    third Ctrl-C raises KeyboardInterrupt, in case the next check takes too long.
+    third Ctrl-C raises KeyboardInterrupt, because the next check may take too long.
     """
 
     def __init__(self) -> None:

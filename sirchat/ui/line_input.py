@@ -121,7 +121,7 @@ class _Private(Typed, FileHistory):
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Context manager: inside, no other chat changes the history file, if the system can lock it.
+    """Context manager: inside, no other chat changes the history file, if it can be locked.
 
     The file is made if it is missing; raises OSError if it can't be written.
     """
@@ -136,7 +136,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, opened: int) -> bool:
-    """Whether the open file with this number is the one at `path`."""
+    """Whether the open file with the descriptor `opened` is the file that is at `path` now."""
     try:
         return os.path.samestat(os.fstat(opened), path.stat())
     except FileNotFoundError:
@@ -291,7 +291,7 @@ class Keyboard:
             self._write_now(_PASTE_ON)
 
     def _write_now(self, sequence: str) -> None:
-        """Write past the buffer of the stream, since a signal may have interrupted its `write`."""
+        """Write directly to the terminal: a signal may have interrupted a `write` of the stream."""
         if self._out is not None:
             os.write(self._out.fileno(), sequence.encode())
 

@@ -18,7 +18,7 @@ from sirchat.ui.cells import cut
 from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
-if TYPE_CHECKING:  # the prompt lists nothing
+if TYPE_CHECKING:  # the prompt needs none of these
     from sirchat.models.devices import DeviceMemory
     from sirchat.models.fit import Choice, Layout, ModelFit
     from sirchat.models.layout import ModelPart
@@ -321,7 +321,7 @@ def _count(number: int | None) -> str:
 
 
 def _aligned(row: Sequence[str], wide: Sequence[int], left: int = 2) -> str:
-    """A line of a table: the first `left` cells are aligned at the left, numbers at the right."""
+    """A line of a table: the first `left` cells are aligned left, the others right."""
     cells = []
     for number, (cell, width) in enumerate(zip(row, wide, strict=True)):
         room = " " * (width - cell_len(cell))

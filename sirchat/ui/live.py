@@ -103,7 +103,7 @@ class LiveView:
                 self._draw_in_time()
         elif self._streams or self._session.profile.panel != "live":
             self._stream()
-        elif self._is_due():  # checked before what is slower: this runs for every token
+        elif self._is_due():  # checked before anything slow: this runs for every token
             if self._screen.is_plain:
                 self._stream()  # and so on to the end, so that no row is broken
             else:
@@ -170,7 +170,7 @@ class LiveView:
             self._draw_in_time()
 
     def _is_due(self) -> bool:
-        """Whether to draw a frame: at once if the window changed, so that no change is missed."""
+        """Whether to draw a frame now; always if the window's size has changed."""
         return self._pace.is_due() or self._screen.console.size != self._size
 
     def _draw_in_time(self) -> None:
@@ -216,7 +216,7 @@ class LiveView:
         self._markdown = None
 
     def _write(self, text: str) -> None:
-        """Write a text that has its own escape sequences."""
+        """Write a text that contains escape sequences of our own, without filtering it."""
         self._screen.console.file.write(text)
         self._screen.console.file.flush()
 

@@ -164,7 +164,7 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """The rows of the finished blocks, and the rows of the text after them.
+        """Two lists of rows: those of the finished blocks, and those of the text after them.
 
         The finished blocks are the first `length` characters of the source; the text after them
         ends at `stop`.
@@ -186,10 +186,11 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """What to paint: the rows that can't change any more, and then the rest of `target`.
+        """The rows to paint: those that can't change any more, then the rest of `target`.
 
-        None if `target` does not begin with the text of the unchangeable rows. `target` may break
-        its lines at other places, for example for a wider window; then its rest begins a new row.
+        Returns None if `target` does not begin with the text of the unchangeable rows. `target` may
+        break its lines at other places, for example for a wider window; then its rest begins a new
+        row.
         """
         if self._painter.can_paint(target):
             return target
@@ -226,7 +227,7 @@ class MarkdownReply:
 
 
 def _settled(source: str) -> int:
-    """Number of characters that can be shown of an unfinished text; the rest may be markup."""
+    """Number of characters of an unfinished text that can be shown; the rest may be markup."""
     undecided = _UNDECIDED.search(source)
     return undecided.start() if undecided else len(source)
 

@@ -67,7 +67,7 @@ class Painter:
         return "".join(self._out)
 
     def commit(self, count: int) -> None:
-        """Remove the first `count` rows from `rows`: they are final, and never change again."""
+        """Remove the first `count` rows from `rows`; these are final, and can't change any more."""
         self.rows = self.rows[count:]
         self.gone = max(0, self.gone - count)
         self._y -= count
@@ -78,7 +78,7 @@ class Painter:
         self.gone = max(self.gone, len(self.rows) - reachable)
 
     def begin_anew(self) -> str:
-        """After a change of the window's width, begin below the present rows, which become final.
+        """After a change of the window's width, make all rows final, and begin below them.
 
         Returns the text to write.
         """
@@ -185,7 +185,7 @@ class Painter:
 
 
 def _common(one: Sequence[Cell], other: Sequence[Cell]) -> int:
-    """Number of cells at the beginning that are the same in both rows."""
+    """The number of cells at the beginning of both rows that are the same."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -214,7 +214,7 @@ class Region:
         self.is_shown = False
 
     def draw(self, content: RenderableType, above: str = "") -> None:
-        """Write the text `above`, whole rows, and draw `content` below it, in one write."""
+        """Write the whole rows `above`, and draw `content` below them, in one write."""
         with self._console.capture() as captured:
             self._console.print(content, soft_wrap=False)
         rows = captured.get().split("\n")[:-1][: self._console.size.height]
@@ -240,7 +240,7 @@ class Region:
 _ERASE = "\r\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _FRAME, _FRAME_END = "\x1b[?2026h", "\x1b[?2026l"
-"""What is between these is shown, and the window's size applied, at once (most new terminals)."""
+"""Begin and end of a frame; most new terminals show it, and a new window size, at once."""
 
 FRAME_SECONDS = 1 / 8
 TEXT_SECONDS = 1 / 30
@@ -252,9 +252,9 @@ TIME_SHARE = 1 / 50
 
 
 class Pace:
-    """Decides when the screen may be redrawn: less often if a frame takes many bytes or long.
+    """Decides when a frame, that is, a redrawing of the screen, may be drawn.
 
-    A frame is one redrawing.
+    Frames are drawn less often if a frame takes many bytes or much time.
 
     Args:
         seconds: minimum time between two frames.

@@ -149,7 +149,7 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
-    """The title of the rankings' last column, and its text for each token, by position.
+    """The title of the rankings' last column, and this column's text for each stream position.
 
     The text is the score, if scores have a unit; if not, the token's rank, since such scores may
     differ by powers of ten. If no token has a score, there are no texts.

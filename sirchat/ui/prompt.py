@@ -391,7 +391,7 @@ class PastedSigns:
 
 
 def _common_length(left: str, right: str) -> int:
-    """Length of the common prefix of two texts; found by bisection, as the texts may be long."""
+    """Length of the common prefix of two texts; bisection is used, as the texts may be long."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

@@ -275,7 +275,10 @@ class Chat:
 
 
 def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """Return a function that says whether to stop the reply: after Esc, Ctrl-C, or if `wanted`."""
+    """Return a function that says whether to stop the reply: after Esc or Ctrl-C.
+
+    If `wanted` is true, the function says so from the beginning.
+    """
 
     def stops() -> bool:
         nonlocal wanted

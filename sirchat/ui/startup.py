@@ -34,7 +34,7 @@ from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 
-if TYPE_CHECKING:  # the thread imports what loads a model
+if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.chat.events import Event
     from sirchat.chat.session import Session
     from sirchat.models.progress import Progress
@@ -123,7 +123,10 @@ _NO_OTHER = (
 
 
 def say_toy(screen: Screen) -> None:
-    """Say in one line that `tiny` answers because no model was chosen, and how to choose one."""
+    """Say in one line that the small bundled model `tiny` answers, and how to choose another.
+
+    Call this if the user has chosen no model.
+    """
     screen.note(f"{_TOY}; sirchat models lists real ones, sirchat models default NAME chooses one")
 
 

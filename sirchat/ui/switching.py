@@ -102,8 +102,8 @@ class Switching:
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
         """Pin or unpin the tokens of `target` (words, or a turn).
 
-        `around` is the number of tokens before, and after, these tokens that are pinned or
-        unpinned, too. Prints how many tokens this has evicted and restored.
+        The `around` tokens before them, and as many after them, are pinned or unpinned, too. Prints
+        how many tokens this has evicted and restored.
         """
         evicted, restored, named = 0, list[int](), 0
         ledger = self._session.limits.ledger
@@ -280,7 +280,7 @@ class ModelSwitching:
             trim_memory()
 
     def check(self, session: Session) -> None:
-        """Call `drop_former` if `session` was reset, or something was erased from it."""
+        """Call `drop_former` if `session` was reset, or if something was erased from it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
             self.drop_former()
 

@@ -52,10 +52,11 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
 
 
 def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    """`session`, if its last message can be undone, or if there is none.
+    """A session of this chat whose last message can be undone: `session` itself, if possible.
 
-    Else (after a resume, or after words were erased) a new session that has read all of the chat
-    again, and is saved in the same file.
+    If not (after a resume, or after words were erased), it is a new session that has read all of
+    the chat again, and is saved in the same file. If the chat has no user message, `session` is
+    returned.
     """
     if session.undoable or all(turn.role != "user" for turn in session.turns):
         return session
@@ -70,9 +71,9 @@ def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
 
 
 def _held_then(session: Session, point: UndoPoint) -> str:
-    """After an undo to `point`: whether as many tokens are held as then.
+    """A note, after an undo to `point`, on whether as many tokens are held as at that point.
 
-    Empty if the budget was the same then.
+    Returns "" if the budget is the same as at that point.
     """
     if session.budget == point.budget:
         return ""
@@ -151,7 +152,7 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """A note about a reply generated under other settings; call it before these are taken back.
+    """A note about a reply generated under other settings; call it while these are in force.
 
     `as_usual` is the profile with the usual settings.
     """
