@@ -19,8 +19,8 @@ _DAILYDIALOG = {
     "Vicuna-13b": ((71.10, 69.27, 62.05, 71.40), 0.6),
 }
 
-# For each model: ACCc and ACCg under the same policies. For two models the paper has results of
-# only two policies.
+# For each model: the paper's accuracies ACCc and ACCg under the same policies. For two models the
+# paper has results of only two policies.
 _GROCERY: dict[str, tuple[tuple[float, float] | None, ...]] = {
     "Yi-6b": ((71.33, 25.73), (70.33, 77.55), (63.98, 21.72), (72.44, 99.27)),
     "Vicuna-7b": ((50.84, 28.65), (50.97, 85.04), (47.21, 23.72), (51.04, 96.17)),
@@ -88,7 +88,7 @@ def grocery() -> Table:
 
 
 def few_shot() -> Table:
-    """SirLLM's Table 4: Grocery Shopping under sink and entropy, and with 1 to 3 shots."""
+    """SirLLM's Table 4: Grocery Shopping under sink and entropy, and with 1 to 3 examples."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _FEW_SHOT.items():
         for name, both in zip(_SHOTS, every, strict=True):

@@ -21,7 +21,7 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""A function that runs a study's units (independent runs) with these keys in other processes.
+"""A function that runs, in other processes, a study's units (independent runs) of the given keys.
 
 Yields (key, record) as each unit finishes.
 """
