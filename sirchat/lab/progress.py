@@ -29,7 +29,7 @@ class ProgressPace:
     def is_due(self, done: float) -> bool:
         """Whether to write a line now, when the amount `done` is done.
 
-        True at the end of the work, and if the last line was written `EVERY` seconds ago.
+        True at the end of the work, and if the last line is at least `EVERY` seconds old.
         """
         self._now = self._clock()
         is_due = done >= self._total or self._now - self._printed >= EVERY
@@ -101,7 +101,10 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """Print a line at the start, at the end, and between them at most every `EVERY` seconds."""
+    """Yield the finished units, and print lines of progress.
+
+    A line is printed at the start, at the end, and in between at most every `EVERY` seconds.
+    """
     pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
     for finished, one in enumerate(done, known + 1):

@@ -39,7 +39,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.probe import cache_argument
 from sirchat.models.surprisal import surprisal
 
-_FOUND = 200  # rows that a search restores
+_FOUND = 200  # number of tokens that a search restores
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _ids(renderer: Renderer, rng: Random) -> list[int]:
 
 
 def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
-    """Two indices: where the last user turn with a reply begins, and where its reply begins."""
+    """The indices in `ids` at which the last user turn with a reply, and this reply, begin."""
     end = max(at for at, one in enumerate(ids) if one == renderer.roles["assistant"])
     return max(at for at in range(end) if ids[at] == renderer.roles["user"]), end
 

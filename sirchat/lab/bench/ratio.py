@@ -96,8 +96,9 @@ def compare(
 ) -> Ratio:
     """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
 
-    A block is a piece of work whose time is measured. `make_ours` and `make_other` start a side:
-    they return an iterator over the seconds per token of its blocks.
+    A block is a piece of work whose time is measured. `make_ours` and `make_other` each start a
+    side: they return an iterator that runs one block of the side at a time, and gives the seconds
+    per token of the block.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
@@ -124,14 +125,14 @@ def compare(
 
 
 def some_ids(model: LoadedModel, count: int) -> list[int]:
-    """`count` random token ids, the same ones each time."""
+    """`count` random token ids; every call returns the same ids."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
     return ids
 
 
 def timed(block: Callable[[], None], model: LoadedModel) -> float:
-    """Seconds that a call of `block` takes, until the device has finished its work."""
+    """The seconds that a call of `block` takes, including the device's work for it."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -115,7 +115,7 @@ def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
-    """Print to stdout the memory that `models fit` states for `model`, and what `model` took."""
+    """Print to stdout the memory that `models fit` states for `model`, and the memory it took."""
     if as_json:
         print_json({"model": model, "results": [asdict(one) for one in measured]})
         return

@@ -35,9 +35,9 @@ class StartMeasure:
         name: what was measured.
         unit: seconds, milliseconds or MiB.
         ours: median of sirchat's values.
-        other: median of llama.cpp's values, or None.
-        ratio: median of the ratios of ours to other, start by start, or None.
-        low, high: quartiles of these ratios, or None if there are fewer than two.
+        other: median of llama.cpp's values; None if llama.cpp was not measured.
+        ratio: median of the ratios of ours to other, start by start; None if there is no other.
+        low, high: quartiles of these ratios; None if there are fewer than two ratios.
     """
 
     name: str

@@ -214,9 +214,9 @@ def memory(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the memory that `sirchat models fit` states for a model with what the model takes.
+    """Compare the memory that `sirchat models fit` states for a model with the memory it takes.
 
-    The model is loaded, and its KV cache filled to the length of its context.
+    The model is loaded, and its KV cache filled to the length of the model's context.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     from sirchat.lab.bench.memory import bench_memory

@@ -130,7 +130,7 @@ class AnchorAttention(ExtendedByLimit):
 
 
 def _first_conversation(one: Record) -> Table:
-    """A table: attention of each token of question and answer to the anchors of each round."""
+    """A table of the attention that each token of question and answer pays to rounds' anchors."""
     columns = ("token", *one["rounds"])
     rows = tuple(
         (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)

@@ -1,4 +1,4 @@
-"""A multiple-choice question, and the option that a model chooses."""
+"""Multiple-choice questions, and ways to let a model choose an option."""
 
 from __future__ import annotations
 

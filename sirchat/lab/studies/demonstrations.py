@@ -84,7 +84,7 @@ class Demonstrations(Grid):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key on `model`.
+        """A function that runs the unit (independent run) with a given key, using `model`.
 
         Raises SettingError if there are `places` and the model has no anchor token.
         """
@@ -96,7 +96,10 @@ class Demonstrations(Grid):
         return super().worker(model)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read one set of demonstrations, then ask each of its questions and undo it."""
+        """Read one set of demonstrations, then ask and undo each of its questions.
+
+        Returns which answers were right, the seconds they took, and numbers of tokens.
+        """
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [
             generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)

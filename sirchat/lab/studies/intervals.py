@@ -99,9 +99,9 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 
     The interval is that of the hierarchical bootstrap (Davison and Hinkley, Bootstrap Methods and
     their Application, 1997, section 3.8). It resamples clusters, then the values in each cluster,
-    and suits few clusters whose values are themselves a sample: even a single cluster gets an
-    interval. To compare two settings, give the differences of their values. The interval of fewer
-    than two values is infinite, and the mean of no values is NaN.
+    and suits few clusters whose values are themselves a sample: it gives an interval even for a
+    single cluster. To compare two settings, pass the differences of their values. The interval of
+    fewer than two values is infinite, and the mean of no values is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)

@@ -301,7 +301,10 @@ def _differences(
 
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
-    """The index of the first row with this policy and budget (any budget for `full`), or None."""
+    """The index of the first setting with this policy and budget; None if there is none.
+
+    For the policy `full`, the budget may be any.
+    """
     for at, one in enumerate(settings):
         if one.policy == policy and (one.budget == budget or policy == "full"):
             return at

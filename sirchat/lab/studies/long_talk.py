@@ -52,7 +52,7 @@ ADVERSARIAL = 5
 
 @dataclass(frozen=True)
 class Utterance:
-    """One message: its id, who spoke, and the text."""
+    """One message: its id, its speaker, and its text."""
 
     id: str
     speaker: str
@@ -295,7 +295,10 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
 
 
 def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
-    """Read further rounds in a separate engine, and load its state into the session."""
+    """Read `rounds` in a separate engine that continues `session`; load its state into `session`.
+
+    This is faster than reading turn by turn in the session.
+    """
     engine, template, now = _continued(session), session.template, session.conversation
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):

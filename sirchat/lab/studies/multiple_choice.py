@@ -123,7 +123,10 @@ class MultipleChoice(Grid):
         return {"right": found, **means, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right options by setting, and its difference from the share of `sink`."""
+        """A report on the share of right options by setting, with the paper's tables.
+
+        If `sink` was run, the table also has each share's difference from that of `sink`.
+        """
         findings = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
         sink = next((one for one in findings if one.name.startswith("sink")), None)
@@ -150,7 +153,7 @@ class MultipleChoice(Grid):
         return Report(header, tables, self._plots(findings, groups), details=self.parameters())
 
     def _paper_tables(self) -> tuple[Table, ...]:
-        """The results that the paper prints for this task."""
+        """Tables of the results that the paper prints for this task."""
         if self.task == "dailydialog":
             return (paper_tables.dailydialog(),)
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))

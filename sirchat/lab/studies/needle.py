@@ -46,7 +46,7 @@ class NeedleDialogue:
         rounds: user message and reply of each round, in order.
         question: the last user message.
         answer: the right reply.
-        substring: whether a reply is right as soon as it contains the answer.
+        substring: whether a reply is right if it contains the answer; else it must equal it.
     """
 
     rounds: tuple[tuple[str, str], ...]

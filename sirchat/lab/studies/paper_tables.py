@@ -108,7 +108,10 @@ def rock_paper_scissors() -> Table:
 
 
 def retrieval() -> Table:
-    """Retrieval-Augmented StreamingLLM, Table 1: 1 if Llama 2's only reply was right, else 0."""
+    """Table 1 of Retrieval-Augmented StreamingLLM, with Llama 2.
+
+    The paper has one reply for each cell: 1 if the reply was right, else 0.
+    """
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
         ("tokens restored", "20", "50", "200"),

@@ -108,13 +108,13 @@ class Policies:
     def log_key(self, key: str) -> str:
         """The name in the results log of the unit (independent run) with this key.
 
-        It is `PART: NAME`, with the unit's name in the study of its part.
+        It is `PART: NAME`, where NAME is the unit's name in the study of its part.
         """
         part, _, own = key.partition(": ")
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys of all units (independent runs): `PART: KEY`; KEY is as in the part's study."""
+        """The keys `PART: KEY` of all units (independent runs); KEY is that in the part's study."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 

@@ -58,7 +58,7 @@ class Study(Protocol):
         """The key of each unit (independent run), in the order in which the units are run."""
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key; returns its record."""
+        """A function that runs the unit (independent run) of a given key and returns its record."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Tables and plots of the results; `found` has each independent run's record, by key."""
@@ -169,7 +169,7 @@ class Grid(ABC):
 
     @abstractmethod
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run one unit (independent run) in a session that was just reset; returns its results."""
+        """Run one unit (independent run) in a session that was just reset; returns its record."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -223,7 +223,7 @@ class Grid(ABC):
         ]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key; returns its results.
+        """A function that runs the unit (independent run) of a given key and returns its record.
 
         Units of the same row and seed use one session, which is reset before each unit.
         """
@@ -243,7 +243,7 @@ class Grid(ABC):
         return work
 
     def findings(self, found: Mapping[str, Record]) -> list[Findings]:
-        """The records `found` of all independent runs, by setting, in the order of `cells`."""
+        """The records in `found`, grouped by setting and seed, in the order of `cells`."""
         return [
             Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())

@@ -41,7 +41,7 @@ from sirchat.lab.studies.results_log import Record
 
 @dataclass(frozen=True)
 class ReadTalk:
-    """A conversation that a session has read, and the positions of each message's tokens."""
+    """A conversation that a session has read, and the stream positions of each message's tokens."""
 
     session: Session
     talk: LongTalk

@@ -27,7 +27,7 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Uniformity(Grid):
-    """The study of whether random policies are uniform.
+    """The study of whether random policies are uniform: whether all tokens are held equally often.
 
     `limit` is the number of seeds for each setting.
 

@@ -68,7 +68,8 @@ def _run_until_one_dies(
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) in new processes; yield (key, record) of each.
 
-    If a process dies, yields the units that have finished, and raises BrokenProcessPool.
+    `shared` is the pickled study and load function. If a process dies, yields the units that have
+    finished, and raises BrokenProcessPool.
     """
     # A fork of this process would copy locks that torch's threads hold. The fork server has no
     # threads, and imports torch once for all processes.

@@ -212,7 +212,7 @@ class Dialogue:
             yield self.small_talk()
 
     def tell(self) -> Round:
-        """A round in which the user tells one or two new facts, or corrects an old one."""
+        """A round in which the user tells one or two new facts, or corrects a told fact."""
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:

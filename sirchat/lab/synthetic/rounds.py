@@ -41,7 +41,7 @@ Round = tuple[Message, Message]
 
 
 def capital(text: str) -> str:
-    """`text` with its first letter in upper case, the rest as it is."""
+    """`text` with its first letter in upper case, and the other letters unchanged."""
     return text[:1].upper() + text[1:]
 
 
@@ -77,7 +77,7 @@ class Style:
 
     @staticmethod
     def draw(rng: Random) -> Style:
-        """A random style: mostly careful, sometimes hasty."""
+        """A random style: mostly careful, sometimes in lower case, without punctuation, or both."""
         return rng.choices(
             (Style(), Style(lower=True), Style(bare=True), Style(True, True)), (66, 10, 12, 12)
         )[0]

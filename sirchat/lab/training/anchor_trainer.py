@@ -58,7 +58,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Create the schedule of the learning rate: by steps and, with a time limit, by time."""
+        """Create the schedule of the learning rate, by steps and, if time is limited, by time."""
         warmup = self.args.get_warmup_steps(num_training_steps)
 
         def factor(step: int) -> float:

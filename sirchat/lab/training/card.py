@@ -1,4 +1,4 @@
-"""The model card: the README.md next to the trained weights."""
+"""Writes the model cards: the README.md next to the trained weights."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
 
 
 def train_scorer_with_progress(options: ScorerOptions) -> None:
-    """Train a scorer; progress and tests go to stderr, the file's name to stdout."""
+    """Train a scorer; progress and test results go to stderr, the file's name to stdout."""
     from sirchat.lab.training.scorer import open_trainer
 
     console = Console(stderr=True, highlight=False)

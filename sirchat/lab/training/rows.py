@@ -41,7 +41,10 @@ def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE in which each digit is a token; encoding adds no special tokens."""
+    """Train a byte-level BPE tokenizer in which each digit is a token of its own.
+
+    Its encoding adds no special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -165,7 +168,10 @@ class Renderer:
         return Rendered(*(column[:tokens] for column in astuple(row)))
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
-        """A batch of `rows` rows of `tokens + 1` ids: targets are the inputs, shifted by one."""
+        """A batch of `rows` rows of `tokens + 1` ids.
+
+        The last `tokens` of them are the targets of the first `tokens`.
+        """
         packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
         columns = zip(*(astuple(row) for row in packed), strict=True)
         return Batch(*(torch.tensor(column) for column in columns))

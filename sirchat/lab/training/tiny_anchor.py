@@ -44,7 +44,7 @@ class TinyAnchorTrainer(Trainer):
         return int(self.tokenizer.convert_tokens_to_ids(ANCHOR))
 
     def renderer(self, step: int) -> Renderer:
-        """The renderer of a step's conversations, which places anchors as the step's phase says."""
+        """The renderer of a step's conversations: it places anchors as the step's phase says."""
         return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:

@@ -67,7 +67,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """One step's record: losses in nats per token, recall as a share, time in seconds."""
+    """The record of a training step: losses in nats per token, recall as a share, time left."""
 
     step: int  # steps done
     steps: int
@@ -239,7 +239,7 @@ class TrainingSpeed:
         self.ticks = 0
 
     def tick(self) -> float:
-        """Note that a step ended; returns the smoothed seconds per step."""
+        """Record that a step has ended; returns the moving mean of the seconds per step."""
         now = time.perf_counter()
         took, self.last = now - self.last, now
         self.ticks += 1

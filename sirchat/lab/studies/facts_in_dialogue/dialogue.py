@@ -43,7 +43,8 @@ class ToldFact:
 
     Attributes:
         kind: name of the kind of fact.
-        round: number of the round, from 0, whose user turn tells the fact, or corrects it.
+        round: number of the round, from 0, whose user turn tells the fact or, if it is corrected
+            later, the correction.
         told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
         question: the user turn that asks for the fact.
@@ -163,7 +164,10 @@ def _filled(sentence: str, who: str, value: str) -> str:
 def _draw_rounds(
     rng: Random, dialogues: Sequence[Dialogue], length: int, size: Callable[[str, str], int]
 ) -> Dialogue:
-    """Draw conversations in random order; returns their rounds, up to `length` tokens in all."""
+    """Draw conversations in random order, and return their rounds, one after another.
+
+    The rounds have at most `length` tokens in all.
+    """
     rounds: Dialogue = []
     while True:
         for talk in rng.sample(dialogues, len(dialogues)):

@@ -145,7 +145,10 @@ class FactsInDialogue(Grid):
         return draw_dialogue(rng, self._dialogues, self.facts, length, size)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By length and setting: right answers, surprisal of the right replies, and held tokens."""
+        """Tables of right answers, surprisal of right replies and held tokens.
+
+        There is one table for each length of conversation, with a row for each setting.
+        """
         tokens = [one["tokens"] for one in found.values()]
         header = (
             f"seed {self.seed}",
@@ -278,7 +281,7 @@ def tables(
     lengths: Sequence[int],
     ways: Sequence[str] = (),
 ) -> tuple[Table, ...]:
-    """One table for each length.
+    """The tables of the report: one for each length, with a row for each setting.
 
     The column `nats gained` is the surprisal of the right reply closed-book (asked without the
     conversation) minus its surprisal under the setting. The column `nats below full` is its

@@ -51,7 +51,7 @@ class HarnessAdapter:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Each continuation's log-probability, in nats, and whether greedy decoding generates it.
 
-        Raises UsageError for a continuation that adds no token.
+        Raises UsageError for a continuation that has no token of its own after its context.
         """
         by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
         for number, request in enumerate(requests):
@@ -66,7 +66,10 @@ class HarnessAdapter:
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-probability of each text, in nats, after the BOS token (or else EOS)."""
+        """The log-probability of each text, in nats.
+
+        The text is read after the BOS token or, if the tokenizer has none, the EOS token.
+        """
         return [
             self._rolling_log_probability(self._texts.encode(*one.args, special=False))
             for one in requests
@@ -162,7 +165,10 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """The model's context length if the policy evicts nothing; None (no limit) if it evicts."""
+        """The largest number of tokens that can be read; None, for no limit, if the policy evicts.
+
+        If the policy evicts nothing, it is the model's context length.
+        """
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:

@@ -81,7 +81,10 @@ class LmEval:
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
-        """The name of a task under a setting in the results log: setting, its hash, and task."""
+        """The name in the results log of the task under a setting with this key.
+
+        It consists of the setting's name, the setting's hash, and the task.
+        """
         row, _, task = key.partition("/")
         return f"{setting_key(self.settings[int(row)])}/{task}"
 
