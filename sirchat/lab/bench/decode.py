@@ -310,10 +310,10 @@ def _engine(
 
 
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare decode under three policies that use attention weights with decode under another.
+    """Compare decode under policies that use attention weights with decode under entropy.
 
-    The other side of each ratio is decode under a policy that uses no attention weights.
-    Raises ModelError for a model that does not expose its attention weights.
+    Three such policies are measured. The policy entropy uses no attention weights. Raises
+    ModelError for a model that does not expose its attention weights.
     """
     if not model.exposes_attention:
         raise ModelError(no_attention_reason(model), hint="try another model")

@@ -273,7 +273,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare decoding under policies that use attention weights with decoding under another."""
+    """Compare decoding under policies with attention weights and under a policy without them."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
@@ -292,7 +292,7 @@ def index(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare searching an archive of the model `tiny` with an index and exactly."""
+    """Compare the time of searching an archive of `tiny` with an index and without an index."""
     profile = _profile("tiny", device, dtype)
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions

@@ -87,7 +87,7 @@ class AnchorAttention(ExtendedByLimit):
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
         """The rounds of a conversation, and the index of the round whose fact is asked for.
 
-        The last round asks for the fact and answers.
+        The last round has the question for the fact, and the answer.
         """
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
@@ -100,7 +100,7 @@ class AnchorAttention(ExtendedByLimit):
         """Two tables about the attention that question and answer pay to anchors.
 
         The first has, for each layer, the share that goes to the round which states the fact. The
-        second has, for the first conversation, how much of it each token pays to each round.
+        second is for the first conversation: the attention that each token pays to each round.
         """
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]

@@ -77,9 +77,9 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
     """Ask a question without listing its options, and continue with the chosen option's text.
 
-    Returns the indices of two options. The first, which is chosen, has the greatest sum of its
-    tokens' log-probabilities. The second has their greatest mean, which does not favour short
-    options.
+    Returns the indices of two options. The first, which is the chosen option, has the greatest sum
+    of its tokens' log-probabilities. The second has the greatest mean of its tokens'
+    log-probabilities, which does not favour short options.
     """
     asked = question.unlisted
     scores = _scores(session, asked)

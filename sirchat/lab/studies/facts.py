@@ -227,7 +227,7 @@ class Topics(Grid):
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
-        """The rounds of conversation `number`, and a round of question and answer for each fact."""
+        """The rounds of conversation `number`, and for each fact a round that asks for it."""
         rng = Random(f"held out/topics/{self.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = rng.sample(KINDS, self.topics * self.facts)

@@ -174,7 +174,10 @@ class MultipleChoice(Grid):
 
 
 def _with_answer(one: Question) -> Question:
-    """The question; if it is one of general knowledge, with the right reply as its only option."""
+    """A copy of the question with only its right reply, if it is about general knowledge.
+
+    Any other question is returned unchanged.
+    """
     if one.group != sirllm_files.COMMONSENSE:
         return one
     return replace(one, replies=(one.answer,), right=0)

@@ -46,7 +46,7 @@ class NeedleDialogue:
         rounds: user message and reply of each round, in order.
         question: the last user message.
         answer: the right reply.
-        substring: whether a reply is right if it contains the answer; else it must equal it.
+        substring: whether a reply is right if it contains the answer; see `is_right`.
     """
 
     rounds: tuple[tuple[str, str], ...]

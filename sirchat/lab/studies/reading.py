@@ -23,7 +23,7 @@ from sirchat.text.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
-    """Create an engine under a setting; it deletes the tokens that it evicts: it has no archive."""
+    """Create an engine under a setting, without an archive: evicted tokens can't be restored."""
     settings = replace(build_cache_settings(setting), archive=0, folder=None)
     return build_engine(model, settings, setting.seed)
 

@@ -157,8 +157,8 @@ class RecallDialogue:
         kind: the kind of fact.
         between: number of rounds after the fact.
         rounds: user message and reply of each round.
-        quizzes: for each round, whether it is a multiple-choice question; a round that is not
-            states or corrects the fact.
+        quizzes: for each round, whether it is a multiple-choice question; any other round states
+            or corrects the fact.
         question, answer: the last user message, and the only right reply.
     """
 

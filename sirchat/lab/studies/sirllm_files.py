@@ -119,7 +119,8 @@ def _question(line: Record, group: str) -> Question:
 def _lines(path: Path, needed: str) -> Iterator[Record]:
     """Yield the JSON objects of a file, one per line.
 
-    Raises SettingError, which names the line, for a line without a `question` and the key `needed`.
+    Raises SettingError, which names the line, for a line that is not an object with two keys:
+    `question`, and the key whose name is `needed`.
     """
     try:
         text = read_regular(path).decode("utf-8")

@@ -150,9 +150,9 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """Average the weights with those before the phase, if the phase has `keep` above 0.
+        """If a phase ends after `done` steps and has `keep` above 0, average weights.
 
-        The phase is the one that ends after `done` steps.
+        The model's weights become a mean of those after the phase and those before it.
         """
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)

@@ -188,7 +188,7 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """Two slices of `ids`, which are a user turn: the fact's sentence, and the value in it."""
+    """Two slices of the `ids` of a user turn: the fact's sentence, and the value in it."""
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
