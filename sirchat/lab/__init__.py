@@ -1,1 +1,1 @@
-"""Studies, benchmarks, training and synthetic dialogues; a chat needs none of it."""
+"""Studies, benchmarks, training and synthetic dialogues; a chat uses nothing in this package."""

@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar in a terminal, a line now and then in a log file."""
+"""Reports the progress of long work on stderr: as a bar in a terminal, as lines in a log file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 EVERY = 30.0
-"""Least number of seconds between two lines in a log file."""
+"""The smallest number of seconds between two progress lines in a log file."""
 
 
 class ProgressPace:
     """Decides when a log file gets a line of progress, and estimates the time left.
 
     Args:
-        done: how much is done at the start.
-        total: how much there is to do.
+        done: the amount of work that is done at the start, in any unit.
+        total: the whole amount of work, in the same unit.
         clock: returns the time in seconds.
     """
 
@@ -27,7 +27,10 @@ class ProgressPace:
         self._started = self._printed = self._now = clock()
 
     def is_due(self, done: float) -> bool:
-        """Whether to write a line now: `EVERY` seconds after the last line, and at the end."""
+        """Whether to write a line now, when the amount `done` is done.
+
+        True at the end of the work, and if the last line is at least `EVERY` seconds old.
+        """
         self._now = self._clock()
         is_due = done >= self._total or self._now - self._printed >= EVERY
         if is_due:
@@ -35,7 +38,10 @@ class ProgressPace:
         return is_due
 
     def left(self, done: float) -> str:
-        """Text like `, 3 min left`, as of the last call of `is_due`; empty at start and end."""
+        """The estimated time left as text, such as `, 3 min left`; empty at the start and end.
+
+        The estimate uses the time of the last call of `is_due`.
+        """
         if not self._before < done < self._total:
             return ""
         seconds = (self._now - self._started) / (done - self._before) * (self._total - done)
@@ -43,7 +49,7 @@ class ProgressPace:
 
 
 def duration(seconds: float) -> str:
-    """A duration as text: `40 s`, `3 min`, `2 h 5 min`."""
+    """A duration as text, such as `40 s`, `3 min` or `2 h 5 min`."""
     if round(seconds) < 60:
         return f"{round(seconds)} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -95,7 +101,10 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """Print a line at the start, at the end, and between them at most every `EVERY` seconds."""
+    """Yield the finished units, and print lines of progress.
+
+    A line is printed at the start, at the end, and in between at most every `EVERY` seconds.
+    """
     pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
     for finished, one in enumerate(done, known + 1):

@@ -17,7 +17,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
 
-_ROUND = 2_000  # tokens
+_ROUND = 2_000  # tokens read between two measurements
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Baselines for decoding: a static cache, no prompt lookup, reading the weights once."""
+"""Baselines that decoding is compared with.
+
+They are generation with a static cache, decoding without prompt lookup, and reading the model's
+weights from memory once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from sirchat.models.model import LoadedModel
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped there
-    """Records the time of each token; the first call of `put` is for the prompt."""
+    """A streamer that records when transformers hands over the prompt and then each new token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -32,10 +36,11 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds per token of greedy generation until the cache is full.
+    """Time greedy generation with a static cache; yield seconds per token, endlessly.
 
-    The cache is a static cache of transformers. The prompt and the first token do not count. On a
-    GPU, transformers compiles the decode step by itself.
+    Each value is from one run of transformers' `generate`, which fills its static cache. The times
+    of the prompt and of the first token do not count. On a GPU, transformers compiles the decode
+    step by itself.
     """
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -65,9 +70,10 @@ _TURN = TurnRef(turn=0, round=0)
 def repeated_blocks(
     model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
 ) -> Iterator[float]:
-    """Yield, without end, the seconds per token of a reply that repeats the text just read.
+    """Time replies that repeat a text that was just read; yield seconds per token, endlessly.
 
-    `engine` must be new. `lookup`: whether prompt lookup is on. The text fills 1/4 of the cache.
+    `engine` must be new: it reads the text, which fills a quarter of the cache. `lookup` says
+    whether prompt lookup is on, which guesses the next tokens from the text.
     """
     text = some_ids(model, options.cache // 4)
     for _ in engine.feed(text, [Role.USER] * len(text), _TURN):
@@ -93,7 +99,7 @@ class _Reciting(Sampler):
         self._ids = cycle(ids)
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        super().pick(logits, said_ids, position)  # only for the time it takes
+        super().pick(logits, said_ids, position)  # its result is not used: only its time counts
         return next(self._ids)
 
 
@@ -101,10 +107,10 @@ _COLUMNS = 1024
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Bytes of the weights that a decode step reads, as they are stored.
+    """Number of bytes, as stored, of the weights that a decode step reads.
 
-    Embeddings count only if the output head shares them. All other weights count, and so all
-    experts of a mixture-of-experts model.
+    Embeddings count only if the output head shares them. All other weights count, also every
+    expert of a mixture-of-experts model.
     """
     module = model.module
     head = module.get_output_embeddings()
@@ -120,7 +126,7 @@ def _sizes(module: nn.Module) -> dict[int, int]:
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds that the device takes to read `size` bytes.
+    """Time how long the device takes to read `size` bytes; yield these seconds, endlessly.
 
     A float32 matrix of that size is multiplied with a vector, which reads the matrix once.
     """

@@ -1,8 +1,8 @@
-"""Finds the figures in sirchat's documents and the commands that made them; runs these again.
+"""Finds the figures in sirchat's documents with the commands that made them; repeats the commands.
 
-There is no list of them: the Markdown files themselves say which command a figure is from. A claim
-is a command in backticks, in a table's row or in a paragraph with figures. A table right before the
-paragraph belongs to it.
+The Markdown files themselves show which command made a figure. A claim is a command in backticks
+that stands in a table row or in a paragraph with figures. A table right before a paragraph belongs
+to the paragraph.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _PLACEHOLDER = re.compile(r"[A-Z]{2,}")
 
 @dataclass(frozen=True)
 class Claim:
-    """A command with the figures that it made, as a document shows them.
+    """A command in a document, and the text of the document with the command's figures.
 
-    `place` is the document and the heading; `text` is the row, or the table and the paragraph.
+    `place` names the document and the heading. `text` is the table row with the command, or the
+    paragraph with the command and the table before it.
     """
 
     place: str
@@ -36,18 +37,22 @@ class Claim:
     text: str
 
     def lacking(self) -> list[str]:
-        """The words of the command that stand for something else, such as FILE or PYTHON."""
+        """The placeholders in the command, such as FILE or PYTHON."""
         words = [word.rpartition("=")[2] for word in shlex.split(self.command)]
         return [word for word in words if _PLACEHOLDER.fullmatch(word)]
 
     def put(self, given: Mapping[str, str]) -> Claim:
-        """The claim with other words in its command: each key of `given` replaced by its value."""
+        """A copy of the claim, in whose command each key of `given` is replaced by its value."""
         words = [given.get(word, word) for word in shlex.split(self.command)]
         return Claim(self.place, shlex.join(words).replace("'&&'", "&&"), self.text)
 
 
 def documents() -> list[Path]:
-    """All documents of sirchat; the first README only in its source tree."""
+    """The paths of sirchat's Markdown documents.
+
+    The README.md of the repository is one of them only in a source tree: an installed package
+    does not contain it.
+    """
     package = Path(__file__).parents[2]
     first = package.parent / "README.md"
     is_source = (package.parent / "pyproject.toml").exists()
@@ -55,7 +60,7 @@ def documents() -> list[Path]:
 
 
 def claims() -> list[Claim]:
-    """All claims, document by document."""
+    """The claims in all documents, document by document."""
     return [claim for path in documents() for claim in claims_of(path)]
 
 
@@ -86,7 +91,7 @@ def _claims_in(line: str, text: str, place: str) -> Iterator[Claim]:
 
 
 def commands_in_blocks(path: Path) -> list[str]:
-    """The lines of all blocks of shell commands in a document; a line may go on after a \\."""
+    """The commands in all code blocks marked `sh` in a document; \\ at a line's end joins lines."""
     blocks = (code for kind, code in _FENCED.findall(path.read_text("utf-8")) if kind == "sh")
     lines = (line for code in blocks for line in code.replace("\\\n", "").splitlines())
     return [" ".join(line.split()) for line in lines if line.strip()]
@@ -95,7 +100,7 @@ def commands_in_blocks(path: Path) -> list[str]:
 def repeat(claim: Claim) -> int:
     """Run a claim's command, which writes to the terminal; returns its exit status.
 
-    Raises UsageError if a word of it stands for something else.
+    Raises UsageError if the command still has a placeholder, such as FILE.
     """
     if lacking := claim.lacking():
         raise UsageError(

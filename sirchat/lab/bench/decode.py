@@ -1,7 +1,8 @@
-"""Decode and prefill, with all features on, compared with a plain loop of transformers.
+"""Compares decode and prefill, with all features on, with a plain loop of transformers.
 
-Our side computes surprisal, keeps the ledger, evicts, archives and, where the model has a
-tokenizer, flags sentence ends and decodes to text. The plain loop only picks the next id.
+Our side computes surprisal, updates the ledger (the table of all tokens), evicts tokens to the
+archive and, if the model has a tokenizer, flags sentence ends and decodes ids to text. The plain
+loop only picks the next id.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sirchat.models.probe import cache_argument
 from sirchat.text.detokenizer import TextStream
 
 _TURN = TurnRef(turn=0, round=0)
-_ARCHIVE = 2**30  # bytes, the default
+_ARCHIVE = 2**30  # the archive's default limit in bytes
 _POLICY = Entropy()
 
 
@@ -44,21 +45,22 @@ def bench_decode(
     peer: LlamaCpp | None = None,
     sirllm: SirLLM | None = None,
 ) -> Iterator[Ratio]:
-    """Yield one ratio after another: decode and prefill, compared with other ways to do them.
+    """Compare the time of decode and prefill with other ways to do them; yield each ratio.
 
-    Decode is compared with plain loops, with reading the weights once, and with decode without an
-    archive. Decode late in a stream is compared with decode early in it. Early means after the
-    first number of tokens in `options.seen`, and late means after each of the other numbers.
+    Among others, decode is compared with plain loops, with reading the model's weights once, and
+    with decode without an archive. Decode late in a stream is compared with decode early in it:
+    early means after as many tokens as the first number in `options.seen`, and late means after
+    each of the other numbers.
 
     Args:
         model: the model that is measured.
         options: sizes of the benchmark.
         bare: the model for the plain loop; None for the same model.
-        peer: llama.cpp with the same model, if it is compared too.
-        sirllm: SirLLM's released code, if it is compared too.
+        peer: llama.cpp with the same model; None to leave it out.
+        sirllm: SirLLM's released code; None to leave it out.
     """
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
-    if sirllm is not None:  # its errors appear at once, not after minutes
+    if sirllm is not None:  # loaded first, so that its errors appear at once
         sirllm.load(plain, options.cache)
     yield compare(
         f"decode{other}",
@@ -126,7 +128,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Run `blocks` without the compiled step, and yield the seconds per token that it yields."""
+    """Yield the values of `blocks`, each computed while the compiled decode step is off."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -178,10 +180,10 @@ def generated_blocks(
     archive: int = _ARCHIVE,
     policy: Policy = _POLICY,
 ) -> Iterator[float]:
-    """Yield, without end, the seconds per token of blocks of generation with one eviction each.
+    """Time blocks of decode with one eviction each; yield seconds per token, endlessly.
 
-    `seen` tokens are read first (0: twice as many as the cache holds). `archive` is the archive's
-    limit in bytes.
+    First, `seen` tokens are read (0: twice as many as the cache holds). `archive` is the archive's
+    limit in bytes, and `policy` is the eviction policy.
     """
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
@@ -208,7 +210,7 @@ def generated_blocks(
 
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds per token of a plain greedy loop until the cache is full."""
+    """Time a plain greedy loop that fills its cache; yield seconds per token, endlessly."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
 
     while True:
@@ -229,7 +231,7 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
-    """Yield, without end, the seconds per token of reading `count` ids (0: `options.cache`)."""
+    """Time reading `count` ids (0: `options.cache`); yield seconds per token, endlessly."""
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
@@ -242,7 +244,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds per token for reading blocks of turns into a full cache."""
+    """Time reading blocks of turns into a full cache; yield seconds per token, endlessly."""
     engine, number = _engine(model, options), 0
 
     def read(count: int) -> None:
@@ -258,7 +260,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Yield, without end, the seconds per token of reading ids in one plain forward pass."""
+    """Time reading ids in one plain forward pass; yield seconds per token, endlessly."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         argument = cache_argument(model.module, DynamicCache(config=model.module.config))
@@ -275,7 +277,8 @@ def reply_times(
 ) -> tuple[float, float]:
     """Read `count` ids into an empty cache, generate one token, then generate `length` more tokens.
 
-    Returns the seconds until the first token, and the seconds per token for the other tokens.
+    Returns two times: the seconds until the first token, and the mean seconds for each token
+    after it.
     """
     engine, ids = _engine(model, options), some_ids(model, count)
 
@@ -307,10 +310,10 @@ def _engine(
 
 
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare decode with and without attention weights, for three policies that use them.
+    """Compare decode under policies that use attention weights with decode under entropy.
 
-    The other side of each ratio is decode under a policy that does not use them.
-    Raises ModelError for a model that does not expose its attention weights.
+    Three such policies are measured. The policy entropy uses no attention weights. Raises
+    ModelError for a model that does not expose its attention weights.
     """
     if not model.exposes_attention:
         raise ModelError(no_attention_reason(model), hint="try another model")

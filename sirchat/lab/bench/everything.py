@@ -1,4 +1,4 @@
-"""The usual benchmarks of one model, as one record with the machine: `sirchat bench all`."""
+"""Runs the usual benchmarks of one model and describes the machine: `sirchat bench all`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _ARCHIVED, _RETRIEVERS = 4_000, ("words", "hybrid")
 def bench_everything(profile: Profile, rounds: int, llama_cpp: str | None) -> dict[str, object]:
     """Measure start, decode, prefill and recall of a profile's model, `rounds` times each.
 
-    `llama_cpp` is a Python that has llama-cpp-python, or None. Raises ModelError if the model can't
-    be loaded.
+    `llama_cpp` is the path of a Python that has llama-cpp-python; None for this Python, if it has
+    the package. Returns one record with the measurements and a description of the machine. Raises
+    ModelError if the model can't be loaded.
     """
-    use_threads(profile.threads)  # llama.cpp gets as many
+    use_threads(profile.threads)  # llama.cpp gets as many threads
     options = BenchOptions(rounds=rounds, seen=_SEEN)
     with peer_for(profile.model, llama_cpp, _LONG + REPLY) as peer:
         starts = bench_start(profile, rounds, peer, _LONG, with_chat=True)

@@ -2,9 +2,9 @@
 
 The archive is like that of a long chat. It has the tokens of generated conversations, like those
 that the bundled model was trained on. The conversations are read in batches by plain forward
-passes, each from position 0. All of their tokens are archived, except the sinks. So keys, values
-and surprisals are real, and no chat has to run. The queries are user turns of other generated
-conversations, each read after the earlier turns of its conversation.
+passes, each from position 0. All of their tokens are archived, except the first few (the sinks).
+So the keys, values and surprisals come from a real model, and no chat has to run. The queries are
+user turns of other generated conversations, each read after the earlier turns of its conversation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.probe import cache_argument
 from sirchat.models.surprisal import surprisal
 
-_FOUND = 200  # rows that a search restores
+_FOUND = 200  # number of tokens that a search restores
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Searched:
     recall: RecallSettings
 
     def search(self, query: Query, *, index: bool) -> Ranked:
-        """Score all archived tokens or, with `index`, only those that the index proposes."""
+        """Score all archived tokens or, if `index` is true, only those that the index proposes."""
         archive, rotations = self.archive, self.model.rotations
         search = ArchiveSearch(
             archive, archive.positions, query, self.recall, rotations, self.surprisal_of
@@ -61,7 +61,10 @@ class _Searched:
         return search.proposed() if index else search.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
-        """Yield the seconds of one search after another; append the tokens found to `best`."""
+        """Search for one query after another, endlessly; yield the seconds of each search.
+
+        The positions of the best tokens of each search are appended to `best`.
+        """
         for query in itertools.cycle(self.asked):
             start = time.perf_counter()
             ranked = self.search(query, index=index)
@@ -126,7 +129,7 @@ def _measure(side: _Searched, options: BenchOptions) -> Ratio:
 
 
 def _recall(name: str) -> RecallSettings:
-    """The default recall settings for this retriever, with the index on."""
+    """The default recall settings with the retriever `name`, and with the index on."""
     recall = build_cache_settings(changed(Profile(), "bench", recall=name)).recall
     assert recall is not None
     return replace(recall, n=_FOUND, index="on")
@@ -184,7 +187,7 @@ def _ids(renderer: Renderer, rng: Random) -> list[int]:
 
 
 def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
-    """Two indices: where the last user turn with a reply begins, and where its reply begins."""
+    """The indices in `ids` at which the last user turn with a reply, and this reply, begin."""
     end = max(at for at, one in enumerate(ids) if one == renderer.roles["assistant"])
     return max(at for at in range(end) if ids[at] == renderer.roles["user"]), end
 
@@ -193,9 +196,10 @@ def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
 def _read(
     model: LoadedModel, ids: Tensor, start: int
 ) -> Iterator[tuple[Rows, NDArray[np.float32]]]:
-    """Read conversations [B, TOKENS]; yield keys and values of each, with surprisals in nats.
+    """Read conversations [B, TOKENS]; for each, yield the keys and values, and the surprisals.
 
-    The first token gets stream position `start`, the next tokens the positions after it.
+    Both leave out the first SINKS tokens. Surprisals are in nats. The yielded tokens get successive
+    stream positions from `start` on.
     """
     cache = DynamicCache(config=model.module.config)
     logits = model.module(

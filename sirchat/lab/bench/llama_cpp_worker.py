@@ -1,10 +1,10 @@
 """Runs llama-cpp-python for `peers.py`, in another process and maybe another Python.
 
 It imports nothing of sirchat. It reads commands from stdin, one JSON list per line, and answers
-each with a number. The answer to ["load", path, threads, rows, rearranges], to ["read", ids] (into
-an empty cache) and to ["decode", ids] (one by one, after the ids in the cache) is the time in
-seconds. The answer to ["resident"] is the memory of the process in bytes, and the answer to
-["peak"] is its highest value so far.
+each command with a number. These commands are answered with the time they took, in seconds:
+["load", path, threads, rows, rearranges]; ["read", ids], which reads ids into an empty cache; and
+["decode", ids], which reads ids one by one after those in the cache. ["resident"] is answered with
+the memory of the process in bytes, and ["peak"] with the highest value of that memory so far.
 """
 
 import json
@@ -15,7 +15,10 @@ from typing import Any
 
 
 def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
-    """Load a model with room for `rows` tokens; `rearranges`: whether to rearrange the weights."""
+    """Load a model whose cache has room for `rows` tokens, with `threads` threads.
+
+    `rearranges` says whether llama.cpp stores the weights in another order, for faster kernels.
+    """
     # No module of this folder may be imported instead of one that llama_cpp needs.
     sys.path[:] = [one for one in sys.path if one != str(Path(__file__).parent)]
     import llama_cpp

@@ -1,7 +1,7 @@
 """Writes a GGUF file of a given shape with random weights, to measure sizes that are not bundled.
 
-The weights are written in parts, so that a file of any size takes little memory. They are about as
-large as the weights of a trained model, so that logits are finite. The model's text is nonsense.
+The weights are written in parts, so that a file of any size takes little memory. Their values are
+about as large as those of a trained model, so that logits are finite. The model's text is nonsense.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ Shape = Mapping[str, Any]
 
 
 def write_model(path: Path, shape: Shape, kind: str = "Q4_K") -> Path:
-    """Write a model of `shape` to `path`, with matrices in blocks of type `kind`; returns the path.
+    """Write a model of `shape` to `path`; returns the path.
 
-    The model has the tokenizer and the chat template of `tiny`. Unused tokens fill the vocabulary
-    up to the size that the shape has. Raises SettingError if a value is not allowed or the file
-    can't be written.
+    `kind` is the GGUF block type in which matrices are stored. The model has the tokenizer and the
+    chat template of `tiny`. Unused tokens fill the vocabulary up to the size that the shape has.
+    Raises SettingError if `kind` is not allowed, the package gguf is missing or the file can't be
+    written.
     """
     if kind not in FOUR_BIT:
         raise SettingError(f"--type {kind!r} is none of {', '.join(FOUR_BIT)}")
@@ -117,7 +118,7 @@ def _head_dim(shape: Shape) -> int:
 
 
 def _tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and type of each tensor, in the file's order."""
+    """Yield the name, the shape and the GGUF type of each tensor, in the file's order."""
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], _head_dim(shape)
     queries, keys = (head * shape[f"num_{one}_heads"] for one in ("attention", "key_value"))
     matrices = {
@@ -146,7 +147,7 @@ def _tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], st
 def _parts(
     sizes: tuple[int, ...], kind: str, random: np.random.Generator
 ) -> Iterator[NDArray[np.generic]]:
-    """The bytes of a tensor, in parts: ones for a norm, else random blocks."""
+    """Yield the data of a tensor in parts: ones for a norm, random blocks for a matrix."""
     if kind == "F32":
         yield np.ones(sizes, "<f4")
         return

@@ -1,4 +1,4 @@
-"""Compares the memory that `sirchat models fit` states for a model with what the model takes."""
+"""Compares the memory that `sirchat models fit` states for a model with the memory it takes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class MemoryMeasure:
     """The memory that a part of a model takes, in bytes.
 
     Attributes:
-        name: the part.
-        said: the memory that `sirchat models fit` states.
-        tensors: the sum of the sizes of all tensors.
-        grew: how much the memory of the process grew.
+        name: the part: weights, KV cache, or both.
+        said: the memory that `sirchat models fit` states for the part.
+        tensors: the sum of the sizes of the part's tensors.
+        grew: how much the memory of the process grew when the part was loaded or filled.
     """
 
     name: str
@@ -34,16 +34,17 @@ class MemoryMeasure:
 
 @torch.inference_mode()
 def bench_memory(profile: Profile) -> list[MemoryMeasure]:
-    """Load the model of a profile in this process, and fill its KV cache to the model's context.
+    """Load a profile's model in this process, fill its KV cache, and measure the memory of both.
 
-    Raises ModelError if the model is not on this machine or can't be loaded, and UsageError if its
-    files do not state its sizes.
+    The cache is filled to the length of the model's context. Returns one measure each for the
+    weights, the cache, and both together. Raises ModelError if the model is not on this machine or
+    can't be loaded, and UsageError if its files do not state its sizes.
     """
     said = fit_of(find_model(profile.model), profile, None).choices[0]
     budget, cache_said = max(said.caches.items())
     if cache_said is None:
         raise UsageError(f"the files of model {profile.model!r} do not state its sizes")
-    torch.ones(64, 64) @ torch.ones(64, 64)  # loads what every model needs
+    torch.ones(64, 64) @ torch.ones(64, 64)  # loads libraries that every model needs
     before = resident_memory()
     model = load_model_of(profile)
     cache = model.new_cache(budget)
@@ -63,6 +64,6 @@ def bench_memory(profile: Profile) -> list[MemoryMeasure]:
 
 
 def _tensor_bytes(model: LoadedModel) -> int:
-    """The sizes of all parameters and buffers of a model; those that share memory count once."""
+    """Bytes of all parameters and buffers of a model; tensors that share memory count once."""
     tensors = (*model.module.parameters(), *model.module.buffers())
     return sum({one.data_ptr(): one.numel() * one.element_size() for one in tensors}.values())

@@ -1,7 +1,7 @@
 """Measures the cost of drawing the live panel: decoding with the panel and without it.
 
-Both sides show an endless reply on a terminal of 120 columns whose output is thrown away. What
-counts is the time from one token to the next, drawing included.
+Both sides show an endless reply on a terminal of 120 columns whose output is thrown away. The
+measured time is that from one token to the next, drawing included.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _blocks(
             now = time.perf_counter()
             if begun and now - begun >= BLOCK_SECONDS:
                 yield (now - begun) / (session.seen - seen)
-                now = time.perf_counter()  # the other side ran in between
+                now = time.perf_counter()  # the other side ran during the `yield`
             elif begun:
                 continue
             begun, seen = now, session.seen

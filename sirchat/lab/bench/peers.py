@@ -1,9 +1,9 @@
 """Other programs that sirchat is compared with: llama.cpp, and SirLLM's released code.
 
-Each runs in its own process, with this Python or another one. llama.cpp reads the
-same GGUF file through llama-cpp-python. SirLLM's code (arXiv 2405.12528,
-github.com/Zoeyyao27/SirLLM) needs transformers 4.33. It has no loop that generates token by token:
-it reads whole turns, with the surprisal of each token, and evicts before each turn.
+Each program runs in its own process, with this Python or another one. llama.cpp reads the same GGUF
+file through llama-cpp-python. SirLLM's code (arXiv 2405.12528, github.com/Zoeyyao27/SirLLM) needs
+transformers 4.33. Only its reading of turns is compared: it reads whole turns, computes the
+surprisal of each token, and evicts before each turn.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from sirchat.models.names import locate
 class Worker:
     """A running program that reads commands, one JSON list a line, and answers each with a number.
 
-    A context manager. Raises SettingError if it can't be started.
+    It is a context manager, which ends the program. Raises SettingError if the program can't be
+    started.
 
     Args:
-        python: the Python that runs it.
+        python: path of the Python that runs the program.
         program: the file of the program.
     """
 
@@ -96,11 +97,11 @@ class LlamaCpp(Worker):
     Args:
         path: a GGUF file.
         rows: number of tokens for which llama.cpp's cache has room.
-        python: a Python that has llama-cpp-python.
+        python: path of a Python that has llama-cpp-python.
         tries: ways to load the model, tried in order until one works: True rearranges the weights,
             False does not.
 
-    Raises SettingError if it can't be run.
+    Raises SettingError if llama-cpp-python can't be run.
 
     Attributes:
         note: what is unusual about this process, as text.
@@ -138,7 +139,7 @@ class LlamaCpp(Worker):
         return LlamaCpp(*self._made, tries=[self._rearranges])
 
     def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Yield, without end, the seconds per token of decoding until the cache is full."""
+        """Time decoding until the cache is full; yield seconds per token, endlessly."""
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
         while True:
@@ -146,13 +147,13 @@ class LlamaCpp(Worker):
             yield self.ask("decode", block) / options.block
 
     def reading(self, ids: Sequence[int]) -> Iterator[float]:
-        """Yield, without end, the seconds per token of reading ids into an empty cache."""
+        """Time reading `ids` into an empty cache; yield seconds per token, endlessly."""
         while True:
             yield self.ask("read", list(ids)) / len(ids)
 
 
 def gguf_of(name: str) -> Path | None:
-    """The file of a GGUF model; None for any other model."""
+    """The path of the GGUF file of the model `name`; None if the model is not a GGUF file."""
     folder, options = locate(name)
     return Path(folder) / options["gguf_file"] if options else None
 
@@ -160,7 +161,8 @@ def gguf_of(name: str) -> Path | None:
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
     """Context manager: llama.cpp with the model `name`, run by `python` (None: this Python).
 
-    If `python` is None, it yields None when the model is not a GGUF file, or this Python lacks
+    `rows` is the number of tokens that must fit into llama.cpp's cache. If `python` is None, the
+    context manager yields None when the model is not a GGUF file, or this Python lacks
     llama-cpp-python. If `python` is given, a model that is not a GGUF file raises SettingError.
     """
     path = gguf_of(name) if name not in SHAPES else None
@@ -185,16 +187,16 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""The settings of a model that its speed depends on; transformers 4.33 has them, too."""
+"""The fields of a model's config that its speed depends on; transformers 4.33 has them, too."""
 
 
 class SirLLM(Worker):
     """SirLLM's code in a process of its own, with a model of random weights; a context manager.
 
-    Time doesn't depend on the weights.
+    The weights may be random, because the time does not depend on them.
 
     Args:
-        python: a Python in which transformers 4.33 and a checkout of SirLLM are installed.
+        python: path of a Python in which transformers 4.33 and a checkout of SirLLM are installed.
 
     Raises SettingError if that Python can't be run.
     """
@@ -204,9 +206,10 @@ class SirLLM(Worker):
         self._python = python
 
     def load(self, model: LoadedModel, held: int) -> None:
-        """Make a model of the same shape on the same device; its cache holds `held` tokens.
+        """Create a model of the same shape as `model` on the same device.
 
-        Raises SettingError if the model is no Llama, or SirLLM can't be run.
+        Its cache holds `held` tokens. Raises SettingError if `model` is not a Llama, or SirLLM's
+        code can't be run.
         """
         config = model.module.config
         if config.model_type != "llama":
@@ -226,9 +229,9 @@ class SirLLM(Worker):
             ) from None
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Yield, without end, the seconds per token of reading turns with a full cache.
+        """Time reading turns with a full cache; yield seconds per token, endlessly.
 
-        `load` must have been called.
+        `load` must have been called before.
         """
         self.ask("read", turns(model, options, options.cache))
         while True:

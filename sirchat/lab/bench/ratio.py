@@ -1,8 +1,8 @@
-"""Compares the time of two sides: sirchat (ours), and another way to do the same.
+"""Compares the time of two sides: sirchat (ours), and another way to do the same work.
 
-Both sides run in one process, in turn, block by block, so that a change of the machine's speed
-affects both. What counts is the ratio of the times of each pair of blocks, ours over the other
-(below 1: ours is faster).
+The work is divided into blocks. Both sides run in one process, in turn, block by block, so that a
+change of the machine's speed affects both. The result is the ratio of the times of each pair of
+blocks, ours divided by the other's (below 1: ours is faster).
 
 Models may have random weights, to measure speed at sizes that are not bundled.
 """
@@ -29,7 +29,7 @@ from sirchat.models.packing import pack_module
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of our side over time of the other one, from several pairs of blocks.
+    """Time of our side divided by the time of the other side, from several pairs of blocks.
 
     Attributes:
         name: what was measured.
@@ -40,7 +40,7 @@ class Ratio:
         high: upper quartile of the pairs' ratios.
         pairs: number of pairs.
         note: anything else that was measured, as text.
-        unit: what a time is for: a token, a turn or a search.
+        unit: the unit of work that a time is given for: a token, a turn or a search.
     """
 
     name: str
@@ -70,12 +70,12 @@ class BenchOptions:
 
     @property
     def block(self) -> int:
-        """Number of tokens in a timed block: as many as from one eviction to the next."""
+        """Number of tokens in a timed block: those between two successive evictions."""
         return max(8, self.cache // 16)
 
 
 def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions) -> dict[str, Any]:
-    """The results as a JSON object, with model, device and sizes, to repeat them."""
+    """The results as a JSON object, with the model, device and sizes needed to repeat them."""
     return {
         "model": model.name,
         "device": str(model.device),
@@ -96,8 +96,9 @@ def compare(
 ) -> Ratio:
     """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
 
-    A block is a piece of work whose time is measured. `make_ours` and `make_other` start a side:
-    they return an iterator over the seconds per token of its blocks.
+    A block is a piece of work whose time is measured. `make_ours` and `make_other` each start a
+    side: they return an iterator that runs one block of the side at a time, and gives the seconds
+    per token of the block.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
@@ -124,14 +125,14 @@ def compare(
 
 
 def some_ids(model: LoadedModel, count: int) -> list[int]:
-    """`count` random token ids, the same ones each time."""
+    """`count` random token ids; every call returns the same ids."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
     return ids
 
 
 def timed(block: Callable[[], None], model: LoadedModel) -> float:
-    """Seconds that a call of `block` takes, until the device has finished its work."""
+    """The seconds that a call of `block` takes, including the device's work for it."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -196,7 +197,8 @@ def bench_model(
 ) -> LoadedModel:
     """A model with random weights if `name` is in SHAPES, else the one that `load_model` loads.
 
-    With `for_hub`, it is a model of transformers in any case.
+    `for_hub`: whether `load_model` must return a module of transformers, also for a model that
+    sirchat would run with a decoder of its own.
     """
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype, quantize=quantize, for_hub=for_hub)
@@ -212,7 +214,10 @@ def bench_model(
 
 
 def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
-    """A float32 model of transformers for the plain loop; None if `model` is one or on a GPU."""
+    """The profile's model in float32, as a module of transformers, for the plain loop.
+
+    Returns None if `model` itself serves: it is such a model already, or it is on a GPU.
+    """
     is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
     if model.device.type != "cpu" or is_one:
         return None

@@ -41,10 +41,10 @@ _QUESTION_SEED = 1
 def bench_recall(
     model: LoadedModel, options: BenchOptions, sizes: Sequence[int], retrievers: Sequence[str]
 ) -> Iterator[Ratio]:
-    """Compare, for each archive size and retriever, the time of a turn with and without recall.
+    """Compare, for each chat and retriever, the time of a turn with and without recall.
 
-    The note of each ratio has the median time of the search alone. Raises UsageError for a model
-    without a tokenizer.
+    `sizes` are the lengths of the chats in tokens. The note of each ratio has the median time of
+    the search alone. Raises UsageError for a model without a tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"recall compares text, and {model.name} has no tokenizer")
@@ -92,7 +92,7 @@ def _question(number: int) -> str:
 
 
 def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
-    """A session with `tokens` tokens of generated dialogues, which the model has not read.
+    """A session with about `tokens` tokens of generated dialogues, which the model has not read.
 
     The cache holds the newest tokens, half as many as the budget allows. The other tokens are
     archived.
@@ -129,7 +129,7 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
 
 
 def _said() -> Iterator[tuple[str, str]]:
-    """Role and text of user turns and replies of 300 conversations, repeated without end."""
+    """The turns of 300 conversations, repeated without end: role and text of each turn."""
     said: list[tuple[str, str]] = []
     for number in range(300):
         for message in dialogue(Random(f"long chat/{number}"), 30, _MIX):

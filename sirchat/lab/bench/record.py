@@ -16,11 +16,11 @@ from sirchat.models.measuring import cpuinfo, processor
 from sirchat.models.threads import physical_cores
 
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
-"""CPU instructions that matrix products and attention are faster with, the newest first."""
+"""CPU instruction sets that make matrix products and attention faster, the newest first."""
 
 
 class TwoValues(NamedTuple):
-    """One measurement in two records: its name, and its value in each; NaN where it is missing."""
+    """The name of a measurement, and its value in each of two records; NaN if it is missing."""
 
     name: str
     first: float
@@ -28,7 +28,7 @@ class TwoValues(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """What speeds depend on: the processor, its features, the GPU, the system, and the versions."""
+    """The facts that speeds depend on: processor and its features, GPU, system, and versions."""
     said = cpuinfo("flags", "Features").split()
     return {
         "processor": processor(),
@@ -43,14 +43,17 @@ def machine() -> dict[str, Any]:
 
 
 def machine_in_words(about: Mapping[str, Any]) -> str:
-    """The machine of a record in one line, such as `AMD EPYC 9R14 (avx512_bf16 avx512_vnni)`."""
+    """The result of `machine` as one line, such as `AMD EPYC 9R14 (avx512_bf16 avx512_vnni)`."""
     features = " ".join(map(str, about.get("features") or ()))
     gpu = f", {about['gpu']}" if about.get("gpu") else ""
     return f"{about.get('processor', 'unknown processor')} ({features or 'no features'}){gpu}"
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record in a file; raises UsageError if there is none."""
+    """The record that `sirchat bench all --json` wrote to a file.
+
+    Raises UsageError if the file has no such record or can't be read.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -63,14 +66,17 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[TwoValues]:
-    """Each measurement of the first record, in its order, then those that only the second has."""
+    """Yield the measurements of the first record in its order, then those only in the second."""
     ours, theirs = dict(values(first)), dict(values(second))
     for name in dict.fromkeys([*ours, *theirs]):
         yield TwoValues(name, ours.get(name, float("nan")), theirs.get(name, float("nan")))
 
 
 def values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Name and value of each measurement: the median ratio or, without a ratio, sirchat's value."""
+    """Yield the name and the value of each measurement in a record.
+
+    The value is the median ratio or, if the measurement has no ratio, sirchat's own value.
+    """
     for command, measured in record.get("benchmarks", {}).items():
         for one in measured.get("results", ()):
             value = one.get("median", one.get("ours"))

@@ -1,4 +1,4 @@
-"""Print what `sirchat bench` measured, as a table or as JSON."""
+"""Prints the measurements of `sirchat bench` as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
 
 
 def start_record(measured: list[StartMeasure], model: str, note: str) -> dict[str, object]:
-    """The measurements of starting `model` as a JSON object, with the machine."""
+    """The measurements of starting `model`, and a description of the machine, as a JSON object."""
     results = [asdict(one) for one in measured]
     return {"model": model, "machine": machine(), "results": results, "note": note}
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Print to stdout the measurements of a record: ratios, or seconds and MiB."""
+    """Print to stdout each measurement in a record: a ratio, or a value with its unit."""
     table = Table("measured", "value", box=None)
     for name, value in values(record):
         table.add_row(name, f"{value:.3f}")
@@ -104,7 +104,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Print to stdout the measurements of two records, and the second divided by the first."""
+    """Print to stdout the measurements of two records, and each second value / first value."""
     table = Table("measured", "first", "second", "second / first", box=None)
     for one in compare_records(first, second):
         table.add_row(one.name, *(f"{x:.3f}" for x in (*one[1:], one.second / (one.first or 1))))
@@ -115,7 +115,7 @@ def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
-    """Print to stdout the memory that `models fit` states for `model`, and what `model` took."""
+    """Print to stdout the memory that `models fit` states for `model`, and the memory it took."""
     if as_json:
         print_json({"model": model, "results": [asdict(one) for one in measured]})
         return
@@ -129,7 +129,7 @@ def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) ->
 
 
 def print_json(record: dict[str, object]) -> None:
-    """Print a record to stdout."""
+    """Print a record to stdout as JSON."""
     Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
 
 

@@ -1,11 +1,12 @@
 """Runs SirLLM's released code for `peers.py`, in another process and another Python.
 
 It imports nothing of sirchat, and copies nothing of SirLLM. It reads commands from stdin, one JSON
-list per line, and answers each with a number of seconds: ["load", configuration, device, dtype,
-threads, tokens held, decay]; and ["read", turns], where each turn is a list of ids and is read
-after the tokens that the cache holds.
+list per line, and answers each command with the seconds that it took. The commands are ["load",
+configuration, device, dtype, threads, tokens held, decay] and ["read", turns], where each turn is a
+list of ids. A turn is read after the tokens that are already in the cache.
 
-The loop is that of SirLLM's `streaming_inference_token_entropy`, with one option per question.
+The loop does the same as SirLLM's function `streaming_inference_token_entropy` when each question
+has only one option.
 """
 
 import json
@@ -16,14 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 START = 4
-"""Number of sinks, the default of SirLLM's program."""
+"""Number of sinks (first tokens that are never evicted), the default of SirLLM's program."""
 
 
 class Loop:
     """SirLLM's loop: a Llama model with random weights reads turns, and evicts before each.
 
-    `configuration` holds arguments of transformers' LlamaConfig; `dtype` is a name in torch; every
-    turn multiplies the stored entropies by `decay`.
+    `configuration` has the arguments of transformers' LlamaConfig. `dtype` is a name in torch, such
+    as `float32`. `held` is the number of tokens in the full cache. Before every turn, the stored
+    entropies are multiplied by `decay`.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Loop:
         model = model.to(device, getattr(torch, dtype))
         self._tensor, self._decay = partial(torch.tensor, device=device), decay
         self._cache = enable_streaming_llm(model, START, 0, held - START)
-        tokenizer = SimpleNamespace(decode=lambda ids: "")  # only to compare the option's text
+        tokenizer = SimpleNamespace(decode=lambda ids: "")  # compares option texts
         options = SimpleNamespace(model_name_or_path="", decay_ratio=decay)
         self._evaluator = Evaluator(model, tokenizer, options)
         self._past: Any = None

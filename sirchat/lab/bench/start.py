@@ -1,4 +1,8 @@
-"""Times the start of sirchat and llama.cpp in fresh processes: loading, prompt, first token."""
+"""Times the start of sirchat and of llama.cpp in fresh processes.
+
+The times are those until the model is loaded, until the chat's prompt appears, and until the first
+token.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,9 @@ class StartMeasure:
         name: what was measured.
         unit: seconds, milliseconds or MiB.
         ours: median of sirchat's values.
-        other: median of llama.cpp's values, or None.
-        ratio: median of the ratios of ours to other, start by start, or None.
-        low, high: quartiles of these ratios, or None if there are fewer than two.
+        other: median of llama.cpp's values; None if llama.cpp was not measured.
+        ratio: median of the ratios of ours to other, start by start; None if there is no other.
+        low, high: quartiles of these ratios; None if there are fewer than two ratios.
     """
 
     name: str
@@ -69,9 +73,9 @@ def bench_start(
     """Time `rounds` starts of sirchat and, in turn with them, of llama.cpp if there is a `peer`.
 
     One more start of each comes first: it fills the disk's cache, and does not count. After each
-    start, a text of `long` tokens is read. With `with_chat`, chats are started, too, if the system
-    has pseudo-terminals and the model has a tokenizer. Raises ModelError, with a message of one
-    line, if the model can't be started.
+    start, a text of `long` tokens is read. If `with_chat` is true, chats are started, too, provided
+    that the system has pseudo-terminals and the model has a tokenizer. Raises ModelError, with a
+    message of one line, if the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     model, how = profile.model, (profile.device, profile.dtype, profile.quantize)
@@ -85,7 +89,7 @@ def bench_start(
     ]
     if not with_chat or model in SHAPES or sys.platform == "win32":
         return measured
-    from sirchat.lab.bench.start_prompt import time_prompt  # on a terminal
+    from sirchat.lab.bench.start_prompt import time_prompt  # needs termios, which Windows lacks
 
     values = zip(("model", "device", "dtype", "quantize"), (model, *how), strict=True)
     flags = [f"--{name}={value}" for name, value in values]
@@ -94,7 +98,7 @@ def bench_start(
 
 
 def _ours(arguments: Sequence[str], long: int) -> StartFigures:
-    # -P: no module of the current folder is imported, unless this process has it on its path.
+    # -P: no module is imported from the current folder, unless that folder is on sys.path here.
     worker = [sys.executable, "-P", "-m", "sirchat.lab.bench.start_worker"]
     numbers = [str(one) for one in (SHORT, long, REPLY, time.time())]
     command = [*worker, *arguments, *numbers]

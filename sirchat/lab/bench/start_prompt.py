@@ -19,10 +19,10 @@ from sirchat.errors import ModelError
 from sirchat.paths import models_dir
 
 _KEY = b"%"
-"""The key that is typed: it is nowhere else on the screen, and triggers no completion."""
+"""The key that is typed: it appears nowhere else on the screen, and triggers no completion."""
 
-_KEYS_APART = 0.05  # seconds
-_PATIENCE = 600.0  # seconds that each wait may take
+_KEYS_APART = 0.05  # seconds from one key to the next
+_PATIENCE = 600.0  # the most seconds that each wait may take
 _SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\s")
 _PROMPT_OPENS, _PROMPT_ENDS, _CURSOR_ON = b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[?25h"
 _WHERE_IS_CURSOR, _CURSOR_IS_HERE = b"\x1b[6n", b"\x1b[1;1R"
@@ -49,8 +49,9 @@ class PromptFigures(TypedDict):
 def time_prompt(settings: Sequence[str]) -> PromptFigures:
     """Time the start of a chat with the command-line flags `settings`.
 
-    The typed line is sent as soon as the model is loaded; `reply` is the time when the first text
-    of the reply appears. Raises ModelError, with a message of one line, if the chat ends early.
+    Keys are typed while the model loads. The typed line is sent as soon as the model is loaded, and
+    the chat ends when the first text of the reply appears. Raises ModelError, with a message of
+    one line, if the chat ends early.
     """
     with TemporaryDirectory() as home:
         if models_dir().exists():
@@ -104,7 +105,7 @@ class _Chat:
         os.close(its)
 
     def send(self, keys: bytes) -> None:
-        """Type these keys."""
+        """Send `keys` to the chat, as if they were typed."""
         os.write(self._ours, keys)
 
     def echo(self) -> float:
@@ -115,7 +116,10 @@ class _Chat:
         return time.perf_counter() - begun
 
     def until(self, condition: Callable[[], object]) -> float:
-        """Read until a condition holds; returns the seconds since the start of the process."""
+        """Read output until `condition()` is true; returns the seconds since the process began.
+
+        Raises ModelError if the chat ends before, or after waiting for _PATIENCE seconds.
+        """
         end = time.perf_counter() + _PATIENCE
         while not condition():
             if not self.read(0.005):
@@ -130,7 +134,10 @@ class _Chat:
         return time.perf_counter() - self._begun
 
     def read(self, seconds: float) -> bool:
-        """Read what the chat writes within this time; returns False once the chat has ended."""
+        """Wait up to `seconds` for output of the chat, and append it to `raw`.
+
+        Returns False if the chat has ended, else True.
+        """
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:
@@ -143,7 +150,7 @@ class _Chat:
         return bool(data)
 
     def close(self) -> None:
-        """End the chat, and its terminal."""
+        """Kill the chat's process, and close its terminal."""
         self._process.kill()
         self._process.communicate()
         os.close(self._ours)

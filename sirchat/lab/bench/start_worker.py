@@ -17,8 +17,8 @@ class StartFigures(TypedDict):
         paste: time to the first token after a long text.
         decode: time for each token of the reply to the long text.
         resident: memory after the first token of the reply to the short message.
-        peak: the most memory until that token.
-        most: the most memory until the end.
+        peak: the highest memory of the process until that token.
+        most: the highest memory of the process until its end.
     """
 
     load: float
@@ -31,7 +31,10 @@ class StartFigures(TypedDict):
 
 
 def main() -> None:
-    """Load the model named by the arguments, answer a short message, then read a long paste."""
+    """Load the model named on the command line; time a short message, then a long text.
+
+    The measurements are printed to stdout as JSON.
+    """
     from sirchat.errors import SirchatError
 
     try:

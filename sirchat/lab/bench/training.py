@@ -1,4 +1,4 @@
-"""Measures a training step with anchors: its time and memory with two kinds of mask."""
+"""Measures the time and memory of an anchor training step, by the kind of its attention mask."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SEQUENCE = 20
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """Compare training steps with a dense mask and without a mask; yields ratios.
+    """Compare the time of training steps with a dense mask and without a mask; yields ratios.
 
-    On a GPU, steps with a block mask are compared with steps with the dense mask, too. A step
+    On a GPU, steps with a block mask are also compared with steps with the dense mask. A step
     trains on one row of `tokens` ids: forward and backward in bfloat16, AdamW in float32.
     """
     model.module.float()  # as in `sirchat train anchor`
@@ -44,7 +44,7 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
 
 
 def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
-    """Yield, without end, the seconds per token of one training step after another."""
+    """Time one training step after another; yield the seconds per token of each, endlessly."""
     module = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
     ids = torch.tensor([some_ids(model, tokens)], device=model.device)

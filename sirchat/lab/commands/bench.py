@@ -29,7 +29,7 @@ _MOVED = {
 
 
 class _BenchGroup(TyperGroup):
-    """Refuses removed flags, with an error that names the subcommand to use instead."""
+    """A command group that refuses removed flags; the error names the subcommand to use instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for flag in (one.partition("=")[0] for one in args):
@@ -214,9 +214,9 @@ def memory(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the memory that `sirchat models fit` states for a model with what the model takes.
+    """Compare the memory that `sirchat models fit` states for a model with the memory it takes.
 
-    The model is loaded, and its KV cache filled to the length of its context.
+    The model is loaded, and its KV cache filled to the length of the model's context.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     from sirchat.lab.bench.memory import bench_memory
@@ -234,9 +234,9 @@ def measure_all(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode, start and recall; with --json as one record, which names the machine.
+    """Measure decode, start and recall; --json prints one record, which also names the machine.
 
-    `sirchat bench compare` shows two such records side by side, of two machines for example.
+    `sirchat bench compare` shows two such records side by side, for example of two machines.
     """
     profile = changed(_profile(model, "auto", "auto"), "--compile", compile=compile)
     from sirchat.lab.bench.everything import bench_everything
@@ -255,7 +255,7 @@ def panel(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decoding with the live panel against decoding without it."""
+    """Compare the time of decoding with the live panel and without it."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.panel import bench_panel
     from sirchat.lab.bench.ratio import BenchOptions
@@ -273,7 +273,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare decoding under policies that use attention with decoding under one that does not."""
+    """Compare decoding under policies with attention weights and under a policy without them."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
@@ -292,7 +292,7 @@ def index(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure searching an archive of `tiny` with an index, compared with exact search."""
+    """Compare the time of searching an archive of `tiny` with an index and without an index."""
     profile = _profile("tiny", device, dtype)
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions
@@ -322,7 +322,7 @@ def recall(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a turn with and without recall, and the search alone, by the archive's size."""
+    """Measure turns with and without recall, and the search alone, in chats of several lengths."""
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     sizes = whole_numbers("archived", archived)
     from sirchat.lab.bench.ratio import BenchOptions
@@ -366,7 +366,7 @@ def training(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a training step with anchors, with its attention mask and without a mask."""
+    """Compare the time of an anchor training step with its attention mask and without a mask."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.training import bench_training
@@ -380,7 +380,10 @@ def training(
 
 
 def _profile(model: str, device: str, dtype: str) -> Profile:
-    """The user's default settings with the given values; SettingError if a value is not allowed."""
+    """The user's default settings, changed to the given model, device and dtype.
+
+    Raises SettingError if a value is not allowed.
+    """
     return resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
 
 

@@ -39,7 +39,7 @@ def repeat_claims(
 ) -> None:
     """Repeat the commands in sirchat's documents, and show the documents' figures beside new ones.
 
-    Without TEXT, the commands are listed. Some take hours.
+    Without TEXT, the commands are only listed. Some commands take hours.
     """
     from sirchat.lab.bench.claims import claims, repeat
 

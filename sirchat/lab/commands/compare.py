@@ -1,4 +1,4 @@
-"""The `sirchat compare` command: one transcript under several settings."""
+"""The `sirchat compare` command: replays one transcript under several settings."""
 
 import sys
 from dataclasses import replace
@@ -67,7 +67,7 @@ def compare(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings: answers, tokens held, agreement with `full`.
+    """Replay a transcript under several settings; show answers, held tokens, agreement with full.
 
     Ctrl-C ends the comparison after the current round; the rounds compared until then are shown.
     """
@@ -108,21 +108,21 @@ _NOTHING_EVICTED = (
 
 
 def with_notes(found: "Comparison") -> "Comparison":
-    """The comparison, with a note if it has several settings and none of them evicted anything."""
+    """The comparison, with a note if there are several settings and none of them evicted tokens."""
     if len(found.settings) < 2 or has_evicted(found):
         return found
     return replace(found, notes=(*found.notes, _NOTHING_EVICTED))
 
 
 def has_evicted(found: "Comparison") -> bool:
-    """Whether a setting held, at the end of some round, fewer tokens than it had read."""
+    """Whether any setting held, at the end of any round, fewer tokens than it had read."""
     return any(one.held < one.seen for setting in found.settings for one in setting.rounds)
 
 
 def _settings(
     profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
 ) -> tuple[Profile, ...]:
-    """The settings to compare: those of policy `full` first, then those that the flags name."""
+    """The settings to compare: first the one with policy `full`, then those that the flags name."""
     budgets = str(profile.budget) if budgets is None else budgets
     decays = as_typed(profile.decay) if decays is None else decays
     for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):

@@ -91,7 +91,7 @@ def recall(
         ),
     ] = False,
 ) -> "Study":
-    """Tell a fact, talk of other things, ask for the fact: the share of exact answers."""
+    """Tell a fact, talk of other things, ask for the fact; report the share of exact answers."""
     from sirchat.lab.studies.recall import KIND_NAMES, RecallStudy
 
     chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
@@ -118,7 +118,7 @@ def facts(
     facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
 ) -> "Study":
-    """Tell facts, talk of other things, ask for each fact: exact answers, and perplexity."""
+    """Tell facts, talk of other things, ask for each fact; report exact answers and perplexity."""
     from sirchat.lab.studies.facts import Facts
 
     return Facts(
@@ -148,7 +148,7 @@ def policies(
     at: Annotated[int, typer.Option(help="Budget of all parts except facts.", min=1)] = 128,
     data: Data = None,
 ) -> "Study":
-    """Compare policies by facts recalled, SirLLM's shopping lists and games, and perplexity."""
+    """Compare policies by recalled facts, SirLLM's shopping lists and games, and perplexity."""
     from sirchat.lab.studies.policies import Policies
 
     return Policies(
@@ -172,7 +172,7 @@ def topics(
         int, typer.Option(help="Number of rounds of small talk after the facts.", min=0)
     ] = 20,
 ) -> "Study":
-    """Change the topic: the share of exact answers about the last and the first topic."""
+    """Talk about several topics; report the share of exact answers about the last and the first."""
     from sirchat.lab.studies.facts import Topics
 
     return Topics(**compared, topics=topics, facts=facts, between=between)
@@ -212,7 +212,11 @@ def facts_in_dialogue(
         ),
     ] = "",
 ) -> "Study":
-    """Tell facts in real talk, ask for each: right choices of four, right replies, surprisal."""
+    """Tell facts amid real dialogue, ask for each fact, and score the answers.
+
+    The report has the share of right choices among four replies, the share of generated replies
+    that say the fact, and the surprisal of the right replies.
+    """
     from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 
     return FactsInDialogue(
@@ -231,7 +235,7 @@ def dailydialog(
     scoring: Scored = "paper",
     data: Data = None,
 ) -> "Study":
-    """SirLLM's DailyDialog: conversations of multiple-choice questions."""
+    """Run SirLLM's DailyDialog task: conversations of multiple-choice questions."""
     return _multiple_choice(compared, "dailydialog", scoring, (), data)
 
 
@@ -248,7 +252,7 @@ def grocery(
     ] = "",
     data: Data = None,
 ) -> "Study":
-    """SirLLM's Grocery Shopping: after 20 other questions, which of four items to buy."""
+    """Run SirLLM's Grocery Shopping task: after 20 other questions, ask which item to buy."""
     counts = whole_numbers("shots", shots) if shots else ()
     return _multiple_choice(compared, "grocery", scoring, counts, data)
 
@@ -270,7 +274,7 @@ def rock_paper_scissors(
     scoring: Scored = "paper",
     data: Data = None,
 ) -> "Study":
-    """Play against three players, each with a preferred move: the share of rounds won."""
+    """Play against three players who each prefer one move; report the share of rounds won."""
     from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 
     return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
@@ -295,7 +299,7 @@ def perplexity(
         typer.Option(help="Number of times to read the text, each time from a later start.", min=1),
     ] = 1,
 ) -> "Study":
-    """Read a long text: the surprisal per token, in nats, as the text goes on."""
+    """Read a long text; report the mean surprisal per token, in nats, along the text."""
     from sirchat.lab.studies.perplexity import Perplexity
 
     return Perplexity(**compared, text=text, data=data, readings=readings)
@@ -336,7 +340,10 @@ def locomo(
         str, typer.Option(help="Numbers of tokens that retrievers restore.", metavar="N,M,...")
     ] = "100,200,400",
 ) -> "Study":
-    """LoCoMo and Realtalk: answers to questions about weeks of talk; how much evidence is held."""
+    """Ask questions about weeks of talk (LoCoMo or Realtalk), and score the answers.
+
+    The report also says how much evidence (the messages with the answer) is still in the cache.
+    """
     from sirchat.lab.studies.locomo import Locomo
 
     if not retrievers and compared["settings"][0].recall != "off":
@@ -398,7 +405,7 @@ def lm_eval(
     decays: Decays = "1",
     sweep: Sweep = None,
 ) -> "Study":
-    """Any task of EleutherAI's lm-evaluation-harness: its metrics under each setting."""
+    """Run tasks of EleutherAI's lm-evaluation-harness; report their metrics under each setting."""
     settings = settings_of(profile, policies, budgets, decays, sweep or ())
     from sirchat.lab.studies.lm_eval.study import Harness, LmEval
 

@@ -1,4 +1,4 @@
-"""The `sirchat eval` commands for one mechanism: anchors, attention, random choice or recall."""
+"""The `sirchat eval` commands that study a mechanism: anchors, attention, random choice, recall."""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -32,7 +32,7 @@ def context(
         str, typer.Option(help="Lengths of the context, in tokens.", metavar="N,M,...")
     ] = "128,256,512,1024,2048",
 ) -> "Study":
-    """Read conversations: perplexity by the length of the context."""
+    """Read conversations; report the perplexity at each of several context lengths."""
     from sirchat.lab.studies.perplexity import Context
 
     return Context(**compared, lengths=whole_numbers("lengths", lengths))
@@ -62,7 +62,7 @@ def demonstrations(
         ),
     ] = "",
 ) -> "Study":
-    """Read demonstrations once, then ask questions: accuracy, cache size and speed of anchors."""
+    """Read demonstrations once, then ask questions; report accuracy, cache size and speed."""
     from sirchat.lab.studies.demonstrations import Demonstrations
 
     put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
@@ -77,7 +77,7 @@ def anchor_attention(
     limit: Conversations = 50,
     facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
 ) -> "Study":
-    """Tell facts and ask for one: which rounds' anchors the answer attends to."""
+    """Tell facts and ask for one; report which rounds' anchor tokens the answer attends to."""
     from sirchat.lab.studies.anchor_attention import AnchorAttention
 
     return AnchorAttention(profile, limit=limit, facts=facts)
@@ -92,7 +92,7 @@ def attention(
         str | None, typer.Option(help="File with one text per line; default: generated talk.")
     ] = None,
 ) -> "Study":
-    """SirLLM's Figure 3: how much attention tokens receive, by their surprisal."""
+    """Repeat SirLLM's Figure 3: how much attention tokens receive, by their surprisal."""
     from sirchat.lab.studies.attention import AttentionStudy
 
     return AttentionStudy(profile, limit=limit, tokens=tokens, text=text)
@@ -107,7 +107,7 @@ def uniformity(
     compared: Compared,
     rounds: Annotated[int, typer.Option(help="Number of rounds in the stream.", min=1)] = 8,
 ) -> "Study":
-    """Read one stream with many seeds: how often tokens of each tenth of it are still held."""
+    """Read one stream with many seeds; report the share of each tenth that is still held."""
     from sirchat.lab.studies.uniformity import Uniformity
 
     return Uniformity(**compared, rounds=rounds)
@@ -148,7 +148,7 @@ def retrieval(
         typer.Option(help="Use the conversations in this file instead of the task's own."),
     ] = None,
 ) -> "Study":
-    """Evict tokens, restore some by each retriever: the share of exact answers."""
+    """Evict tokens, restore some with each retriever, and report the share of exact answers."""
     from sirchat.lab.studies.retrieval import Retrieval
 
     return Retrieval(
@@ -182,7 +182,10 @@ def privacy(
         typer.Option(help="Numbers of tokens that are restored; 0 for none.", metavar="N,M,..."),
     ] = "0,10,20,50,100,200",
 ) -> "Study":
-    """Restore more and more tokens: how much of an old turn they reveal, and how much they help."""
+    """Restore more and more tokens; report how much they help, and how much of a turn they reveal.
+
+    The revealed turn is an old one, which states something private and was evicted.
+    """
     from sirchat.lab.studies.retrieval import Privacy
 
     if profile.recall == "off":

@@ -77,7 +77,10 @@ class Compared(TypedDict):
 
 
 class Defaults(NamedTuple):
-    """Defaults of the flags that choose what a study compares; `of`: help text of `--limit`."""
+    """Default values of the flags that choose the settings and the amount of a study.
+
+    `of` is the help text of `--limit`.
+    """
 
     policies: str = "entropy,sink"
     budgets: str = "256"
@@ -91,10 +94,10 @@ def study(
 ) -> Callable[[Callable[..., "Study"]], None]:
     """Register a function that builds a study as the command `name` of `app`.
 
-    The function's first argument says what to compare; it is made from flags whose defaults are
+    The function's first argument is a `Compared`, made from flags whose default values are
     `compares`. If `compares` is None, the first argument is the profile instead. The function's
-    other parameters are the command's options. The command also runs under its `former` name, with
-    a note about the new name.
+    other parameters become the command's options. If a `former` name is given, the command also
+    runs under that name, and prints a note about the new name.
     """
 
     def register(build: Callable[..., "Study"]) -> None:
@@ -129,7 +132,7 @@ def study(
 
 
 def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> None:
-    """Raise SettingError for the first given setting that changes nothing in this study."""
+    """Raise SettingError if any setting in `given` changes nothing in this study."""
     for setting in given:
         if setting in getattr(made, "without_effect", ()):
             raise SettingError(
@@ -138,9 +141,10 @@ def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> No
 
 
 def repeatable(profile: Profile) -> Profile:
-    """The profile with `compile` off, unless the user set it, so that results can be repeated.
+    """The profile with `compile` off, unless the user set `compile`.
 
-    A compiled step rounds differently, and earlier chats decide whether a step is compiled.
+    So results can be repeated: a compiled step rounds differently, and whether the default setting
+    compiles a step depends on earlier chats.
     """
     if "compile" in profile.model_fields_set:
         return profile
@@ -150,9 +154,10 @@ def repeatable(profile: Profile) -> Profile:
 def settings_of(
     profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
 ) -> tuple[Profile, ...]:
-    """A profile for each row of a comparison, without settings that the row's policy does not use.
+    """A profile for each combination of a policy, a budget, a decay and the values of a sweep.
 
-    The profile's policy options go to every policy that has them. Raises SettingError for a value
+    Settings that a row's policy does not use are left out, so that there are no equal rows. The
+    profile's policy options go to every policy that has them. Raises SettingError for a value
     that is not allowed, and for a sweep or an option with an unknown name.
     """
     swept = dict(_swept(one) for one in sweep)
@@ -186,7 +191,10 @@ def _swept(text: str) -> tuple[str, list[str]]:
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings in `given` that its policy uses, and the `shared` options of that policy."""
+    """The settings in `given` that the policy in `given` uses, as values.
+
+    The options in `shared` that this policy has are added.
+    """
     policy = given["policy"]
     import_typed(policy)
     own: dict[str, object] = {"policy": policy, "decay": 1.0}
@@ -249,7 +257,10 @@ def _run(
 
 
 def _load_again(typed: list[str], profile: Profile, trust: bool, for_hub: bool) -> "LoadedModel":
-    """Load the model in another process, after importing the policies `typed` by the user."""
+    """Load the model in a worker process, after importing the policies in `typed`.
+
+    `typed` has policies as the user typed them, such as `mine:Loud`.
+    """
     for name in typed:
         import_typed(name)
     return load(profile, trust, for_hub=for_hub)

@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: the bundled models; anchors or a scorer for any model."""
+"""The `sirchat train` commands: train the bundled models, or anchors or a scorer for any model."""
 
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -35,7 +35,7 @@ def train_tiny(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model from the start, on dialogues generated during training."""
+    """Train the bundled model from random weights, on dialogues generated during training."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.trainer import Trainer
 
@@ -212,7 +212,7 @@ def train_scorer(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Learn which tokens a model needs, for the policy `learned`; takes minutes on a CPU."""
+    """Train a scorer, with which the policy `learned` ranks tokens; takes minutes on a CPU."""
     from sirchat.lab.training.display import train_scorer_with_progress
     from sirchat.lab.training.scorer import ScorerOptions
 
@@ -229,7 +229,7 @@ def train_scorer(
 
 
 def _layers(value: str) -> tuple[int, ...]:
-    """The numbers in a list with commas; raises SettingError for anything else."""
+    """The layer numbers in a comma-separated list; raises SettingError for anything else."""
     try:
         return tuple(int(one) for one in value.split(",") if value)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Studies: what a model still remembers under an eviction policy. One module for each study."""
+"""Studies that measure what a model still remembers under an eviction policy, one per module."""

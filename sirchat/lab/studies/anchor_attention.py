@@ -1,9 +1,9 @@
 """Which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
 
 The user states several facts, each in its own round, and asks for one of them. The conversation is
-read in one forward pass under the mask of equation (4). The question and its answer attend to
-anchors. The study measures which share of this attention goes to the anchors of the round that
-stated the fact.
+read in one forward pass under the paper's attention mask (equation 4): tokens see earlier rounds
+only through their anchors. The study measures which share of the attention that the question and
+its answer pay to anchors goes to the anchors of the round that stated the fact.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class AnchorAttention(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads the conversation with a given key and measures attention.
+        """A function that reads the conversation with a given key, and returns a record.
 
-        Its record has, for each layer, the share of the attention to anchors that each round gets.
+        The record has, for each layer, the share of the attention to anchors that goes to each
+        round's anchors.
 
         Raises SettingError for a model without anchors.
         """
@@ -84,7 +85,10 @@ class AnchorAttention(ExtendedByLimit):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds (the last asks for a fact), and the index of the round that states it."""
+        """The rounds of a conversation, and the index of the round whose fact is asked for.
+
+        The last round has the question for the fact, and the answer.
+        """
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
@@ -93,10 +97,10 @@ class AnchorAttention(ExtendedByLimit):
         return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table by layer: the share of attention that goes to the round that states the fact.
+        """Two tables about the attention that question and answer pay to anchors.
 
-        A second table, for the first conversation: how much attention each token of the question
-        and the answer gives to each round's anchors.
+        The first has, for each layer, the share that goes to the round which states the fact. The
+        second is for the first conversation: the attention that each token pays to each round.
         """
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
@@ -126,7 +130,7 @@ class AnchorAttention(ExtendedByLimit):
 
 
 def _first_conversation(one: Record) -> Table:
-    """A table: attention of each token of question and answer to the anchors of each round."""
+    """A table of the attention that each token of question and answer pays to rounds' anchors."""
     columns = ("token", *one["rounds"])
     rows = tuple(
         (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)

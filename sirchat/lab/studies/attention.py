@@ -1,4 +1,4 @@
-"""Do surprising tokens receive more attention than others (SirLLM, section 3.2, Figure 3)?
+"""Studies whether surprising tokens receive more attention (SirLLM, section 3.2, Figure 3).
 
 The first tokens of many texts are read without a cache. The tokens of each text, except the first
 (a sink) and the last (which receives no attention), are divided into four segments by surprisal,
@@ -82,14 +82,17 @@ class AttentionStudy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads the text with a given key.
+        """A function that reads the text with a given key, and returns a record.
 
-        Its record has for each layer what `mean_by_segment` returns.
+        The record has, for each layer, the result of `mean_by_segment`.
         """
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean attention weight and rank of each segment, over all layers; and a plot."""
+        """A table and a plot of the attention that each segment receives.
+
+        The table has means over all layers: the attention weight, and the segment's rank by it.
+        """
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
         ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
@@ -145,10 +148,11 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """Attention [1 + SEGMENTS]: what the first token receives, then the mean of each segment.
+    """The attention [1 + SEGMENTS] of the first token, then the mean attention of each segment.
 
-    The other tokens, except the last one, are sorted by surprisal and divided into four segments of
-    equal size. `received` [n] is the attention that each token receives, `nats` [n] its surprisal.
+    To make segments, the tokens between the first and the last are sorted by surprisal and divided
+    into SEGMENTS parts of equal size. `received` [n] is the attention that each token receives,
+    `nats` [n] its surprisal.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
@@ -156,7 +160,10 @@ def mean_by_segment(received: Floats, nats: Floats) -> Floats:
 
 
 def attention_received(weights: Tensor) -> Tensor:
-    """The mean weight [n - 1] that each token receives from later tokens; `weights`: [H, n, n]."""
+    """The mean attention weight [n - 1] that each token, but the last, gets from later tokens.
+
+    `weights` [H, n, n] are the attention weights of all heads.
+    """
     mean = weights.float().mean(0)  # [n, n]
     later_tokens = torch.arange(len(mean) - 1, 0, -1)
     return mean.tril(-1).sum(0)[:-1] / later_tokens

@@ -1,4 +1,4 @@
-"""A multiple-choice question, and the option that a model chooses."""
+"""Multiple-choice questions, and ways to let a model choose an option."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Scoring = Literal["paper", "text", "released", "reply"]
   log-probabilities; where options are listed by letters, the reply is the letter.
 - `text`: likewise, but the replies are the options' own texts, and the question does not list them
   (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
-- `released`: as in SirLLM's released code. The option whose reply equals the greedy output;
-  if no reply does, the options are compared by the first token in which their replies differ.
+- `released`: as in SirLLM's released code, the option whose reply equals the greedy output. If no
+  reply does, the options are compared by the first token in which their replies differ.
 - `reply`: the option that a generated reply names, if it names one.
 """
 
@@ -30,12 +30,12 @@ class Question:
 
     Attributes:
         text: the question, with its options if they are listed.
-        replies: one for each option; none is a prefix of another. If there is only one, nothing is
-            chosen: the conversation continues with it.
+        replies: a reply for each option; none is a prefix of another. If there is only one reply,
+            the conversation continues with it, and the model does not choose.
         right: index of the right reply.
-        group: name of the group that this question is counted in.
-        stem: the question without listed options, for the scoring `text`; empty if there is none.
-        texts: the replies to the stem, one for each option; empty without a stem.
+        group: name of the group of questions in whose results this question is counted.
+        stem: the question without the list of options, used by the scoring `text`; may be empty.
+        texts: the replies to the stem, one for each option; empty if the stem is empty.
     """
 
     text: str
@@ -59,9 +59,10 @@ class Question:
 
 
 def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
-    """Ask the question, continue with the chosen option's reply, and return the option's index.
+    """Ask a question, and return the index of the option that the model chooses.
 
-    Returns None if a generated reply names no option; the conversation continues with that reply.
+    The conversation continues with the reply of that option. Under the scoring `reply` it continues
+    with the generated reply, and the result is None if that reply names no option.
     """
     if scoring == "text":
         return choose_text(session, question)[0]
@@ -74,11 +75,11 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 
 
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
-    """Ask without listing options, and continue with the text of the chosen option.
+    """Ask a question without listing its options, and continue with the chosen option's text.
 
-    Returns two indices: first that of the chosen option, which has the greatest sum of its tokens'
-    log-probabilities; then that of the option with the greatest mean of them, which does not favour
-    short options.
+    Returns the indices of two options. The first, which is the chosen option, has the greatest sum
+    of its tokens' log-probabilities. The second has the greatest mean of its tokens'
+    log-probabilities, which does not favour short options.
     """
     asked = question.unlisted
     scores = _scores(session, asked)
@@ -90,7 +91,7 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
 
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
-    """Read the question, and score each reply to it; a single reply needs no forward pass."""
+    """Read the question, and score each reply to it; a single reply gets a score of 0 at once."""
     for _ in session.read_user(question.text):
         pass
     if len(question.replies) == 1:
@@ -99,7 +100,7 @@ def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]
 
 
 def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
-    """The index of the option that `scoring` chooses; if several are equal, the first of them."""
+    """The index of the option that `scoring` chooses; of equally good options, the first."""
     if scoring == "released":
         for number, one in enumerate(scores):
             if one.greedy:
@@ -112,7 +113,7 @@ def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
 
 
 def named_option(text: str, replies: Sequence[str]) -> int | None:
-    """Index of the option whose reply is the beginning of the text; None if there is none."""
+    """The index of the option with whose reply `text` begins; None if there is no such option."""
     text = text.strip()
     for number, reply in enumerate(replies):
         if text.startswith(reply.rstrip(".")):

@@ -1,10 +1,11 @@
 """Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
 Demonstrations are questions of the project's question bank with their answers. They are read once,
-and their held tokens are reused for every question. The paper's columns: Acc is the share of right
-answers. C is the share of the demonstrations' tokens that is not held. T, the speed-up of an
-answer, is given twice: against reading the demonstrations again for each question, and against the
-full cache. MaxKV (`max`) is the largest number of tokens held during an answer.
+and their tokens in the cache are reused for every question. The table has the paper's columns:
+Acc is the share of right answers. C is the share of the demonstrations' tokens that were evicted.
+T is the speed-up of an answer, given twice: compared with reading the demonstrations again for each
+question, and compared with the full cache. MaxKV (`max` in the records) is the largest number of
+tokens held during an answer.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The study of demonstrations that are read once; `limit`: number of sets of demonstrations.
+    """The study of demonstrations that are read once, and then used for many questions.
+
+    `limit` is the number of sets of demonstrations.
 
     Attributes:
         shots: numbers of demonstrations in a set; the table has a row for each number and setting.
         questions: number of questions asked after each set.
-        places: further placements of anchors among the demonstrations (section 7.1), besides the
-            model's own.
+        places: ways to place anchors among the demonstrations (the paper's section 7.1), compared
+            with the places that the model was trained with.
     """
 
     shots: tuple[int, ...] = (0, 5)
@@ -60,7 +63,10 @@ class Demonstrations(Grid):
         return "demonstrations"
 
     def cells(self) -> list[Cell]:
-        """Every setting with every number of shots; the anchor policy also with every placement."""
+        """The rows of the table: every setting with every number of shots.
+
+        A setting with the anchor policy also has a row for each of the `places`.
+        """
         cells: list[Cell] = []
         for n in self.shots:
             for cell in super().cells():
@@ -78,7 +84,7 @@ class Demonstrations(Grid):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key on `model`.
+        """A function that runs the unit (independent run) with a given key, using `model`.
 
         Raises SettingError if there are `places` and the model has no anchor token.
         """
@@ -90,7 +96,10 @@ class Demonstrations(Grid):
         return super().worker(model)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read one set of demonstrations, then ask each of its questions and undo it."""
+        """Read one set of demonstrations, then ask and undo each of its questions.
+
+        Returns which answers were right, the seconds they took, and numbers of tokens.
+        """
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [
             generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
@@ -112,7 +121,7 @@ class Demonstrations(Grid):
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table with the paper's columns Acc, C, T and MaxKV, which the module describes."""
+        """A table with the paper's columns Acc, C, T and MaxKV, defined in the module docstring."""
         findings = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
@@ -132,7 +141,7 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The results of `full` with as many shots as `cell` has; None if it was not run."""
+        """The results of the policy `full` with as many shots as `cell`; None if it was not run."""
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one
@@ -141,7 +150,7 @@ class Demonstrations(Grid):
     def _uncached_seconds(
         self, session: Session, shots: list[Question], questions: list[Question]
     ) -> list[float]:
-        """The seconds that each question takes if the demonstrations are read again before it."""
+        """The seconds that each question takes, reading the demonstrations before it included."""
         seconds = []
         for one in questions:
             session.reset()

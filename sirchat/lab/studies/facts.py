@@ -1,15 +1,15 @@
 """Two studies in which the user states facts and asks for them later, word for word.
 
-Facts: the user states several facts, small talk follows, and each fact is asked for at several
-distances. The facts of a conversation share one cache. A round is read in one piece, user turn and
-reply together. A question is undone before the next, so that no question helps or harms another.
-An answer is wrong if any of its tokens is wrong. The mean surprisal of the rounds after the facts
-gives the perplexity of the text that follows.
+In the study `Facts` the user states several facts, small talk follows, and each fact is asked for
+at several distances, counted in rounds. The facts of a conversation share one cache. A round is
+read in one piece, user turn and reply together. Each question is undone before the next one, so
+that no question influences another. An answer is wrong if any of its tokens is wrong. The mean
+surprisal of the rounds after the facts gives the perplexity of the text that follows.
 
-Topics: each topic is a few facts, followed by small talk. At the end the user asks for the facts of
-the last topic, as after a change of topic, and for the facts of the first topic, as in a
-conversation that returns to its beginning. Decay helps to recall the last topic, and makes it
-harder to recall the first.
+In the study `Topics` each topic is a few facts, followed by small talk. At the end the user asks
+for the facts of the last topic, as after a change of topic, and for the facts of the first topic,
+as in a conversation that returns to its beginning. Decay helps to recall the last topic, and makes
+it harder to recall the first.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Facts(Grid):
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
     def conversation(self, count: int, number: int) -> FactsDialogue:
-        """Conversation `number` with `count` facts; the same seed gives the same one."""
+        """Conversation `number` with `count` facts; the same seed gives the same conversation."""
         rng = Random(f"held out/facts/{self.seed}/{count}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = [KINDS[(number + at) % len(KINDS)] for at in range(count)]
@@ -99,7 +99,7 @@ class Facts(Grid):
         return FactsDialogue(statements, small_talk, questions)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting, number of facts and distance; the perplexity."""
+        """Tables of right answers, by setting, number of facts and distance, and of perplexity."""
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -169,7 +169,10 @@ def _run(model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[i
 
 
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
-    """Ask a question as round `number`, then undo it; returns whether every token was right."""
+    """Ask a question as round `number`, then undo it.
+
+    Returns whether every token of the greedy answer was right.
+    """
     question, answer = one
     checkpoint = engine.checkpoint()
     expected = [*template.assistant(answer.text).ids, template.closing[0]]
@@ -189,7 +192,7 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
 
 @dataclass(frozen=True)
 class Topics(Grid):
-    """The study of several topics in a conversation.
+    """The study of conversations with several topics, each a few facts and small talk.
 
     `limit` is the number of conversations for each setting.
 
@@ -224,7 +227,7 @@ class Topics(Grid):
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
-        """Conversation `number`: its rounds, and a question with answer for each fact, in order."""
+        """The rounds of conversation `number`, and for each fact a round that asks for it."""
         rng = Random(f"held out/topics/{self.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = rng.sample(KINDS, self.topics * self.facts)
@@ -236,7 +239,10 @@ class Topics(Grid):
         return rounds, [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns which answers on the last and first topic were right."""
+        """Run conversation `unit`; returns which answers were right.
+
+        The record has a list of booleans for the `last` topic and one for the `first`.
+        """
         rounds, questions = self.conversation(int(unit))
         model = session.model
         template = Template(model.tokenizer, model.anchors)

@@ -1,7 +1,8 @@
 """Conversations like those of SirLLM's released files, generated from the project's question bank.
 
-They use only words that the bundled model knows. In questions and replies the letter follows its
-option, as in `library (B)`, because a small model copies what follows a word.
+The conversations use only words that the bundled model knows. In questions and replies the letter
+stands after its option, as in `library (B)`, because a small model can copy only text that follows
+a word.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ GROCERY_ROUNDS = 20
 
 
 def dailydialog(seed: int, number: int) -> list[Question]:
-    """Conversation `number`: 4 to 14 questions, each with up to four options."""
+    """Conversation `number` of the DailyDialog task: 4 to 14 questions with up to four options."""
     rng = Random(f"dailydialog/{seed}/{number}")
     return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """Conversation `number`: a request to buy an item, 20 other questions, then a question.
+    """Conversation `number` of the Grocery Shopping task.
 
-    The last question asks which of four items was to be bought.
+    It begins with a request to buy an item. After 20 questions about other things, the last
+    question asks which of four items was to be bought.
     """
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(words.GROCERIES, 4)
@@ -40,7 +42,7 @@ def grocery(seed: int, number: int) -> list[Question]:
 def question(rng: Random, count: int, group: str) -> Question:
     """Draw a question from the bank with `count` options, or fewer if its topic has fewer.
 
-    `group` is the group of questions that it is counted in.
+    `group` is the group of questions in whose results this question is counted.
     """
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]

@@ -1,4 +1,4 @@
-"""95 % intervals: of a share, of a mean, and of means over questions that share conversations.
+"""95 % intervals of a share, of a mean, and of means over questions grouped by conversation.
 
 Questions of one conversation are not independent, so a bootstrap sample draws whole conversations
 with replacement. The random numbers are seeded: the same values give the same interval. With few
@@ -20,7 +20,10 @@ _Z = 1.959964  # 95 %
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of the share `right / total` (Wilson's score); (0, 1) for a total of 0."""
+    """The 95 % interval (low, high) of the share `right / total`, Wilson's score interval.
+
+    It is (0, 1) if `total` is 0.
+    """
     if not total:
         return 0.0, 1.0
     share, term = right / total, _Z * _Z / total
@@ -30,10 +33,11 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of `values` with its 95 % interval (Student's t).
+    """The mean of `values` with its 95 % interval by Student's t: (mean, low, high).
 
     The interval is infinite for fewer than two values, and the mean of no values is NaN. The
-    quantile is Abramowitz and Stegun's expansion 26.7.5, accurate to 0.005 for six values or more.
+    quantile of Student's t is computed by expansion 26.7.5 of Abramowitz and Stegun, accurate to
+    0.005 for six values or more.
     """
     if not values:
         return math.nan, -math.inf, math.inf
@@ -95,9 +99,9 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 
     The interval is that of the hierarchical bootstrap (Davison and Hinkley, Bootstrap Methods and
     their Application, 1997, section 3.8). It resamples clusters, then the values in each cluster,
-    and suits few clusters whose values are themselves a sample: even a single cluster gets an
-    interval. To compare two settings, give the differences of their values. The interval of fewer
-    than two values is infinite, and the mean of no values is NaN.
+    and suits few clusters whose values are themselves a sample: it gives an interval even for a
+    single cluster. To compare two settings, pass the differences of their values. The interval of
+    fewer than two values is infinite, and the mean of no values is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)
@@ -108,7 +112,7 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _drawn_twice(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The mean of each sample of the hierarchical bootstrap [RESAMPLES]."""
+    """The mean of each sample [RESAMPLES] of the hierarchical bootstrap."""
     rng = np.random.default_rng(0)
     sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
     for drawn in rng.integers(len(clusters), size=(len(clusters), RESAMPLES)):

@@ -1,15 +1,15 @@
 """Conversations over weeks, and questions about them, from LoCoMo and Realtalk.
 
-(Maharana et al. 2024, https://arxiv.org/abs/2402.17753; Lee et al. 2025,
-https://arxiv.org/abs/2502.13270.) A conversation is read once under each setting. Then each of its
-questions is asked and undone, to measure how well the reply fits, how surprising the right answer
-would be, how much of the turns with the evidence is still held, and how much of the missing
-evidence each retriever would restore. The files are not part of sirchat; `long_talk` names them.
+LoCoMo is by Maharana et al. 2024, https://arxiv.org/abs/2402.17753, and Realtalk by Lee et al.
+2025, https://arxiv.org/abs/2502.13270. A conversation is read once under each setting. Then each of
+its questions is asked and undone. Measured are the score of the reply, the surprisal of the right
+answer, the share of the evidence (the turns with the answer) that is still held, and the share of
+the missing evidence that each retriever would restore. The files are not part of sirchat;
+`long_talk` names them.
 
-The tables show means over questions; with several seeds, a question's value is its mean over
-the seeds.
-Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions in
-each. Adversarial questions have no right answer and count only in their own column.
+The tables show means over questions; with several seeds, a question's value is its mean over the
+seeds. Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions
+in each. Adversarial questions have no right answer and count only in their own column.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Locomo(Grid):
     """The LoCoMo study; `limit` is the number of questions drawn for each conversation.
 
     Attributes:
-        data: LoCoMo's file, or a file or a folder of Realtalk's.
-        conversations: numbers of the conversations to run, from 0 in the data; empty for all.
-        reply_tokens: largest number of tokens of a reply; 0 for no replies, and so no F1.
+        data: path of LoCoMo's file, or of one file or the folder of Realtalk.
+        conversations: indices of the conversations to run, from 0; empty for all.
+        reply_tokens: largest number of tokens in a reply; 0 for no replies, and so no F1.
         retrievers: names of retrievers, which are compared after all questions were answered.
         counts: numbers of tokens that a retriever restores; each number is measured.
 
     Raises SettingError for data that can't be read, for the number of a conversation that does not
-    exist, for an unknown retriever, and for a count of more tokens than a setting can recall.
+    exist, for an unknown retriever, and for a count that is more than a setting can recall.
     """
 
     data: str = ""
@@ -142,7 +142,11 @@ class Locomo(Grid):
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables by setting: F1, surprisal, evidence held; their differences; evidence restored."""
+        """The tables that `tables_of` makes of the results, and a header.
+
+        They show F1, surprisal and held evidence by setting, differences between settings, and the
+        evidence that retrievers restore.
+        """
         findings = self.findings(found)
         fit = [one for one in found.values() if one["fits"]]
         tokens = [one["tokens"] for one in fit] or [0]
@@ -184,7 +188,8 @@ def tables_of(
 ) -> tuple[Table, ...]:
     """The tables of the report; `settings[n]` is the setting of `findings[n]`.
 
-    Without replies there is no F1; with a single setting there is no table of differences.
+    If there are no replies, no table shows F1. If there is only one setting, there is no table of
+    differences.
     """
     measured = {
         "token F1": f1,
@@ -249,7 +254,10 @@ def abstains(question: Record) -> float | None:
 
 
 def per_question(one: Findings, measured: Measured) -> Values:
-    """Each question's value, as a mean over the seeds; questions without a value are left out."""
+    """The value that `measured` takes from each question, as a mean over the seeds.
+
+    Questions without a value are left out.
+    """
     values: dict[tuple[int, int], list[float]] = {}
     for records in one.by_seed:
         for place, record in enumerate(records):
@@ -275,12 +283,15 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """A table of differences from the first setting, `sink` at the same budget, and `full`."""
+    """A table of each setting's mean difference from three others.
+
+    They are the first setting, `sink` at the same budget, and `full`, if these were run.
+    """
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):
         others = [_row(settings, policy, one.budget) for one in settings]
-        if any(others):  # the first row has its column already
+        if any(others):  # false if only row 0 matches, which has its column already
             columns[f"less {policy}"] = others
     rows: list[tuple[Value, ...]] = [
         (one.name, *(_less(values, at, others[at]) for others in columns.values()))
@@ -290,7 +301,10 @@ def _differences(
 
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
-    """The index of the first row with this policy and budget (any budget for `full`), or None."""
+    """The index of the first setting with this policy and budget; None if there is none.
+
+    For the policy `full`, the budget may be any.
+    """
     for at, one in enumerate(settings):
         if one.policy == policy and (one.budget == budget or policy == "full"):
             return at
@@ -298,7 +312,10 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
 
 
 def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
-    """Row `at` minus row `other`, averaged over questions; None if nothing can be compared."""
+    """The mean over questions of row `at` minus row `other`; None if there is no other row.
+
+    It is also None if both rows are the same or have no question in common.
+    """
     if other is None or other == at:
         return None
     mine, theirs = values[at], values[other]
@@ -322,7 +339,7 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 
 
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
-    """A table by setting and retriever: how much of the missing evidence is restored."""
+    """A table by setting and retriever of the share of missing evidence that is restored."""
 
     def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (

@@ -2,14 +2,15 @@
 
 LoCoMo (https://arxiv.org/abs/2402.17753; `locomo10.json`, a list of conversations) and Realtalk
 (https://arxiv.org/abs/2502.13270; a file `Chat_*.json` for each conversation, or a folder of them).
-Both name the turns that hold the evidence for each question. If a turn has
-a picture, its text includes the picture's caption from the file.
+Both name, for each question, the turns that contain the evidence for its answer. If a turn has a
+picture, its text includes the picture's caption from the file.
 
-A conversation becomes rounds of a chat: whoever speaks first is the user, anyone else gives the
-replies. Successive messages of the same side make one turn, one line each. Every message begins
-with its speaker's name, because questions name people. The first turn of a session begins with the
-session's date, since questions ask for dates. A session is a whole number of rounds: if a reply
-comes first, the user's turn is only the date; if the user speaks last, the last reply is empty.
+A conversation becomes rounds of a chat: the person who speaks first is the user, and anyone else
+gives the replies. Successive messages of the same side make one turn, with a line for each message.
+Every message begins with its speaker's name, because questions name people. The first turn of a
+session begins with the session's date, since questions ask for dates. A session is a whole number
+of rounds: if the other side speaks first, the user's first turn is only the date; if the user
+speaks last, the last reply is empty.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ CATEGORIES = {
     4: "single-hop",
     5: "adversarial",
 }
-"""Kinds of question, by LoCoMo's numbers; Realtalk has 1 to 3, and calls 3 commonsense."""
+"""Kinds of question, by LoCoMo's numbers; Realtalk has only 1 to 3, and calls 3 commonsense."""
 
 ADVERSARIAL = 5
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """One message: its id, who spoke, and the text."""
+    """One message: its id, its speaker, and its text."""
 
     id: str
     speaker: str
@@ -73,10 +74,11 @@ class TalkQuestion:
     Attributes:
         number: the question's index in the file, from 0.
         text: the question.
-        answer: the right answer; in category 1 several, separated by commas; '' if there is none.
+        answer: the right answer; in category 1 several answers, separated by commas; '' for an
+            adversarial question, which has no right answer.
         category: a key of CATEGORIES.
         evidence: ids of the turns with the evidence; ids that no turn has are left out.
-        adversarial: the wrong answer that an adversarial question suggests; else ''.
+        adversarial: the wrong answer that an adversarial question suggests; '' for any other.
     """
 
     number: int
@@ -133,7 +135,10 @@ def _of_file(path: Path) -> list[LongTalk]:
 
 
 def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
-    """The conversation of one entry; LoCoMo has its sessions under the key `conversation`."""
+    """The conversation in one JSON object of a file; `stem` is its name if the object has none.
+
+    LoCoMo has the sessions under the key `conversation`, Realtalk at the top level.
+    """
     said = entry.get("conversation", entry)
     names = sorted(filter(re.compile(r"session_\d+").fullmatch, said), key=_numbers)
     sessions = tuple(
@@ -171,10 +176,11 @@ def _question(number: int, one: Mapping[str, Any], ids: Sequence[str]) -> TalkQu
 
 
 def _evidence(given: Sequence[str], ids: Sequence[str]) -> tuple[str, ...]:
-    """The ids of the turns that are named as evidence, in order, each once.
+    """The ids of the turns that a question names as evidence, in stream order, each once.
 
-    The files spell some ids carelessly (`D8:6; D9:17`, `D:11:26`, `D30:05`, `D5:3.`), and Realtalk
-    names runs of turns (`D12:3-D12:5`). A run stays within one session.
+    `given` has the names as in the file, `ids` the ids of all turns. The files spell some ids
+    carelessly (`D8:6; D9:17`, `D:11:26`, `D30:05`, `D5:3.`), and Realtalk names runs of turns
+    (`D12:3-D12:5`), which stay within one session.
     """
     order = {one: at for at, one in enumerate(ids)}
     found: set[str] = set()
@@ -196,7 +202,10 @@ def _same_session(first: str, last: str) -> bool:
 
 
 def _in_words(date: str) -> str:
-    """Realtalk's `29.12.2023, 22:42:04` as `22:42 on 29 December, 2023`; other dates unchanged."""
+    """Turn Realtalk's `29.12.2023, 22:42:04` into `22:42 on 29 December, 2023`.
+
+    A date in any other format is returned unchanged.
+    """
     try:
         at = datetime.strptime(date, "%d.%m.%Y, %H:%M:%S")
     except ValueError:
@@ -214,7 +223,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Side:
-    """The text of a turn, and (id, start, end) of each message in it, counted in characters."""
+    """The text of a turn, and (id, start, end) of each message in the text, in characters."""
 
     text: str = ""
     messages: tuple[tuple[str, int, int], ...] = ()
@@ -249,7 +258,7 @@ def rounds_of(talk: LongTalk) -> list[TalkRound]:
 def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
     sides = [_Draft(f"({session.date})")]
     for is_user, turns in groupby(session.turns, lambda turn: turn.speaker == user):
-        if is_user != (len(sides) % 2 == 1):  # the other side begins
+        if is_user != (len(sides) % 2 == 1):  # these messages are of the other side
             sides.append(_Draft())
         for turn in turns:
             sides[-1].add(f"{turn.speaker}: {turn.text}")
@@ -261,12 +270,12 @@ def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
 
 
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
-    """Read a whole conversation; returns each message's token positions, by the message's id.
+    """Read a whole conversation; returns the stream positions of each message, by its id.
 
     After the first round, each user turn and its reply are read in one piece, which takes a third
-    of the time. Nothing is recalled while reading. The session is then in the same state as if the
-    rounds had been read one by one, except that they can't be undone. A message's positions do not
-    include the speaker's name or a date before the message.
+    of the time. Nothing is recalled while reading. Afterwards the session is in the same state as
+    if the turns had been read one by one, except that they can't be undone. The positions of a
+    message leave out the speaker's name and a date before the message.
 
     Raises ContextFullError if the policy evicts nothing and the conversation does not fit.
     """
@@ -286,7 +295,10 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
 
 
 def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
-    """Read further rounds in a separate engine, and load its state into the session."""
+    """Read `rounds` in a separate engine that continues `session`; load its state into `session`.
+
+    This is faster than reading turn by turn in the session.
+    """
     engine, template, now = _continued(session), session.template, session.conversation
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):
@@ -316,8 +328,8 @@ def _continued(session: Session) -> Engine:
 def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:
     """The stream positions of each message of a turn; `rows` are the turn's tokens, in order.
 
-    A token with parts of two messages belongs to both. If the tokenizer changed the text, so that a
-    message is not found in it, all tokens of the turn count as that message.
+    A token with parts of two messages belongs to both. If a message is not found, because the
+    tokenizer changed the text, all tokens of the turn count as that message.
     """
     text = "".join(row.text for row in rows)
     at = np.array([row.position for row in rows], np.int64)

@@ -1,8 +1,9 @@
 """SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
-from the project's own question bank. In few-shot rows (the paper's Table 4) the cache is emptied
-before every question, and only the n previous questions with their right answers are read into it.
+from the project's own question bank. In the few-shot rows of the table (as in the paper's Table 4)
+the cache is emptied before every question, and only the n previous questions with their right
+answers are read into it.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class MultipleChoice(Grid):
 
     Attributes:
         task: `dailydialog` or `grocery`.
-        scoring: how an option is chosen.
+        scoring: how an option is chosen; see `choice.Scoring`.
         shots: numbers of shots (examples before each question); each number adds a few-shot row
             below the rows of the settings.
         data: a folder with the released files, or a file in their format; None for generated
             conversations.
-        answered: whether every question of general knowledge is followed by its right reply,
-            instead of being scored.
+        answered: whether questions of general knowledge are not scored: each is then followed by
+            its right reply.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -82,7 +83,7 @@ class MultipleChoice(Grid):
         return [list(map(_with_answer, one)) for one in found] if self.answered else found
 
     def cells(self) -> list[Cell]:
-        """A row for each setting, then the few-shot rows, which run under `full`."""
+        """The rows of the table: one for each setting, then the few-shot rows, under `full`."""
         full = changed(self.settings[0], self.name, policy="full")
         return super().cells() + [
             Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
@@ -93,11 +94,11 @@ class MultipleChoice(Grid):
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; the record says which of the chosen options were right.
+        """Run conversation `unit`; returns which of the chosen options were right.
 
-        The values are grouped by `Question.group`. Under the scoring `text`, the record also says
-        for each question whether the option with the highest mean log-probability per token was
-        right.
+        The record has a list of booleans for each `Question.group`. Under the scoring `text`, it
+        also has, in `right by mean`, whether the option with the highest mean log-probability per
+        token was right.
         """
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
@@ -122,7 +123,10 @@ class MultipleChoice(Grid):
         return {"right": found, **means, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right options by setting, and its difference from the share of `sink`."""
+        """A report on the share of right options by setting, with the paper's tables.
+
+        If `sink` was run, the table also has each share's difference from that of `sink`.
+        """
         findings = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
         sink = next((one for one in findings if one.name.startswith("sink")), None)
@@ -149,7 +153,7 @@ class MultipleChoice(Grid):
         return Report(header, tables, self._plots(findings, groups), details=self.parameters())
 
     def _paper_tables(self) -> tuple[Table, ...]:
-        """The results that the paper prints for this task."""
+        """Tables of the results that the paper prints for this task."""
         if self.task == "dailydialog":
             return (paper_tables.dailydialog(),)
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
@@ -170,7 +174,10 @@ class MultipleChoice(Grid):
 
 
 def _with_answer(one: Question) -> Question:
-    """A question of general knowledge with only its right reply; any other question unchanged."""
+    """A copy of the question with only its right reply, if it is about general knowledge.
+
+    Any other question is returned unchanged.
+    """
     if one.group != sirllm_files.COMMONSENSE:
         return one
     return replace(one, replies=(one.answer,), right=0)

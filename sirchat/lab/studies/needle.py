@@ -2,8 +2,9 @@
 
 The tasks `stories` and `lines` follow Retrieval-Augmented StreamingLLM (section 3); the others take
 facts from the generator of synthetic dialogue. A file of tasks is JSONL: each object is a
-conversation whose `turns` are user messages, the last of them the question. The answer is
-`reference` or, without one, the text of the newest turn that mentions what the question names.
+conversation whose `turns` are user messages, and the last message is the question. The answer is
+the first text in `reference`. If there is no `reference`, the answer is the text of the newest turn
+that mentions the name or number in the question.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ TASKS = {
     "items-10": 10,
     "lines-10": 10,
 }
-"""The size of each task: for stories, the number of stories; for facts, the number of rounds of
-small talk after the fact; for items, the number of facts in a row; for lines, the number of lines.
+"""The size of each task. For stories it is the number of stories; for facts, the number of rounds
+of small talk after the fact; for items, the number of facts in a row; for lines, that of lines.
 """
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
@@ -45,7 +46,7 @@ class NeedleDialogue:
         rounds: user message and reply of each round, in order.
         question: the last user message.
         answer: the right reply.
-        substring: whether a reply is right as soon as it contains the answer.
+        substring: whether a reply is right if it contains the answer; see `is_right`.
     """
 
     rounds: tuple[tuple[str, str], ...]
@@ -56,7 +57,8 @@ class NeedleDialogue:
     def is_right(self, reply: str) -> bool:
         """Whether a reply is right.
 
-        With `substring` it must contain the answer; else its scored part must equal the answer's.
+        If `substring` is true, the reply must contain the answer. Otherwise the scored part of the
+        reply must equal that of the answer.
         """
         if self.substring:
             return _normalised(self.answer) in _normalised(reply)
@@ -68,7 +70,7 @@ class NeedleDialogue:
 
 
 def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
-    """Conversation `number` of a task; the same seed gives the same one."""
+    """Conversation `number` of a task; the same seed gives the same conversation."""
     rng = Random(f"retrieval/{seed}/{task}/{number}")
     talk, count = Dialogue(rng, SMALL_TALK), TASKS[task]
     if task.startswith("stories"):
@@ -105,10 +107,10 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
 
 
 def scored_part(text: str) -> str:
-    """The part of an answer, or of its beginning, that is scored; of a story, from its hero on.
+    """The part of an answer, or of the beginning of an answer, that is scored.
 
-    The number of a story is not scored: it precedes the hero, and the bundled model copies only
-    what follows a word.
+    An answer about a story is scored from the hero's name on. The story's number stands before the
+    hero, and is not scored, because the bundled model copies only text that follows a word.
     """
     text = text.strip()
     if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
@@ -118,9 +120,10 @@ def scored_part(text: str) -> str:
 
 
 def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Numbered stories, each with a hero; the user asks for one of them.
+    """A conversation of numbered stories, each with a hero; the user asks for one of the stories.
 
-    Of three stories this is the second, as in the paper; of more, never one of the last two.
+    Of three stories, the second is asked for, as in the paper; of more than three, a random story
+    that is not among the last two.
     """
     stories: dict[str, tuple[str, str]] = {}
     while len(stories) < count:
@@ -134,7 +137,10 @@ def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _items(talk: Dialogue, count: int) -> NeedleDialogue:
-    """Facts of different kinds in a row; the user asks for one of them, never for the last two."""
+    """A conversation of facts of different kinds; the user asks for one of them.
+
+    The last two facts are never asked for.
+    """
     style = Style.draw(talk.rng)
     facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
@@ -144,7 +150,10 @@ def _items(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _lines(rng: Random, count: int) -> NeedleDialogue:
-    """Lines such as `Line 3: 270328`; the user asks for one of them, never for the last two."""
+    """A conversation of lines such as `Line 3: 270328`; the user asks for the number in a line.
+
+    The last two lines are never asked for.
+    """
     numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
     target = rng.randrange(count - 2)
     return NeedleDialogue(
@@ -156,7 +165,10 @@ def _lines(rng: Random, count: int) -> NeedleDialogue:
 
 
 def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
-    """The dialogue of a file's entry; None if no turn before the question has the answer."""
+    """The conversation in one line of a file; None if the answer is in no turn before the question.
+
+    `reference` has the answer; if it is None, the answer is searched in the turns.
+    """
     *lines, question = turns
     answer = str(reference[0]) if reference else _answer(question, lines)
     if not answer or not any(answer in line for line in lines):
@@ -165,7 +177,10 @@ def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue |
 
 
 def _answer(question: str, lines: list[str]) -> str:
-    """The text of the newest line that mentions the name or number that the question is about."""
+    """The text of the newest line that mentions the name or number in the question.
+
+    The text is that after the last colon, if the line has one. Returns '' if there is no such line.
+    """
     sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
     names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)
     if not names or len(lines) < 2:
@@ -175,5 +190,5 @@ def _answer(question: str, lines: list[str]) -> str:
 
 
 def _normalised(text: str) -> str:
-    """The text for comparison: in lower case, with single blanks, without full stop at the end."""
+    """`text` for a comparison: in lower case, with single blanks, with no full stop at its end."""
     return " ".join(text.lower().split()).rstrip(".")

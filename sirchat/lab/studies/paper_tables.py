@@ -19,8 +19,8 @@ _DAILYDIALOG = {
     "Vicuna-13b": ((71.10, 69.27, 62.05, 71.40), 0.6),
 }
 
-# For each model: ACCc and ACCg under the same policies. For two models the paper has results of
-# only two policies.
+# For each model: the paper's accuracies ACCc and ACCg under the same policies. For two models the
+# paper has results of only two policies.
 _GROCERY: dict[str, tuple[tuple[float, float] | None, ...]] = {
     "Yi-6b": ((71.33, 25.73), (70.33, 77.55), (63.98, 21.72), (72.44, 99.27)),
     "Vicuna-7b": ((50.84, 28.65), (50.97, 85.04), (47.21, 23.72), (51.04, 96.17)),
@@ -88,7 +88,7 @@ def grocery() -> Table:
 
 
 def few_shot() -> Table:
-    """SirLLM's Table 4: Grocery Shopping under sink and entropy, and with 1 to 3 shots."""
+    """SirLLM's Table 4: Grocery Shopping under sink and entropy, and with 1 to 3 examples."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _FEW_SHOT.items():
         for name, both in zip(_SHOTS, every, strict=True):
@@ -108,7 +108,10 @@ def rock_paper_scissors() -> Table:
 
 
 def retrieval() -> Table:
-    """Retrieval-Augmented StreamingLLM, Table 1: 1 if Llama 2's only reply was right, else 0."""
+    """Table 1 of Retrieval-Augmented StreamingLLM, with Llama 2.
+
+    The paper has one reply for each cell: 1 if the reply was right, else 0.
+    """
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
         ("tokens restored", "20", "50", "200"),

@@ -1,13 +1,14 @@
 """Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
 
-The text is one of three: a file, which is read without a template in rounds of 64 tokens; synthetic
-dialogue, which is read as a chat; or real talk, which a session reads turn by turn, with recall if
-the setting has it. The surprisal of a token depends on the tokens held when it was read. `full`
-reads on beyond the context length of the model, as in the paper. Anchor tokens that a model asks
-for are inserted, but not counted.
+There are three kinds of text: a file, which is read without a chat template in rounds of 64 tokens;
+synthetic dialogue, which is read as a chat; and real talk, which a session reads turn by turn, with
+recall if the setting has it. The surprisal of a token depends on the tokens held when it was read.
+`full` reads on beyond the context length of the model, as in the paper. Anchor tokens are inserted
+for a model that was trained with them, but they do not count.
 
-Some parts of a text are harder than others. Several readings even this out: each starts later in
-the same text and ends with the part before its start, so each part is read at different places.
+Some parts of a text are harder than others. Several readings even this out: each reading starts
+later in the same text and ends with the part before its start, so that each part is read at
+different places.
 
 `Context` is the perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4):
 synthetic conversations are read from their beginning, and the perplexity at a length is that of all
@@ -85,7 +86,10 @@ class Perplexity(Grid):
 
     @property
     def without_effect(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Settings that change nothing: settings of replies and, without `data`, of a chat."""
+        """Settings that change nothing in this study.
+
+        These are settings for replies and, unless real conversations are read, for a chat.
+        """
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
     def parameters(self) -> Record:
@@ -134,7 +138,10 @@ class Perplexity(Grid):
         return {"nats": nats, "tokens": len(found)}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Mean surprisal of the text, of its second tenth and its last tenth; and a plot."""
+        """A table and a plot of the mean surprisal, by setting.
+
+        The table has the means of the whole text, of its second tenth and of its last tenth.
+        """
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
         size = max(1, self.limit // _POINTS)
@@ -208,7 +215,7 @@ def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
 
 
 def _is_text(ids: Sequence[int], model: LoadedModel) -> np.ndarray:
-    """Mask [n] of the ids that are not inserted anchors."""
+    """A mask [n], bool: false for the ids that are inserted anchor tokens."""
     anchor = None if model.anchors is None else model.anchors.token_id
     return np.array([one != anchor for one in ids], bool)
 
@@ -218,7 +225,10 @@ def _count(ids: Sequence[int], model: LoadedModel) -> int:
 
 
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
-    """The first `count` ids that are not anchors, with the anchors before and right after each."""
+    """The first ids, up to and including `count` ids that are not anchor tokens.
+
+    Anchor tokens right after the last of these ids are included.
+    """
     return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
 
 
@@ -230,12 +240,15 @@ def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
 
 
 def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
-    """The ids of a round: user turn, reply and closing tokens."""
+    """The ids of a round: user turn, reply, closing tokens; `first`: if the round is the first."""
     return whole_round(template, user, reply, first=first).ids
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
-    """Read rounds under a setting; returns each token's surprisal [n] in nats; the first is NaN."""
+    """Read rounds under a setting; returns the surprisals [n] of all tokens, in nats.
+
+    The surprisal of the first token is NaN.
+    """
     engine = open_engine(model, setting)
     for number, ids in enumerate(rounds, 1):
         read_ids(engine, ids, number)
@@ -289,7 +302,7 @@ class Context(Grid):
         return [str(number) for number in range(self.limit)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation; returns the total nats and the token count up to each length."""
+        """Read a conversation; returns, up to each length, the total nats and the token count."""
         model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))

@@ -2,7 +2,7 @@
 
 The study `facts` runs with every policy and every budget, and also measures the perplexity of the
 text after the facts. The other studies run with one budget only. In the ablation, each policy runs
-with one of its switches turned off.
+several times, each time with another of its switches turned off.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Policies:
 
     Attributes:
         settings: profiles, one for each row of a table.
-        limit: number of questions for each table cell, and number of rounds of all games together.
+        limit: number of questions for each table cell, and number of rounds in all games together.
         seed: random seed of conversations and moves.
         repeats: number of seeds that a setting is run with, if its policy chooses at random.
         parts: which of `PARTS` to run.
         facts: numbers of facts told in a conversation.
         between: numbers of rounds between the facts and the questions.
-        at: budget of lists, games and ablation, in tokens.
+        at: budget, in tokens, of all parts except facts.
         data: a folder with SirLLM's released files, or one file, if only one part needs a file;
-            None for generated lists and random moves.
+            None for generated shopping lists and random moves.
 
     Raises SettingError for an unknown part, for an `at` that is not a budget of the settings, and
     any error that the parts raise.
@@ -77,7 +77,7 @@ class Policies:
 
     @cached_property
     def studies(self) -> dict[str, Grid]:
-        """The study of each part, by the part's name."""
+        """The study that each part consists of, by the part's name."""
         common = (self.limit, self.seed, self.repeats)
         at_one_budget = tuple(setting for setting in self.settings if setting.budget == self.at)
         ablated = tuple(less for setting in at_one_budget for less in without_each(setting))
@@ -108,18 +108,18 @@ class Policies:
     def log_key(self, key: str) -> str:
         """The name in the results log of the unit (independent run) with this key.
 
-        It is `PART: NAME`, with the unit's name in the study of its part.
+        It is `PART: NAME`, where NAME is the unit's name in the study of its part.
         """
         part, _, own = key.partition(": ")
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys of all units (independent runs): `PART: KEY`; KEY is as in the part's study."""
+        """The keys `PART: KEY` of all units (independent runs); KEY is that in the part's study."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key; returns its record."""
+        """A function that runs the unit (independent run) of a given key and returns its record."""
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -142,7 +142,10 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of the setting: for each switch of its policy that is on, one with the switch off."""
+    """Copies of a setting, each with another switch of its policy turned off.
+
+    A switch is a boolean option of the policy; there is a copy for each switch that is on.
+    """
     policy = build_policy(setting)
     switches = [field.name for field in fields(policy) if getattr(policy, field.name) is True]
     return [

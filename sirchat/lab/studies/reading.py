@@ -23,7 +23,7 @@ from sirchat.text.template import Template, TurnIds
 
 
 def open_engine(model: LoadedModel, setting: Profile) -> Engine:
-    """Create an engine under a setting; it does not archive the tokens that it evicts."""
+    """Create an engine under a setting, without an archive: evicted tokens can't be restored."""
     settings = replace(build_cache_settings(setting), archive=0, folder=None)
     return build_engine(model, settings, setting.seed)
 
@@ -35,7 +35,7 @@ def read_ids(
     to_come: int = 0,
     roles: Sequence[Role] | None = None,
 ) -> None:
-    """Read ids [n] as round `number`, and make room for `to_come` more ids of that round.
+    """Read ids [n] as round `number`, after making room for them and for `to_come` more ids.
 
     The round stays open: the caller closes it. `roles` [n] are the roles of the ids; by default all
     are the user's. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
@@ -57,8 +57,9 @@ def read_round(engine: Engine, template: Template, user: str, reply: str, number
 def read_system(engine: Engine, template: Template, user: str, setting: Profile) -> TurnIds:
     """Read the setting's system prompt; returns the ids of the first user turn, with text `user`.
 
-    The prompt is pinned if the setting says so. Without a prompt nothing is read; the chat template
-    may then put its own prompt into the user turn.
+    The user turn is not read. The prompt is pinned (never evicted) if the setting says so. If the
+    setting has no prompt, nothing is read, and the chat template may put a default prompt into the
+    user turn.
     """
     system, turn = template.opening(user, setting.system)
     if system is not None:
@@ -99,7 +100,7 @@ def ask(session: Session, user: str) -> str:
 
 @contextmanager
 def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
-    """Context manager: inside it, anchors are placed as `per` says; None changes nothing."""
+    """Context manager: within it, anchor tokens are placed as `per` says; None changes nothing."""
     original, anchors = session.template, session.model.anchors
     if per is None or anchors is None:
         yield

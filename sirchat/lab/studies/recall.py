@@ -1,8 +1,9 @@
-"""Recall: the user states a fact, other rounds follow, and the user asks for it, word for word.
+"""Recall: the user states a fact, other rounds follow, and the user asks for the fact.
 
-The conversations come from the generator of synthetic dialogue, with seeds that the training of the
-bundled model never used. Values are words from a list or invented ones. The rounds between fact and
-question are multiple-choice questions of about sixty tokens, with given or with generated replies.
+A reply is right if it equals the expected reply word for word. The conversations come from the
+generator of synthetic dialogue, with seeds that the training of the bundled model never used. The
+values of facts are words from a list, or invented words. The rounds between fact and question are
+multiple-choice questions of about sixty tokens, with given or with generated replies.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sirchat.lab.synthetic.rounds import Style, quiz
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 
 Ask = Literal["told", "corrected", "untold"]
-"""What the question asks for: the told fact, its corrected value, or a fact never told."""
+"""What the last question asks for: the told fact, its corrected value, or a fact never told."""
 
 KIND_NAMES = tuple(PROBED)
 
@@ -39,10 +40,11 @@ class RecallStudy(Grid):
         between: distances to test: numbers of rounds between the fact and the question.
         before: number of rounds before the fact.
         kinds: kinds of fact; successive conversations go through all kinds and distances.
-        ask: `told` asks for the fact; `corrected` changes the fact half-way and asks for the newer
-            value; `untold` asks for a fact that was not stated, often one like the stated fact.
-        generate: whether the model answers the multiple-choice questions; else the right replies
-            are read.
+        ask: with `told`, the question asks for the fact; with `corrected`, the user corrects the
+            fact half-way, and the question asks for the newer value; with `untold`, the question
+            asks for a fact that was not stated, often one like the stated fact.
+        generate: whether the model answers the multiple-choice questions; if false, their right
+            replies are read.
 
     Raises SettingError for an unknown kind or value of `ask`.
     """
@@ -81,7 +83,7 @@ class RecallStudy(Grid):
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns the reply, whether it is right, and how much is held."""
+        """Run conversation `unit`; returns the reply, whether it is right, and the tokens held."""
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:
@@ -104,7 +106,10 @@ class RecallStudy(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting and by kind of fact; and all wrong replies."""
+        """Tables of the share of right answers, by setting and by kind of fact.
+
+        The report's `details` have all wrong replies.
+        """
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -152,7 +157,8 @@ class RecallDialogue:
         kind: the kind of fact.
         between: number of rounds after the fact.
         rounds: user message and reply of each round.
-        quizzes: for each round, whether it is a multiple-choice question; else it states the fact.
+        quizzes: for each round, whether it is a multiple-choice question; any other round states
+            or corrects the fact.
         question, answer: the last user message, and the only right reply.
     """
 
@@ -188,6 +194,6 @@ def _conversation(kind: str, between: int, options: RecallStudy, rng: Random) ->
 
 
 def _letter(answer: str) -> str:
-    """The letter in parentheses, such as `B` of `(B) library`; '' without one."""
+    """The first letter in parentheses, such as `B` of `(B) library`; '' if there is none."""
     found = re.search(r"\((\w)\)", answer)
     return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""The report of a study: tables, plots, and the versions that are needed to repeat the study.
+"""The report of a study: tables, plots, and the command and versions to repeat the study.
 
 A report is written to the terminal, as JSON, or as files in a folder.
 """
@@ -32,7 +32,7 @@ from sirchat.saved.autosave import fingerprint
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; NaN where there was nothing to count."""
+    """A number with its 95 % interval; NaN if there were no values to compute it from."""
 
     value: float
     low: float
@@ -40,7 +40,7 @@ class Estimate:
 
 
 Value = Estimate | float | int | str | None
-"""The content of a table cell; None for an empty cell, NaN for a cell without any data."""
+"""The content of a table cell; None for an empty cell, NaN if there was no data for the cell."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Report:
     Attributes:
         header: short texts that say what was run, for the first line of the report.
         tables, plots: the results.
-        details: further entries of the JSON record.
+        details: further entries of the JSON record, such as the study's parameters.
     """
 
     header: tuple[str, ...]
@@ -85,7 +85,7 @@ class Report:
 
 
 def provenance(model: LoadedModel, task: str, command: str) -> Record:
-    """What is needed to repeat an evaluation: command, model and versions, for its JSON record."""
+    """The facts needed to repeat an evaluation, for its JSON record: command, model, versions."""
     step = model.decode_step
     return {
         "task": task,
@@ -108,7 +108,10 @@ def revision(model: LoadedModel) -> str:
 
 
 def setting_names(settings: Sequence[Profile]) -> list[str]:
-    """A short name for each setting, such as `entropy 256 decay 0.8`, that says how they differ."""
+    """A short name for each setting, such as `entropy 256 decay 0.8`.
+
+    The names contain the values in which the settings differ.
+    """
     differ = [
         key
         for key in Profile.model_fields
@@ -141,7 +144,7 @@ def record_of(report: Report, head: Record) -> Record:
 
 
 def print_json(record: Record) -> None:
-    """Print a record to stdout."""
+    """Print a record to stdout as JSON."""
     Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
 
 
@@ -164,9 +167,10 @@ def print_report(report: Report, head: Record) -> None:
 
 
 def _widths(columns: list[list[str]], room: int | None) -> list[int]:
-    """The width of each column; together they fit into `room`, if possible (None: any width).
+    """The widths of table columns, in characters, so that rows fit into `room` if possible.
 
-    Words, numbers and the rows' names are never broken, so rows may still be wider than `room`.
+    `room` is a width, or None for no limit. Words, numbers and the rows' names are never broken, so
+    rows may still be wider than `room`.
     """
     most = [max(map(cell_len, cells)) for cells in columns]
     if room is None:
@@ -181,9 +185,9 @@ def _widths(columns: list[list[str]], room: int | None) -> list[int]:
 
 
 def write_report(report: Report, head: Record, folder: Path, name: str) -> list[str]:
-    """Write JSON, Markdown, a CSV file for each table and an SVG file for each plot into a folder.
+    """Write a report into a folder: JSON, Markdown, a CSV file per table, an SVG file per plot.
 
-    Returns a message for each thing that could not be written.
+    Returns messages about files that could not be written; the list is empty if all were written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = json.dumps(record_of(report, head), indent=2)
@@ -255,7 +259,7 @@ def _text(value: Value, digits: int) -> str:
 
 
 def _is_empty(value: Value) -> bool:
-    """Whether a value is NaN, which is the share or mean of no values."""
+    """Whether a value is NaN, which means that there were no values to compute it from."""
     number = value.value if isinstance(value, Estimate) else value
     return isinstance(number, float) and math.isnan(number)
 
@@ -274,7 +278,7 @@ def _plain(value: Value) -> object:
 
 
 def _csv(table: Table) -> str:
-    """A table as CSV; a number with an interval takes three columns."""
+    """A table as CSV text; an Estimate takes three columns: number, lower and upper bound."""
     wide = {
         number
         for number in range(len(table.columns))
@@ -294,7 +298,10 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """The row, in which `expand` replaces each value in a column of `wide` with three values."""
+    """The row with each value in a column of `wide` replaced by the three values of `expand`.
+
+    `wide` has the indices of the columns with intervals.
+    """
     return [
         one
         for number, value in enumerate(row)

@@ -22,10 +22,9 @@ _FORMAT = 2
 class ResultsLog:
     """The records of finished units (independent runs), by key, in memory and in a file.
 
-    Without a `path` there is no file.
-
-    `about` has the parameters that all units share; it becomes the file's first line. Raises
-    SettingError, which says what differs, if the file exists and its first line differs.
+    `path` is the file; None for no file. `about` has the parameters that all units share, and
+    becomes the file's first line. If the file exists and its first line differs from `about`,
+    raises SettingError, whose message names the first difference.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:
@@ -59,7 +58,7 @@ class ResultsLog:
 
 
 def _difference(there: Record, here: Record) -> str:
-    """The first difference between two logs' first lines, in words; empty if they are equal."""
+    """The first difference between the first lines of two logs, as text; '' if they are equal."""
     if there.get("format") != here["format"]:
         return "it was written by another version of sirchat"
     for name in {**here, **there}:

@@ -1,17 +1,17 @@
-"""How well recall restores tokens that were evicted, and what privacy this costs.
+"""Two studies: how well recall restores evicted tokens, and how much privacy this costs.
 
 The base budget is the budget without the restored tokens.
 
-Retrieval: a conversation is read once under `sink` with the base budget. Then its question is asked
-and undone in every cell: with n tokens recalled by a retriever, with the base budget alone, with n
-more recent tokens instead, and with all tokens restored. `full` reads the same conversation
-separately.
+In the study `Retrieval`, a conversation is read once under `sink` with the base budget. Then its
+question is asked and undone for every cell of the table: with n tokens recalled by a retriever,
+with the base budget alone, with n more recent tokens in place of recalled ones, and with all tokens
+restored. `full` reads the same conversation separately.
 
-Privacy (Retrieval-Augmented StreamingLLM, section 1): an old turn states something private, which
-is then evicted. The more tokens are recalled, the more of the private text can be extracted from
-the model. Privacy is measured by asking for the private answer: its surprisal in nats per token,
-and how often the model generates it word for word. Utility is how often the model chooses the right
-option of a question that needs no memory, with the same number n of recalled tokens.
+In the study `Privacy` (Retrieval-Augmented StreamingLLM, section 1), an old turn states something
+private, and is then evicted. The more tokens are recalled, the more of the private text can be
+extracted from the model. Privacy is measured by asking for the private answer: its surprisal in
+nats per token, and how often the model generates it word for word. Utility is how often the model
+chooses the right option of a question that needs no memory, with the same n recalled tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class RecallVariant:
-    """A retriever with values of `recall_weight`, `recall_span` and `recall_soft`."""
+    """A retriever with a value for each of `recall_weight`, `recall_span` and `recall_soft`."""
 
     retriever: str
     weight: str = "none"
@@ -57,7 +57,7 @@ class RecallVariant:
 
     @property
     def makes_sense(self) -> bool:
-        """Whether the retriever can use this `weight` and `soft`."""
+        """Whether the retriever can use the values of `weight` and `soft`."""
         takes = retriever(self.retriever)
         weight_matters = self.weight == "none" or takes.takes_weight
         return weight_matters and (not self.soft or takes.takes_soft)
@@ -72,7 +72,7 @@ class RecallVariant:
 
 @dataclass(frozen=True)
 class Retrieval(ExtendedByLimit):
-    """The study of how well recall restores evicted tokens; the module describes it.
+    """The study of how well recall restores evicted tokens; the module docstring describes it.
 
     Attributes:
         profile: the settings that all table cells share.
@@ -82,7 +82,7 @@ class Retrieval(ExtendedByLimit):
         counts: numbers of recalled tokens.
         retrievers, weights, spans, soft: values of the settings to combine; combinations that a
             retriever can't use are left out.
-        data: a file with conversations, used instead of the task's; see `needle`.
+        data: a file with conversations, used instead of those of `task`; see the module `needle`.
 
     Raises SettingError for an unknown task, retriever or weight, and for a file that can't be read.
     """
@@ -115,7 +115,7 @@ class Retrieval(ExtendedByLimit):
 
     @property
     def variants(self) -> tuple[RecallVariant, ...]:
-        """Every combination of the settings that its retriever can use."""
+        """Every combination of a retriever with recall settings that the retriever can use."""
         combinations = (
             RecallVariant(retriever=name, weight=weight, span=span, soft=soft)
             for name, weight, span, soft in product(
@@ -145,17 +145,17 @@ class Retrieval(ExtendedByLimit):
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the conversation with a given key.
+        """A function that runs the conversation with a given key, and returns a record.
 
-        Its record says for each cell of the table whether the answer was right, and has the number
-        of `tokens` of the conversation.
+        The record says, for each cell of the table, whether the answer was right. It also has the
+        number of `tokens` of the conversation.
         """
         session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
         every = cells(self)
         return lambda key: _run(session, self.conversation(int(key)), self, every)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by row and number of recalled tokens."""
+        """Tables and a plot of the share of right answers, by row and number of recalled tokens."""
         records = list(found.values())
         rows: dict[str, dict[int, Estimate]] = {}
         for cell in cells(self):
@@ -194,7 +194,11 @@ class Retrieval(ExtendedByLimit):
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """A cell of the table: its row, base budget, number of extra tokens, and settings to change."""
+    """A cell of the table of `Retrieval`.
+
+    It has the name of its row, the base budget, the number of tokens above the base budget
+    (`count`), and the session settings to switch to.
+    """
 
     row: str
     base: int
@@ -211,7 +215,10 @@ FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "
 
 
 def cells(options: Retrieval) -> list[RetrievalCell]:
-    """All cells except `full`, in the order of the table."""
+    """The table's cells, in order, except those of the rows with all tokens.
+
+    These rows are `full cache` and `everything restored`.
+    """
     return [cell for base in options.bases for cell in _cells(options, base)]
 
 
@@ -268,7 +275,10 @@ def read_dialogue(session: Session, one: NeedleDialogue) -> None:
 
 
 def is_answered(session: Session, one: NeedleDialogue) -> bool:
-    """Whether the reply to the question is right; generation stops once it can't be right."""
+    """Ask the question of a conversation; returns whether the reply is right.
+
+    Generation stops as soon as the reply can't become right any more.
+    """
     parts: list[str] = []
     for event in session.ask(one.question, lambda: not one.may_become_right("".join(parts))):
         if isinstance(event, Delta):
@@ -280,7 +290,7 @@ def is_answered(session: Session, one: NeedleDialogue) -> bool:
 
 @dataclass(frozen=True)
 class Privacy(ExtendedByLimit):
-    """The study of how much recall reveals of an old turn; the module describes it.
+    """The study of how much recall reveals of an old turn; the module docstring describes it.
 
     Attributes:
         profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
@@ -317,7 +327,10 @@ class Privacy(ExtendedByLimit):
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads a conversation, then asks with each number of recalled tokens."""
+        """A function that runs the conversation with a given key, and returns a record.
+
+        It reads the conversation, then asks the questions with each number of recalled tokens.
+        """
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
@@ -329,10 +342,10 @@ class Privacy(ExtendedByLimit):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By number of recalled tokens: surprisal of the private answer, and two shares.
+        """A table and a plot of three results, by number of recalled tokens.
 
-        The shares: how often the model gives the private answer word for word, and how often it
-        chooses the right answer to a question that needs no memory.
+        They are the surprisal of the private answer; how often the model gives the private answer
+        word for word; and how often it chooses the right answer to a question that needs no memory.
         """
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []

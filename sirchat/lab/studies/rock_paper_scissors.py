@@ -1,10 +1,10 @@
-"""Rock-paper-scissors without end (SirLLM, section 4.2.3): does the model learn a player's habits?
+"""Long games of rock-paper-scissors (SirLLM, section 4.2.3), to see if the model learns habits.
 
-Three players prefer one move each, with the probabilities of the paper's Table 7. In every round
-the user states the player's last move and the outcome, and the model chooses a move; the cache is
-never reset. The wording is one that the bundled model knows. The model's move is the most likely of
-the three replies, as in the paper, or the one that a generated reply names. With `data` the
-players' moves come from SirLLM's released files.
+Each of three players prefers one move, with the probabilities of the paper's Table 7. In every
+round the user states the player's last move and the outcome, and the model chooses a move; the
+cache is never reset. The messages have a wording that the bundled model knows. The model's move is
+the most likely of the three replies, as in the paper, or the move that a generated reply names. If
+`data` is given, the players' moves come from SirLLM's released files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sirchat.lab.studies.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.lab.synthetic.rounds import BEATS, game_opening, game_round, outcome
 
 MOVES = tuple(BEATS)
-PLAYERS: dict[str, tuple[float, float, float]] = {  # probabilities of MOVES
+PLAYERS: dict[str, tuple[float, float, float]] = {  # each player's probabilities of MOVES
     "rock": (0.5, 0.3, 0.2),
     "paper": (0.2, 0.5, 0.3),
     "scissors": (0.3, 0.2, 0.5),
@@ -44,7 +44,7 @@ class RockPaperScissors(Grid):
 
     Attributes:
         rounds: number of rounds of each match.
-        scoring: how a move is chosen.
+        scoring: how the model's move is chosen; see `choice.Scoring`.
         data: a folder with the released files of players (a player without a file is left out), or
             one such file, named after its player; None for moves drawn at random.
 
@@ -63,7 +63,7 @@ class RockPaperScissors(Grid):
 
     @cached_property
     def players(self) -> dict[str, Sequence[str]]:
-        """The players, each with the moves in its file; no moves if they are drawn at random."""
+        """The moves of each player, by the player's name; empty if moves are drawn at random."""
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
         if Path(os.path.expanduser(self.data)).is_file():
@@ -126,9 +126,10 @@ class RockPaperScissors(Grid):
         return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of rounds won against each player, and the difference from the last setting's.
+        """A table of the share of rounds won against each player, by setting.
 
-        The difference is a mean over pairs of matches against the same moves.
+        The last column is the difference from the last setting's share: a mean over pairs of
+        matches against the same moves.
         """
         findings = self.findings(found)
         columns = (
@@ -169,6 +170,6 @@ class RockPaperScissors(Grid):
 
 
 def chosen_move(reply: str) -> str | None:
-    """The first move that a reply names; None if it names none."""
+    """The first move that a reply names; None if the reply names no move."""
     found = re.search("|".join(MOVES), reply.lower())
     return found[0] if found else None

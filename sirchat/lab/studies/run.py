@@ -21,7 +21,7 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""A function that runs a study's units (independent runs) with these keys in other processes.
+"""A function that runs, in other processes, a study's units (independent runs) of the given keys.
 
 Yields (key, record) as each unit finishes.
 """
@@ -38,10 +38,10 @@ def run(
 ) -> None:
     """Run a study, with progress on stderr, and print its report to stdout.
 
-    With a folder `out`, the report is also written there, and units (independent runs) whose
-    records an earlier run wrote there are not run again. With `remote`, the units run in other
-    processes or on a cluster. Raises SettingError when the folder holds results of a run with
-    other parameters.
+    If `out` is a folder, the report is also written there, and units (independent runs) whose
+    records an earlier run wrote there are not run again. If `remote` is given, it runs the units,
+    in other processes or on a cluster. Raises SettingError if the folder holds results of a run
+    with other parameters.
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)

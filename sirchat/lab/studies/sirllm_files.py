@@ -4,9 +4,9 @@ The files may be in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`) 
 one folder, or a file is given by its path.
 
 A line is a JSON object `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
-In DailyDialog the id is `CONVERSATION_TURN`. In Grocery Shopping `key_N` says what to buy,
-questions `N` follow, and `answer_N` asks what it was. In rock-paper-scissors `user_choice` is the
-player's move.
+In DailyDialog an id is `CONVERSATION_TURN`. In Grocery Shopping the line with the id `key_N` names
+the item to buy, the next lines are other questions with ids that end in `_N`, and the line with the
+id `answer_N` asks which item it was. In rock-paper-scissors `user_choice` is the player's move.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ MOVES_OF = "rock_paper_scissors_dominant_"
 
 
 def move_files(player: str) -> tuple[str, ...]:
-    """The paths, within a folder, where the file with a player's moves may be."""
+    """The paths, relative to a data folder, at which the file with a player's moves may be."""
     name = f"{MOVES_OF}{player}.jsonl"
     return f"rock_paper_scissors/{name}", name
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path `data` if it is not a folder; else the first of the files `names` in it, or None.
+    """The path `data` if it is not a folder, else the first of the files `names` in the folder.
 
-    Its subfolder `data/` is searched, too, as in a copy of the authors' repository.
+    The folder's subfolder `data/` is searched, too, which exists in a copy of the authors'
+    repository. Returns None if no file is found.
     """
     path = Path(os.path.expanduser(data))
     if not path.is_dir():
@@ -50,7 +51,7 @@ def find(data: str, names: Sequence[str]) -> Path | None:
 
 
 def require(data: str, names: Sequence[str]) -> Path:
-    """The path that `find` returns; raises SettingError, naming the files, if it finds none."""
+    """The path that `find` returns; if it returns None, raises SettingError, naming the files."""
     found = find(data, names)
     if found is None:
         raise no_files(data, names)
@@ -58,7 +59,7 @@ def require(data: str, names: Sequence[str]) -> Path:
 
 
 def no_files(data: str, names: Sequence[str]) -> SettingError:
-    """The error for a folder that has none of these files."""
+    """The error to raise for a folder `data` that has none of the files `names`."""
     *others, last = names
     return SettingError(
         f"data {data!r} has no {', '.join(others)} or {last}",
@@ -81,7 +82,7 @@ def grocery(path: Path) -> list[list[Question]]:
 
 
 def moves(path: Path) -> list[str]:
-    """The moves of the player whose file this is, in order."""
+    """The moves in the file of a player of rock-paper-scissors, in order."""
     found = []
     for line in _lines(path, "user_choice"):
         texts = {one["label"]: one["text"] for one in line["question"]["choices"]}
@@ -100,7 +101,10 @@ def _conversations(
 
 
 def _question(line: Record, group: str) -> Question:
-    """A question with its options listed in the text, and their letters as replies."""
+    """The question in a line of a file: its text lists the options, and their letters are replies.
+
+    If there is only one option, it is not listed, and its text is the reply.
+    """
     choices = line["question"]["choices"]
     labels = [one["label"] for one in choices]
     texts = tuple(one["text"].strip() for one in choices)
@@ -113,7 +117,11 @@ def _question(line: Record, group: str) -> Question:
 
 
 def _lines(path: Path, needed: str) -> Iterator[Record]:
-    """The JSON objects of a file; raises SettingError, naming the line, for anything else."""
+    """Yield the JSON objects of a file, one per line.
+
+    Raises SettingError, which names the line, for a line that is not an object with two keys:
+    `question`, and the key whose name is `needed`.
+    """
     try:
         text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

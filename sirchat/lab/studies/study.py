@@ -1,13 +1,13 @@
 """The interface of a study, and `Grid`, the base class of studies that compare settings.
 
 A study consists of units: runs that do not depend on each other, such as one conversation under one
-setting. Each unit has a key, and returns a record: a dict with its results. `run` runs the units,
+setting. Each unit has a key, and its result is a record: a dict. The function `run` runs the units,
 in order or several at once, and makes a report of their records.
 
 `run` can write the records to a results log, to resume an interrupted study. The log's first line
 has the parameters that all units share. A later run can add units only if these parameters are the
-same. The name of a unit in the log says everything else that its record depends on. So a study can
-be extended by further settings, seeds and units, and finished units are not run again.
+same. A unit's name in the log contains everything else that the unit's record depends on. So a
+study can be extended by further settings, seeds and units, and finished units are not run again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ RunUnit = Callable[[str], Record]
 
 
 class Study(Protocol):
-    """The methods of a study that `run` needs; a unit is one independent run of the study."""
+    """The methods of a study that the function `run` needs.
+
+    A unit is one run of the study that does not depend on other runs.
+    """
 
     @property
     def name(self) -> str:
@@ -55,7 +58,7 @@ class Study(Protocol):
         """The key of each unit (independent run), in the order in which the units are run."""
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key; returns its record."""
+        """A function that runs the unit (independent run) of a given key and returns its record."""
 
     def report(self, found: Mapping[str, Record]) -> Report:
         """Tables and plots of the results; `found` has each independent run's record, by key."""
@@ -82,7 +85,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Findings:
-    """The results of one setting: for each of its seeds, the records of all independent runs."""
+    """The results of one setting: for each of its seeds, the records of all units (runs)."""
 
     name: str
     by_seed: list[list[Record]]
@@ -93,7 +96,7 @@ class Findings:
         return [one for records in self.by_seed for one in records]
 
     def share(self, key: str, **wanted: object) -> Estimate:
-        """The share of records in which `key` is true, among those with the values `wanted`."""
+        """Among the records that have the values `wanted`, the share in which `key` is true."""
         return share_over_seeds(
             [
                 [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
@@ -124,7 +127,7 @@ WITHOUT_SESSION = (
 """Settings of a chat session; they change nothing in a study that uses an engine directly."""
 
 UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")
-"""Settings that change results only by rounding; `setting_key` leaves them out."""
+"""Settings that change no results, or only by rounding; `setting_key` leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +147,13 @@ class Grid(ABC):
     repeats: int = 1
 
     needs_hub: ClassVar[bool] = False
-    """Whether module and tokenizer must be those of transformers, whatever the file."""
+    """Whether the study needs a module and tokenizer of transformers for every kind of file."""
 
     longest_reply: ClassVar[int] = 64
     """The largest number of tokens that a reply may have."""
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
-    """Fields that only decide what is run; runs with other values can share a results log."""
+    """Fields that only decide which units are run; runs with other values can share a log."""
 
     without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
     """Settings that change nothing in this study; the commands refuse them."""
@@ -166,7 +169,7 @@ class Grid(ABC):
 
     @abstractmethod
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run one unit (independent run) in a session that was just reset; returns its results."""
+        """Run one unit (independent run) in a session that was just reset; returns its record."""
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
@@ -187,7 +190,7 @@ class Grid(ABC):
         ]
 
     def keys(self) -> list[str]:
-        """The keys of all units (independent runs): `ROW/SEED/UNIT`, with the row's number."""
+        """The keys of all units (independent runs): `ROW/SEED/UNIT`, where ROW is a row's index."""
         return [
             f"{row}/{seed}/{unit}"
             for row, cell in enumerate(self.cells())
@@ -202,14 +205,17 @@ class Grid(ABC):
     def log_key(self, key: str) -> str:
         """The name in the results log of the unit (independent run) with this key.
 
-        It is `SETTING HASH/SEED/UNIT`, with the setting's name and hash.
+        It is `SETTING HASH/SEED/UNIT`, where SETTING and HASH are the setting's name and hash.
         """
         row, _, rest = key.partition("/")
         return f"{self._row_keys[int(row)]}/{rest}"
 
     @cached_property
     def _row_keys(self) -> list[str]:
-        """The name in the results log of each row's setting; it does not depend on other rows."""
+        """For each row, the name of its setting in the results log: `SETTING HASH`.
+
+        The name does not depend on the study's other rows.
+        """
         reply = {"longest_reply": self.longest_reply}
         return [
             setting_key(cell.setting, shots=cell.shots, per=cell.per, **reply)
@@ -217,7 +223,7 @@ class Grid(ABC):
         ]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key; returns its results.
+        """A function that runs the unit (independent run) of a given key and returns its record.
 
         Units of the same row and seed use one session, which is reset before each unit.
         """
@@ -237,7 +243,7 @@ class Grid(ABC):
         return work
 
     def findings(self, found: Mapping[str, Record]) -> list[Findings]:
-        """The records `found` of all independent runs, by setting, in the order of `cells`."""
+        """The records in `found`, grouped by setting and seed, in the order of `cells`."""
         return [
             Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())
@@ -257,14 +263,14 @@ def fields_of(study: DataclassInstance) -> Record:
 
 
 def share(right: Iterable[bool]) -> Estimate:
-    """The share of values that are true, with its 95 % interval (Wilson's); NaN for no values."""
+    """The share of `right` that is true, with its 95 % interval (Wilson's); NaN if empty."""
     ones = list(right)
     value = sum(ones) / len(ones) if ones else math.nan
     return Estimate(value, *wilson(sum(ones), len(ones)))
 
 
 def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of right answers; `answers` says for each seed which answers were right.
+    """The share of right answers, with its interval; `answers` has a list of booleans per seed.
 
     With one seed the interval is Wilson's. With several, the share is the mean of the seeds'
     shares, and the interval covers two intervals: Wilson's over all answers, and Student's over
@@ -282,14 +288,17 @@ def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean with its 95 % interval (Student's, infinite for one value); NaN for no values."""
+    """The mean of `values`, with its 95 % interval by Student's t.
+
+    The interval is infinite for one value, and the mean of no values is NaN.
+    """
     return Estimate(*mean_interval(values))
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise SettingError for the first name in `given` that is not in `known`.
 
-    `what` says in the error's text what kind of name it is, such as `retriever`.
+    `what` is the kind of name, such as `retriever`, for the error message.
     """
     for name in given:
         if name not in known:
@@ -309,7 +318,7 @@ class Extensible(Protocol):
     def log_key(self, key: str) -> str:
         """The name in the results log of the unit (independent run) with this key.
 
-        The name says all that the unit's results depend on, besides the parameters in `shared`.
+        The name contains all that the unit's results depend on, except the parameters in `shared`.
         """
 
 
@@ -335,7 +344,10 @@ def without(parameters: Record, names: tuple[str, ...]) -> Record:
 
 
 def setting_key(setting: Profile, **more: object) -> str:
-    """A setting's name, such as `entropy 256`, and a hash of all values that change its results."""
+    """A setting's name, such as `entropy 256`, and a hash of all values that change its results.
+
+    `more` has further values that go into the hash.
+    """
     depends = without(setting.model_dump(mode="json"), UNLOGGED) | more
     text = json.dumps(depends, sort_keys=True)
     return f"{setting_names([setting])[0]} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -1,17 +1,21 @@
 """Asks about a conversation that a session has read, scores the answer, and undoes the turn.
 
 A reply is generated greedily, and scored by LoCoMo's token F1. The surprisal of the right answer is
-measured without generating. An adversarial question has no right answer, so only its reply counts:
-as in LoCoMo the question lists two options, one of which says that nothing was mentioned.
+measured without generating. An adversarial question has no right answer, so only its reply is
+scored: as in LoCoMo, the question lists two options, and one of them says that nothing was
+mentioned.
 
-Token F1 is as in `task_eval/evaluation.py` of https://github.com/snap-research/LoCoMo: texts in
-lower case, without punctuation and the words a, an, the, and; Porter's stems; precision and recall
-over words, counted as often as they occur. The parts of a multi-hop answer are scored one by one;
-in an open-domain answer only the part before a semicolon counts; a reply to an adversarial question
-is right if it says that nothing was mentioned. LoCoMo uses NLTK's variant of Porter's algorithm,
-this module the original one, from snowballstemmer (plain Python, no dependencies); in both, words
-of one or two letters are not stemmed. Reply and answer have the same stemmer, so few scores differ:
-for example, only NLTK gives `hope` and `hopefully` the same stem.
+Token F1 is computed as in `task_eval/evaluation.py` of https://github.com/snap-research/LoCoMo.
+Texts are put in lower case, without punctuation and the words a, an, the, and; words are reduced to
+stems by Porter's algorithm; precision and recall are over stems, counted as often as they occur.
+The parts of a multi-hop answer are scored one by one; of an open-domain answer only the part before
+a semicolon counts; a reply to an adversarial question is right if it says that nothing was
+mentioned.
+
+The stems may differ from LoCoMo's: LoCoMo uses NLTK's variant of Porter's algorithm, and this
+module the original algorithm, from the package snowballstemmer (plain Python, no dependencies).
+With both, words of one or two letters are not stemmed. Reply and answer are stemmed in the same
+way, so few scores differ: for example, only NLTK gives `hope` and `hopefully` the same stem.
 """
 
 from __future__ import annotations
@@ -37,26 +41,28 @@ from sirchat.lab.studies.results_log import Record
 
 @dataclass(frozen=True)
 class ReadTalk:
-    """A conversation that a session has read, and the positions of each message's tokens."""
+    """A conversation that a session has read, and the stream positions of each message's tokens."""
 
     session: Session
     talk: LongTalk
     positions: Mapping[str, Positions]
 
     def evidence(self, question: TalkQuestion) -> list[Positions]:
-        """The stream positions of each message that holds evidence for a question."""
+        """The stream positions of each message with evidence for a question, one array each."""
         return [self.positions[one] for one in question.evidence]
 
     def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
         """Ask a question, score the answer, and undo the turn.
 
-        Returns a record, with None for a value that the question does not have:
+        If `generate` is false, only surprisal and held tokens are measured. Returns a record, in
+        which a value that the question does not have is None:
             number, category: the question's number and category.
             held: share of the evidence's tokens that are held after the question has been read.
             nats, answer_tokens: surprisal of the right answer in nats, and its number of tokens.
-            said: the reply, if one is generated.
+            said: the generated reply.
             f1: token F1 of the reply.
-            abstains: 1 if the reply to an adversarial question says that nothing was mentioned.
+            abstains: 1 if the reply to an adversarial question says that nothing was mentioned,
+                else 0.
         """
         text, options = asked(question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}"))
         session, evidence = self.session, self.evidence(question)
@@ -79,17 +85,17 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """How many of the missing evidence tokens (those not held) each retriever would restore.
+        """Measure which of the missing evidence tokens (not held) each retriever would restore.
 
         Recall is switched on, and the budget is raised by the largest of `counts`, so that the
         policy itself still holds as many tokens as before. Each retriever ranks the tokens once for
         each question. For each n in `counts`, the first n tokens count as restored.
 
         Returns:
-            By question number, retriever and n: `share`, the share of the missing tokens that are
-            restored; `any`, 1 if some message gets back at least half of its missing tokens, else
-            0; `all`, the same for every message. Adversarial questions are left out, and so are
-            questions whose evidence is all held.
+            A record for each question number, retriever and n. In it, `share` is the share of the
+            missing tokens that are restored; `any` is 1 if at least one message gets back half or
+            more of its missing tokens, else 0; `all` is 1 if every message does, else 0.
+            Adversarial questions are left out, and so are questions whose evidence is all held.
         """
         session, most = self.session, max(counts)
         own = session.profile
@@ -109,7 +115,10 @@ class ReadTalk:
         return found
 
     def _without_name(self, reply: str) -> str:
-        """Remove a speaker's name at the start of a reply; every message of the talk has one."""
+        """Remove a speaker's name from the start of a reply.
+
+        The model may generate one, because every message of the conversation begins with one.
+        """
         reply = reply.strip()
         for name in self.talk.speakers:
             reply = reply.removeprefix(f"{name}:").strip()
@@ -120,7 +129,7 @@ def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple
     """The user turn for a question, and the two options that an adversarial question lists.
 
     Like LoCoMo's prompts, the turn asks for a few words, or for a date if the question is temporal.
-    `rng` draws the order of the options.
+    `rng` draws the order of the options; without `rng`, the right option comes first.
     """
     options = (NOT_MENTIONED, question.adversarial)
     if rng is not None and rng.random() < 0.5:
@@ -133,7 +142,9 @@ def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple
 
 
 def ranked_by_recall(session: Session, text: str) -> Positions:
-    """The positions that the session recalls for a user turn, best first; the turn is undone.
+    """The stream positions that the session recalls for a user turn, best first.
+
+    The turn is read to find them, and then undone.
 
     Among equal scores the newer token comes first, as in `memory.recall.choose`.
     """
@@ -152,7 +163,10 @@ def _surprisal(session: Session, question: TalkQuestion) -> Record:
 
 
 def _share(parts: Sequence[Positions], present: Positions) -> float | None:
-    """The share of the positions in `parts` that are `present`; None if `parts` has none."""
+    """The share of the positions in `parts` that are in `present`; None if `parts` is empty.
+
+    A position in several parts counts once.
+    """
     wanted = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
     return float(np.isin(wanted, present).mean()) if len(wanted) else None
 
@@ -199,14 +213,17 @@ def stems(text: str) -> list[str]:
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """The harmonic mean of precision and recall over word stems; 0 if no stem is in both texts."""
+    """The harmonic mean of precision and recall of the reply's word stems.
+
+    It is 0 if the texts have no stem in common.
+    """
     said, wanted = Counter(stems(reply)), Counter(stems(answer))
     same = (said & wanted).total()
     return 2 * same / (said.total() + wanted.total()) if same else 0.0
 
 
 def multi_answer_f1(reply: str, answer: str) -> float:
-    """The mean F1 of the parts of the answer, each compared with the best part of the reply.
+    """The mean, over the parts of the answer, of the best token F1 that a part of the reply gets.
 
     Commas separate the parts, in the answer and in the reply.
     """
@@ -215,7 +232,10 @@ def multi_answer_f1(reply: str, answer: str) -> float:
 
 
 def scored_answer(question: TalkQuestion) -> str:
-    """The right answer as it is scored: if open-domain, only the part before a semicolon."""
+    """The part of the right answer that is scored.
+
+    For an open-domain question it ends before a semicolon; else it is the whole answer.
+    """
     return question.answer.split(";")[0].strip() if question.category == 3 else question.answer
 
 

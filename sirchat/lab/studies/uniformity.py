@@ -1,4 +1,4 @@
-"""Whether random policies are uniform: how often each token is held, over many seeds.
+"""Tests whether random policies are uniform: how often each token is held, over many seeds.
 
 The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
 the newest `budget` ones are held by random choice alone, so each should be held equally often. This
@@ -27,7 +27,7 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Uniformity(Grid):
-    """The study of whether random policies are uniform.
+    """The study of whether random policies are uniform: whether all tokens are held equally often.
 
     `limit` is the number of seeds for each setting.
 
@@ -45,15 +45,18 @@ class Uniformity(Grid):
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """A row for each setting: with all seeds, or with one if its policy is not random."""
+        """A row for each setting, run with all seeds, or with one if its policy is not random."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
-        """The name of the only unit (run) for a setting and seed: reading the stream."""
+        """The name of the only unit (run) for each setting and seed, which reads the stream."""
         return ["stream"]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the stream; returns the size of each tenth of the stream, and how much is held."""
+        """Read the stream; returns how many tokens each tenth has, and how many of them are held.
+
+        Sinks and the newest `budget` tokens are not part of the tenths.
+        """
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
             user, reply = quiz(rng, 5)
@@ -65,7 +68,10 @@ class Uniformity(Grid):
         return {"held": counts.tolist(), "of": np.diff(edges).astype(int).tolist()}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The held share of each tenth of the stream, and the p-value of their differences."""
+        """A table and a plot of the share of each tenth of the stream that is held.
+
+        The table also has the test's result: is every tenth held equally often?
+        """
         findings = self.findings(found)
         columns = ("tenth of the stream", *(one.name for one in findings))
         shares = {one.name: _shares(one) for one in findings}
@@ -102,10 +108,9 @@ def _shares(one: Findings) -> list[float]:
 def _uniform(one: Findings) -> tuple[float, float]:
     """Pearson's chi-squared over tenths of the stream, and its p-value.
 
-    The hypothesis that is tested: all tokens are held equally often.
-
-    The variance of a sample without replacement is smaller than that of independent draws by the
-    factor 1 - share held; the statistic is corrected for that.
+    It tests the hypothesis that all tokens are held equally often. The held tokens are a sample
+    without replacement, whose variance is that of independent draws times (1 - share held); the
+    statistic is divided by this factor.
     """
     held = np.sum([each["held"] for each in one.records], axis=0).astype(float)
     total = np.sum([each["of"] for each in one.records], axis=0).astype(float)

@@ -1,8 +1,9 @@
 """Runs the units (independent runs) of a study in several processes, each with its own model.
 
-On this machine the processes talk to the main one through pipes, so nothing listens on the network.
-If a process dies, all are started again, and the units that were running are run again, after the
-others. On a Ray cluster a worker that dies is restarted, and its unit is run again.
+On this machine the processes talk to the main process through pipes, so nothing listens on the
+network. If a process dies, all processes are started again, and the units that were running are run
+again, after the others. On a Ray cluster a worker that dies is restarted, and its unit is run
+again.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 
 _MOST_DEATHS = 3
-"""The study fails when processes died this many times and no run was finished in between."""
+"""The study fails if processes die this many times and no unit is finished in between."""
 
 
 def run_in_processes(
     study: Study, keys: Sequence[str], load: Callable[[], LoadedModel], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run a study's units (independent runs) in processes, which each load the model.
+    """Run a study's units (independent runs) in `workers` processes, each with its own model.
 
     Yields (key, record) as each unit finishes.
 
@@ -67,10 +68,11 @@ def _run_until_one_dies(
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) in new processes; yield (key, record) of each.
 
-    If a process dies, yields the units that have finished, and raises BrokenProcessPool.
+    `shared` is the pickled study and load function. If a process dies, yields the units that have
+    finished, and raises BrokenProcessPool.
     """
-    # A fork of this process would share locks of torch's threads. The server has no threads, and
-    # imports torch once for all processes.
+    # A fork of this process would copy locks that torch's threads hold. The fork server has no
+    # threads, and imports torch once for all processes.
     server = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
     server.set_forkserver_preload([__name__])
     usual = os.environ.get("PYTHONSAFEPATH")
@@ -111,7 +113,10 @@ def _run_unit(shared: bytes, key: str) -> Record:
 
 @cache
 def _prepared(shared: bytes) -> RunUnit:
-    """Load this process's model; returns the function that runs a study's units on one thread."""
+    """Load this process's model; returns the function that runs a study's units.
+
+    `shared` is the pickled study and load function. Units run on one thread.
+    """
     study, load = pickle.loads(shared)
     model = load()
     torch.set_num_threads(1)
@@ -132,7 +137,7 @@ class Cluster:
     """The Ray cluster that a study runs on.
 
     Attributes:
-        address: the cluster's address for Ray, or `auto`.
+        address: the cluster's address as Ray takes it, or `auto`, with which Ray finds a cluster.
         workers: number of workers, each with one CPU.
         gpus: number of GPUs for each worker; it may be a fraction.
     """
@@ -145,7 +150,7 @@ class Cluster:
 def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
-    """Run a study's units (independent runs) on Ray workers, which each load the model.
+    """Run a study's units (independent runs) on Ray workers, each with its own model.
 
     Yields (key, record) as each unit finishes.
 
@@ -167,7 +172,7 @@ def run_on_ray(
 
 
 class _Worker:
-    """A Ray actor on the cluster, which runs the units of a study with its own model."""
+    """A Ray actor (a process on the cluster) that runs a study's units with its own model."""
 
     def __init__(self, study: Study, load: Load) -> None:
         self._run_unit = study.worker(load())
@@ -178,7 +183,7 @@ class _Worker:
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[Any]:
-    """Context manager: the module `ray`, connected to the cluster inside the `with` block."""
+    """Context manager: gives the module `ray`, connected to the cluster within the `with` block."""
     try:
         import ray
     except ImportError:
@@ -200,7 +205,10 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise UsageError if `[ray://]HOST:PORT` can't be reached; Ray would try for minutes."""
+    """Raise UsageError if the address `[ray://]HOST:PORT` can't be reached.
+
+    Ray itself would try for minutes. An address of any other form is not tested.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return

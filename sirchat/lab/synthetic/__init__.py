@@ -1,1 +1,1 @@
-"""The generator of synthetic dialogue: facts, small talk, questions; for training and studies."""
+"""The generator of synthetic dialogue for training and studies: facts, small talk, questions."""

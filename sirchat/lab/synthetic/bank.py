@@ -1,7 +1,7 @@
 """The question bank: multiple-choice questions about general knowledge, for the tiny model.
 
 A topic asks the same question about many things. Wrong options are other answers of the same topic,
-so that choosing the right one needs knowledge of the thing, not just of the topic.
+so that only knowledge of the thing itself tells which option is right.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from sirchat.lab.synthetic.smalltalk import pairs
 
 @dataclass(frozen=True)
 class Topic:
-    """One kind of question, in which `{x}` stands for a thing; `known`: pairs (thing, answer)."""
+    """One kind of question, such as the capital of a country.
+
+    In `questions`, `{x}` stands for a thing. `known` has the pairs (thing, answer).
+    """
 
     key: str
     questions: tuple[str, ...]
@@ -25,11 +28,11 @@ class Topic:
 
     @cached_property
     def answers(self) -> tuple[str, ...]:
-        """Every different answer, in order of appearance."""
+        """All answers of the topic, each once, in order of appearance."""
         return tuple(dict.fromkeys(answer for _, answer in self.known))
 
     def wrong(self, thing: str, right: str) -> list[str]:
-        """Up to four wrong options for the question about `thing`; always the same ones."""
+        """Up to four wrong options for the question about `thing`, the same in every call."""
         pool = [answer for answer in self.answers if answer not in (right, thing)]
         return Random(f"{self.key}/{thing}").sample(pool, min(4, len(pool)))
 
@@ -47,7 +50,7 @@ def _grouped(text: str) -> Iterator[tuple[str, str]]:
 
 
 def both_ways(known: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The pairs, followed by the same pairs reversed."""
+    """The pairs in `known`, followed by the same pairs with both parts exchanged."""
     return known + tuple((other, one) for one, other in known)
 
 

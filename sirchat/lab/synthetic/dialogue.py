@@ -1,7 +1,8 @@
 """Generates seeded synthetic dialogues of any length, message by message.
 
-A dialogue is a stream of rounds (a user message and the reply). The user tells facts, asks for them
-later, corrects them, or asks for facts that were never told; between them is small talk.
+A dialogue is a stream of rounds; a round is a user message and the reply. The user tells facts,
+asks for them later, corrects them, or asks for facts that were never told. Between these rounds are
+rounds of small talk.
 """
 
 from __future__ import annotations
@@ -35,19 +36,22 @@ LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How often each kind of round occurs; the remaining rounds are small talk.
+    """Says how often each kind of round occurs in a dialogue; all other rounds are small talk.
 
     Attributes:
-        tell, ask, repeat: shares of rounds that tell a fact, ask for one, or ask to repeat words.
+        tell, ask, repeat: shares of rounds that tell a fact, ask for a fact, or ask the model to
+            repeat words.
         game: share of rounds that begin a match of rock-paper-scissors.
-        story: share of story sentences among told facts.
+        story: share of told facts that are stories.
         quiz: share of rounds with a multiple-choice question from the bank.
         untold: share of rounds that ask for a fact that was never told.
         long_list: share of shopping lists that have five or six items.
         apart: share of conversations with facts at their start and questions at their end.
-        subjects: extra share of facts that can be confused with each other (pets, friends).
+        subjects: share of facts that are drawn only from kinds with a subject (a pet, a friend),
+            which can be confused with each other; other facts may be of such a kind, too.
         series: share of conversations that tell several stories and ask for some of them.
-        long_values: extra share of facts with long values (codes, made-up words, lists).
+        long_values: share of facts that are drawn only from kinds with long values (codes, made-up
+            words, lists); other facts may be of such a kind, too.
     """
 
     tell: float
@@ -74,7 +78,7 @@ class Fact:
     number: int = 0
 
     def fill(self, template: str) -> str:
-        """The template, filled in with this fact's subject, value and number."""
+        """The template with this fact's subject, value and number filled in."""
         return fill(template, self.subject, self.value, self.number)
 
     @property
@@ -84,7 +88,7 @@ class Fact:
 
 
 def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
-    """A random fact of `kind`, in lower case if `style` says so."""
+    """A random fact of `kind`; its subject and value are in lower case if `style.lower` is set."""
     subject = kind.subject(rng) if kind.subject else ""
     value = kind.value(rng)
     if style.lower:
@@ -93,7 +97,7 @@ def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
 
 
 def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
-    """The same fact with another random value."""
+    """The same fact with another value, which is drawn at random."""
     while True:
         other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
         if other.value.lower() != fact.value.lower():
@@ -101,7 +105,7 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
 
 
 def draw_kind(rng: Random, mix: Mix) -> FactKind:
-    """A random kind of fact, drawn by weight; stories, which are long, have their own share."""
+    """Draw a kind of fact by the kinds' weights; stories are drawn with the share `mix.story`."""
     if rng.random() < mix.story:
         return STORY
     kinds = KINDS
@@ -114,7 +118,10 @@ def draw_kind(rng: Random, mix: Mix) -> FactKind:
 
 @dataclass
 class Dialogue:
-    """One conversation and its state: facts told so far, and how often each was asked for."""
+    """Generates one conversation, message by message.
+
+    Its state is the facts told so far, how often each fact was asked for, and the jokes told.
+    """
 
     rng: Random
     mix: Mix
@@ -123,10 +130,11 @@ class Dialogue:
     jokes: list[str] = field(default_factory=list)
 
     def messages(self, rounds: int) -> Iterator[Message]:
-        """Yield `rounds` rounds, then questions for at most six facts that were not asked for.
+        """Yield the messages of a conversation of about `rounds` rounds.
 
-        The shares `apart` and `series` of the mix decide how often a conversation is instead one of
-        `far_apart` or `several_stories`.
+        At its end up to six facts are asked for that were not asked for before. With the shares
+        `apart` and `series` of the mix, the conversation is one of `far_apart` or
+        `several_stories` instead.
         """
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
@@ -145,13 +153,13 @@ class Dialogue:
             yield from self.ask(key)
 
     def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Yield facts, then unrelated rounds, then questions for each fact and for an untold one.
+        """Yield facts, then unrelated rounds, then questions for each fact and for an untold fact.
 
-        In a third of these conversations a fact is corrected in between.
+        In a third of these conversations, one of the rounds in the middle corrects a fact.
         """
         for _ in range(self.rng.choice((1, 1, 2, 3))):
             yield from self.tell()
-        between = max(1, round(0.85 * rounds) - 4)  # a row is cut at its end: leave room
+        between = max(1, round(0.85 * rounds) - 4)  # short, since a training row is cut at its end
         turn = self.rng.randrange(3 * between)
         for number in range(between):
             yield from self.correct() if number == turn else self.unrelated_round()
@@ -161,7 +169,10 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield numbered stories, then questions about some of them, or about a fact never told."""
+        """Yield numbered stories, then questions about some of them.
+
+        Some conversations also ask for a fact that was never told.
+        """
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
         while len(self.facts) < count:
@@ -182,7 +193,7 @@ class Dialogue:
         return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
-        """Yield one round of a kind drawn by the shares in `mix`, or all rounds of a game."""
+        """Yield one round, of a kind drawn by the shares in `mix`, or all rounds of a game."""
         roll = self.rng.random()
         for share, make in (
             (self.mix.tell, self.tell),
@@ -201,7 +212,7 @@ class Dialogue:
             yield self.small_talk()
 
     def tell(self) -> Round:
-        """A round in which the user tells one or two new facts, or corrects an old one."""
+        """A round in which the user tells one or two new facts, or corrects a told fact."""
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
@@ -216,7 +227,10 @@ class Dialogue:
         return self.tell_one(fact, style)
 
     def correct(self, style: Style | None = None) -> Round:
-        """A round in which the user corrects a told fact; an unrelated round if no fact can be."""
+        """A round in which the user corrects a told fact.
+
+        If no told fact can be corrected, it is an unrelated round.
+        """
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if not old:
@@ -224,10 +238,10 @@ class Dialogue:
         return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
-        """A random fact that can be told: new, or sometimes a new value of an old fact.
+        """A random fact to be told: a new fact, or sometimes a new value of a told fact.
 
-        With `joined`, it is a new fact of another kind, to be told in the same message as `joined`.
-        Returns None if eight draws fail.
+        If `joined` is given, it is a new fact of another kind, to be told in the same message as
+        `joined`. Returns None if eight draws fail.
         """
         for _ in range(8):
             fact = self.draw(style)
@@ -239,7 +253,7 @@ class Dialogue:
         return None
 
     def draw(self, style: Style) -> Fact:
-        """A random fact; a shopping list is sometimes a long one."""
+        """A random fact; if it is a shopping list, the list sometimes has five or six items."""
         fact = draw_fact(self.rng, draw_kind(self.rng, self.mix), style)
         may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
         if may_be_long and self.rng.random() < self.mix.long_list:
@@ -248,7 +262,7 @@ class Dialogue:
         return fact
 
     def remember(self, fact: Fact) -> bool:
-        """Record a told fact; returns whether it replaced an older value."""
+        """Record a told fact; returns whether the fact replaced an older value."""
         key = (fact.kind.key, fact.subject)
         known = key in self.facts
         self.facts[key] = fact
@@ -274,9 +288,9 @@ class Dialogue:
         return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
-        """A round that asks for a told fact, or rarely for one that was never told.
+        """A round that asks for a told fact, or rarely for a fact that was never told.
 
-        Without told facts it is mostly small talk.
+        If no fact has been told, it is mostly a round of small talk.
         """
         roll = self.rng.random()
         if roll < 0.07 or not self.facts:
@@ -336,7 +350,7 @@ class Dialogue:
         return reply(user, joke)
 
     def small_talk(self) -> Round:
-        """A round that is unrelated to told facts: small talk, a joke, knowledge or a quiz."""
+        """A round unrelated to told facts: small talk, a joke, common knowledge or a quiz."""
         roll = self.rng.random()
         if roll < 0.08:
             return self.joke()

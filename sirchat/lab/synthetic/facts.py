@@ -1,4 +1,4 @@
-"""Kinds of facts that a user may tell: how to tell each, how to ask for it, and the right answer.
+"""Kinds of facts that a user may tell, with templates to tell, ask for and answer each kind.
 
 A template has `{v}` for the value and `{s}` for the subject (a pet's species, a friend's name).
 A question about a fact has only one right answer, so that a reply can be checked word for word.
@@ -13,7 +13,7 @@ from random import Random
 from sirchat.lab.synthetic import words as w
 
 Draw = Callable[[Random], str]
-"""A function that draws a random text."""
+"""A function that returns a random text, such as a name, drawn with the given generator."""
 
 
 def pick(pool: tuple[str, ...]) -> Draw:
@@ -31,7 +31,7 @@ def made_up(rng: Random) -> str:
 def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
     """A function that draws a capitalised name: with probability `known`, one from `pool`.
 
-    Other names are made up or common words: they teach the model to copy any name.
+    The other names are made-up or common words, which teach the model to copy any name.
     """
 
     def draw(rng: Random) -> str:
@@ -44,37 +44,37 @@ def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
 
 
 def secret(rng: Random) -> str:
-    """A secret word: common or made up."""
+    """A random secret word, which is a common or a made-up word."""
     return rng.choice(w.COMMON) if rng.random() < 0.6 else made_up(rng)
 
 
 def digits(count: int) -> Draw:
-    """A function that draws `count` random decimal digits."""
+    """A function that draws a text of `count` random decimal digits."""
     return lambda rng: "".join(rng.choice("0123456789") for _ in range(count))
 
 
 def date(rng: Random) -> str:
-    """A day of the year, such as `May 17`."""
+    """A random day of the year, such as `May 17`."""
     return f"{rng.choice(w.MONTHS)} {rng.randint(1, 28)}"
 
 
 def age(rng: Random) -> str:
-    """An age in years."""
+    """A random age in years, from 5 to 99, as text."""
     return str(rng.randint(5, 99))
 
 
 def item_list(items: list[str]) -> str:
-    """Join items as in `a`, `a and b`, or `a, b and c`."""
+    """Join items as text: `a`, `a and b`, or `a, b and c`."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 
 def groceries(rng: Random) -> str:
-    """A shopping list of one to four items."""
+    """A random shopping list of one to four items."""
     return item_list(rng.sample(w.GROCERIES, rng.choice((1, 2, 2, 3, 3, 4))))
 
 
 def story(rng: Random) -> str:
-    """The plot of a story, without its hero."""
+    """The random plot of a story, without the hero."""
     return f"{rng.choice(w.DEEDS)} {rng.choice(w.PLACES)}"
 
 
@@ -86,9 +86,10 @@ class FactKind:
         key: the kind's name.
         value, subject: functions that draw a random value and a random subject; `subject` is None
             if the kind has no subject.
-        tells, updates: user messages that tell a fact, or replace an earlier value.
-        asks, answer: user messages that ask for a fact, and the right answer.
-        acks: replies to `tells`, which restate the value or merely agree.
+        tells, updates: templates of user messages that tell a fact, or that replace an earlier
+            value.
+        asks, answer: templates of user messages that ask for a fact, and that of the right answer.
+        acks: templates of replies to `tells`, which restate the value or only agree.
         weight: the kind's relative frequency.
         joins: whether one message may tell a fact of this kind together with another fact.
     """

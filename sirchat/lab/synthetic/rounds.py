@@ -1,6 +1,6 @@
-"""Messages of the generated dialogues, and the rounds that use no fact told by the user.
+"""Messages of generated dialogues, and the rounds that do not depend on facts told by the user.
 
-These rounds are quizzes, common knowledge, repeated words and games.
+These rounds are quizzes, questions on common knowledge, repeated words and games.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ Key = tuple[str, str]  # kind and subject of a fact
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `recall` says what a reply recalls: a kind of fact, `two` facts, a `quiz`, ...
+    """One message of a dialogue.
 
-    `fact` is the key of the single fact that the user tells in this message, or that the reply
-    recalls; `value` is the value that the user tells.
+    `recall` is what a reply recalls: the name of a kind of fact, `two` (two facts), `repeat` (words
+    or a story), `quiz`, or `untold`; None for any other message. `fact` is the key of the single
+    fact that the user tells in this message, or that this reply recalls. `value` is the value that
+    the user tells.
     """
 
     role: Speaker
@@ -39,7 +41,7 @@ Round = tuple[Message, Message]
 
 
 def capital(text: str) -> str:
-    """`text` with its first letter in upper case, the rest as it is."""
+    """`text` with its first letter in upper case, and the other letters unchanged."""
     return text[:1].upper() + text[1:]
 
 
@@ -53,7 +55,7 @@ def fill(template: str, subject: str, value: str, number: int = 0) -> str:
 
 
 def lower_start(template: str) -> str:
-    """Make a template continue a sentence: `My name` becomes `my name`; `I` is unchanged."""
+    """Put a template's first letter in lower case, to continue a sentence; `I` is unchanged."""
     if template.startswith(("I ", "I'", "{")):
         return template
     return template[:1].lower() + template[1:]
@@ -68,14 +70,14 @@ def spell(rng: Random, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How carefully a user types one message: in lower case, or without punctuation (`bare`)."""
+    """How carefully a user types one message: in lower case, without punctuation, or both."""
 
     lower: bool = False
     bare: bool = False  # no punctuation at the end, no apostrophes
 
     @staticmethod
     def draw(rng: Random) -> Style:
-        """A random style: mostly careful, sometimes hasty."""
+        """A random style: mostly careful, sometimes in lower case, without punctuation, or both."""
         return rng.choices(
             (Style(), Style(lower=True), Style(bare=True), Style(True, True)), (66, 10, 12, 12)
         )[0]
@@ -90,7 +92,7 @@ class Style:
 
 
 def reply(user: str, assistant: str, recall: str | None = None) -> Round:
-    """A round with this user message and this reply; `recall` says what the reply recalls."""
+    """A round of a user message and a reply; `recall` is that of the reply, as in `Message`."""
     return Message("user", user), Message("assistant", assistant, recall)
 
 
@@ -99,7 +101,7 @@ BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # the value 
 
 
 def bank_question(rng: Random) -> tuple[str, str, list[str]]:
-    """A question from the bank, its answer, and its wrong options."""
+    """A random question from the question bank, its right answer, and its wrong options."""
     topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
     thing, right = rng.choice(topic.known)
     question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
@@ -109,9 +111,9 @@ def bank_question(rng: Random) -> tuple[str, str, list[str]]:
 def quiz(rng: Random, count: int | None = None) -> Round:
     """A multiple-choice question from the bank, with a reply like `The answer is library (B).`
 
-    The quiz has `count` options (default: three to five), or fewer if its topic has fewer. The
-    letter stands after its option, and after the word in the reply, because a small model copies
-    what follows a word, not what precedes it.
+    The quiz has `count` options (default: three to five), or fewer if its topic has fewer. Each
+    letter stands after its option, in the reply, too, because a small model learns to copy only
+    text that follows a word.
     """
     question, right, wrong = bank_question(rng)
     options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
@@ -171,17 +173,21 @@ def game_round(theirs: str, result: str) -> str:
 
 
 def outcome(ours: str, theirs: str) -> str:
-    """The user's words for the outcome of a round in which the model played `ours`."""
+    """The sentence in which the user tells the outcome of a round, such as `You win.`
+
+    `ours` is the model's move, and `theirs` the user's move.
+    """
     if ours == theirs:
         return "It is a tie."
     return "You win." if BEATS[theirs] == ours else "You lose."
 
 
 def game(rng: Random) -> Iterator[Round]:
-    """A match of rock-paper-scissors, with a question about the user's habits now and then.
+    """Yield the rounds of a match of rock-paper-scissors.
 
-    The reply wins against the choice that the user made most often. If several choices were made
-    equally often, the user's last choice counts, if it is one of them.
+    Now and then the user asks about the user's own habits. The reply chooses the move that wins
+    against the user's most frequent move. If several moves are equally frequent, the user's last
+    move is taken, if it is one of them.
     """
     options = list(BEATS)
     rng.shuffle(options)
@@ -202,5 +208,5 @@ def game(rng: Random) -> Iterator[Round]:
 
 
 def draw_length(rng: Random, low: float, high: float) -> float:
-    """A log-uniform random length in `[low, high]`."""
+    """A random length from `low` to `high`, whose logarithm is distributed uniformly."""
     return math.exp(rng.uniform(math.log(low), math.log(max(low, high))))

@@ -1,10 +1,10 @@
-"""What the tiny model can chat about besides facts: small talk, jokes, common knowledge."""
+"""Texts that the tiny model learns besides facts: small talk, jokes, common knowledge."""
 
 from __future__ import annotations
 
 
 def pairs(text: str) -> tuple[tuple[str, str], ...]:
-    """The pairs in `text`, where each is written as `one:other`."""
+    """The pairs in `text`, in which each pair is written as `one:other`."""
     parts = (pair.partition(":") for pair in text.split())
     return tuple((one, other) for one, _, other in parts)
 
@@ -124,7 +124,7 @@ SYSTEM_PROMPTS: tuple[str, ...] = (
     "You are an assistant who remembers what the user says.",
 )  # fmt: skip
 
-# What belongs where: (thing, place).
+# The place where each thing belongs: (thing, place).
 WHERE: tuple[tuple[str, str], ...] = pairs("""
     book:library bread:bakery fish:river airplane:airport train:station
     doctor:hospital teacher:school cow:farm lion:zoo coin:bank stove:kitchen bed:bedroom

@@ -1,9 +1,11 @@
 """AnSAN: further trains any causal language model to compress text into anchor tokens.
 
-Each sequence (a sentence or a round) ends with an anchor, which must represent all of it. The loss
-is the next-token loss under the attention mask of equation (4), as in Anchor-based LLMs, section 4.
-In the `<AC>` variant the anchor is a new token, whose embedding starts as the mean of all others.
-The training uses transformers' Trainer with our own masks and loss; the model's code is unchanged.
+AnSAN is the method of the paper Anchor-based LLMs. Each sequence (a sentence or a round) ends with
+an anchor token, which must represent the whole sequence. The loss is the next-token loss under the
+paper's attention mask (section 4, equation 4): later tokens see the sequence only through its
+anchor. In the `<AC>` variant the anchor is a new token, whose embedding starts as the mean of all
+others. The training uses transformers' Trainer with our own masks and loss; the model's code is
+unchanged.
 """
 
 from __future__ import annotations
@@ -57,17 +59,17 @@ TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, lo
 
 @dataclass(frozen=True)
 class AnchorOptions:
-    """Model, data and hyperparameters of an anchor training; defaults as in the paper.
+    """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
 
     Attributes:
         model: a name that `load_model` takes; GGUF weights are unpacked.
         out: folder of the trained model; checkpoints go to `<out>.checkpoints`.
         data: files to train on; empty for synthetic dialogue.
         variant: the kind of anchors, or `none`; see `Trained`.
-        per: where the anchors of variant `ac` are placed, such as behind each `sentence`.
+        per: where the anchors of variant `ac` are placed: `sentence` is after each sentence.
         attention: see `Attention`; `flex` needs a GPU.
-        scratch: start from new random weights of the model's shape (section 7.2).
-        sinks: number of tokens at a document's start that all its later tokens attend to.
+        scratch: start from new random weights of the model's shape (the paper's section 7.2).
+        sinks: number of tokens at a document's start that all later tokens of it attend to.
         mix: mix of rounds in synthetic dialogue.
         tokens: number of tokens in a training row.
         batch: number of rows in a training step.
@@ -110,7 +112,7 @@ class AnchorOptions:
 
     @property
     def resumes_from(self) -> Path | None:
-        """The last checkpoint, if the training is resumed and there is one; else None."""
+        """The folder of the last checkpoint; None if the training is not resumed, or has none."""
         found = self.checkpoints.glob("checkpoint-*") if self.resume else ()
         return max(found, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
 
@@ -175,7 +177,7 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
                 torch.manual_seed(options.seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **more)
                 return model, tokenizer
-        # Without this a model of a GGUF file counts as quantized, and can't be saved.
+        # Without this, transformers takes a model of a GGUF file as quantized, and can't save it.
         more |= {"quantization_config": GgufConfig(dequantize=True)} if where else {}
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, use_safetensors=None if where else True, **more
@@ -217,7 +219,7 @@ def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
 
 
 def _steps(options: AnchorOptions) -> int | None:
-    """The most steps that the training may take; None for one epoch."""
+    """The largest number of steps of the training; None to train for one epoch."""
     endless = options.steps is None and options.minutes is not None
     return ENDLESS if endless else options.steps
 
@@ -228,14 +230,15 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
     accelerator = _train(training, show)
     # A process that ends while another still communicates with it may hang or be aborted.
     accelerator.wait_for_everyone()
-    # The same happens if its threads still communicate; they live as long as the wrapped model.
+    # The same happens if threads of the process still communicate. They live as long as the model
+    # that accelerate has wrapped.
     accelerator.free_memory()
     gc.collect()
     accelerator.end_training()
 
 
 def _train(training: Training, show: Callable[[Step], None]) -> Any:
-    """Train and write everything; returns the accelerator, which synchronises the processes."""
+    """Train the model, and write it; returns the accelerator, which synchronises the processes."""
     options, checkpoint = training.options, training.options.resumes_from
     sinks = training.anchors.sinks if training.anchors else 0
     before = checkpoint_losses(checkpoint) if checkpoint else []
@@ -266,7 +269,7 @@ def _train(training: Training, show: Callable[[Step], None]) -> Any:
 
 
 def is_first() -> bool:
-    """Whether this is the only process, or the first of several."""
+    """Whether this process is the only one of the training, or the first of several."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

@@ -1,7 +1,7 @@
 """Training rows of text with anchors: synthetic dialogue, and files of texts or conversations.
 
-A row has a fixed number of tokens, of one or more documents (texts or conversations), which do not
-attend to each other. If the last document of a row does not fit, it is cut.
+A row has a fixed number of tokens. It holds one or more documents (texts or conversations), whose
+tokens do not attend to other documents. If the last document of a row does not fit, it is cut.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ class FileMessage:
 def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
     """Yield the plain texts (str) and the conversations (lists of messages) in a file.
 
-    - `.jsonl`: each line is a text `{"text"}`, a conversation `{"messages"}` or, as in ShareGPT,
-      `{"conversations"}`; successive lines `{"role", "content"}` are one conversation.
-    - `.json`: ShareGPT: one conversation or a list of them.
+    The name's ending decides how the file is read:
+
+    - `.jsonl`: each line is a JSON object. With the key `text` it is a text; with `messages` or, as
+      in ShareGPT, `conversations`, it is a conversation. Successive lines with `role` and `content`
+      are one conversation.
+    - `.json`: one conversation of ShareGPT, or a list of them.
     - any other: a transcript if it begins with `USER:`, `ASSISTANT:` or `SYSTEM:`, else a text.
 
     Raises SettingError for a file that can't be read, TranscriptError for a broken transcript.
@@ -153,7 +156,7 @@ class MessageLike(Protocol):
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids [n] and, for each token, whether it is an anchor, and its loss weight."""
+    """A document as token ids, each with its loss weight and whether it is an anchor."""
 
     ids: list[int]
     is_anchor: list[bool]
@@ -161,14 +164,20 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into documents of token ids, with the given anchors, if any."""
+    """Turns texts and conversations into documents of token ids.
+
+    `anchors` says where anchor tokens are placed; None for no anchors.
+    """
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
         self._tokenizer, self._anchors = tokenizer, anchors
         self._template = Template(tokenizer, anchors)
 
     def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """A conversation as ids, as in a chat; replies before the first user turn are left out."""
+        """A conversation as a document, rendered by the chat template.
+
+        Replies before the first user turn are left out.
+        """
         ids: list[int] = []
         weight: list[float] = []
         system, template = None, self._template
@@ -190,7 +199,7 @@ class Writer:
         return self._document(ids, weight)
 
     def text(self, text: str) -> Document:
-        """A plain text as ids, after the BOS token if the tokenizer has one."""
+        """A plain text as a document; the BOS token comes first, if the tokenizer has one."""
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
         ids += plain_text_ids(text, self._anchors, self._encode)
@@ -214,7 +223,7 @@ class Writer:
 
 
 class TalkRows(Dataset[Row]):
-    """Rows of synthetic dialogue, generated on demand: row i depends only on seed and i."""
+    """Rows of synthetic dialogue, generated on demand; row i depends only on the seed and on i."""
 
     def __init__(self, writer: Writer, mix: Mix, rows: int, tokens: int, seed: int) -> None:
         self._writer, self._mix = writer, mix
@@ -240,7 +249,7 @@ class TalkRows(Dataset[Row]):
 class TextRows(Dataset[Row]):
     """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
 
-    `load_text` lists the formats of files, and the errors for a file that can't be read. Raises
+    `load_text` describes the formats of files, and the errors for files that can't be read. Raises
     SettingError if all files together do not fill one row.
     """
 
@@ -269,7 +278,7 @@ class TextRows(Dataset[Row]):
 
 
 def packed(documents: Iterable[Document], tokens: int) -> Row:
-    """One row of `tokens` ids: the documents one after another, the last of them cut."""
+    """A row of `tokens` ids: one document after another, the last one cut to fit."""
     ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
     for number, one in enumerate(documents):
         ids += one.ids

@@ -1,4 +1,7 @@
-"""transformers' Trainer under the mask of equation (4) of Anchor-based LLMs, with a time limit."""
+"""transformers' Trainer with a time limit, and with the attention mask of Anchor-based LLMs.
+
+The mask is that of the paper's equation (4); see the module `masks`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ Attention = Literal["sdpa", "flex"]
 
 
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """transformers' Trainer, but it reads rows in order, and stops when `clock` is over its limit.
+    """transformers' Trainer that reads rows in order, and stops at the time limit of `clock`.
 
     Args:
-        sinks: number of tokens at a document's start that all its later tokens attend to.
+        sinks: number of tokens at a document's start that all later tokens of it attend to.
         attention: how attention is computed.
         clock: counts the seconds of training.
         schedule: the learning-rate schedule.
@@ -55,7 +58,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Create the schedule of the learning rate: by steps and, with a time limit, by time."""
+        """Create the schedule of the learning rate, by steps and, if time is limited, by time."""
         warmup = self.args.get_warmup_steps(num_training_steps)
 
         def factor(step: int) -> float:
@@ -67,7 +70,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the token count and the time to each step's loss in the log and the checkpoints."""
+        """Add the token count and the time so far to each step's logged loss."""
         if "loss" in logs:
             logs |= {"tokens": self.state.num_input_tokens_seen, "seconds": self.clock.seconds}
         super().log(logs, start_time)
@@ -81,7 +84,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     ) -> Tensor:
         """The weighted mean loss over all tokens of the step, on all devices."""
         is_anchor, document = inputs["is_anchor"], inputs["document"]
-        # Masks are made here, not in `collate`, because all batches of a step are in memory then.
+        # `collate` does not make the masks: all batches of a step would then hold one in memory.
         if self.attention == "flex":
             mask = block_mask(is_anchor, document, sinks=self.sinks)
         else:
@@ -109,7 +112,10 @@ def weighted_sum(logits: Tensor, row: Row) -> Tensor:
 
 
 def collate(rows: list[Row]) -> Row:
-    """Stack rows into a batch [B, tokens], and add positions within each document, and labels."""
+    """Stack rows into a batch, whose columns are [B, tokens].
+
+    Adds the column `position`, within each document, and `labels` [B, tokens - 1].
+    """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     document = batch["document"]
     batch["position"] = position_in_document(document)
@@ -121,11 +127,11 @@ def collate(rows: list[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step.
+    """A finished training step.
 
     Attributes:
         entry: the number, loss and time of the step.
-        steps: number of steps of the training, or an upper bound if a time limit ends it.
+        steps: number of steps of the training, or an upper bound if a time limit ends the training.
         mean_loss: mean loss of the last steps, in nats per token.
         tokens_per_second: speed since this run began.
     """
@@ -158,7 +164,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._clock.finish_step(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save a checkpoint and stop the training if the time limit is reached."""
+        """Save a checkpoint and stop the training if there is no time for one more step."""
         if self._clock.is_over:
             control.should_training_stop = control.should_save = True
 
@@ -177,15 +183,15 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 Schedule = Literal["constant", "cosine"]
 
 ENDLESS = 1_000_000
-"""Number of steps, never reached, of a training that only its time limit ends."""
+"""Number of steps, never reached, of a training that ends only by its time limit."""
 
 
 class TrainingClock:
-    """Counts the seconds of training, including those before it was resumed.
+    """Counts the seconds of training, including those before the training was resumed.
 
     Args:
         limit: seconds that the training may take; None for no limit.
-        before: for each step of earlier runs, the seconds of all training until it ended.
+        before: for each step of earlier runs, the seconds of training until the step ended.
         now: returns the current time in seconds.
     """
 
@@ -201,13 +207,14 @@ class TrainingClock:
         self.start()
 
     def start(self) -> None:
-        """Start counting, from the seconds at the end of the last step."""
+        """Start counting from the number of seconds at the end of the last step."""
         self._start = self._now() - self.seconds
 
     def finish_step(self, device: torch.device | None = None) -> None:
-        """Read the time at the end of a step; several processes all use the time of the first one.
+        """Read the time at the end of a step.
 
-        `device` is the device of this process.
+        If several processes train together, all use the time of the first process. `device` is the
+        device of this process.
         """
         seconds = self._now() - self._start
         if distributed.is_available() and distributed.is_initialized():
@@ -223,17 +230,18 @@ class TrainingClock:
 
     @property
     def is_over(self) -> bool:
-        """Whether one more step, as long as the last, would exceed the time limit."""
+        """Whether one more step, if it takes as long as the last, would reach the time limit."""
         return self._limit is not None and self.seconds + self._last_step >= self._limit
 
 
 def learning_rate(
     step: int, steps: int, warmup: int, schedule: Schedule, share: float = 0.0
 ) -> float:
-    """The factor on the learning rate of step `step` (from 0): linear warm-up, then `schedule`.
+    """The factor by which the learning rate of step `step` (from 0) is multiplied.
 
-    `cosine` falls to 0 when all `steps` are done or the time is over, whichever comes first;
-    `share` is the share of the time that has passed, 0 to 1.
+    It rises linearly in the `warmup` steps, and then follows `schedule`. `cosine` falls to 0 when
+    all `steps` are done or the time limit is reached, whichever comes first; `share` is the share
+    of the time limit that has passed, 0 to 1.
     """
     rising = min(1.0, step / warmup) if warmup else 1.0
     if schedule == "constant":

@@ -1,4 +1,4 @@
-"""The model card: the README.md next to the trained weights."""
+"""Writes the model cards: the README.md next to the trained weights."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ positions in the cache it reads on without end.
 def anchor_card(
     *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[ProbedRecall]
 ) -> str:
-    """The text of the model card of `tiny-anchor`; `gathering`: number of steps of phase 1."""
+    """The text of the model card of `tiny-anchor`.
+
+    `gathering` is the number of steps of the first phase, in which an anchor follows each message.
+    """
     card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
     if recalls:
         card += ANCHOR_MEASURED.format(asked=recalls[0].asked)
@@ -149,7 +152,8 @@ def anchor_card(
 def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
     """Yield the lines of a Markdown table of recall, by kind of fact (rows) and distance (columns).
 
-    A distance is a number of rounds between fact and question. The last rows are means.
+    A distance is a number of rounds between fact and question. The last two rows are the mean
+    recall and the mean length of the conversations.
     """
     cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
     distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
@@ -175,7 +179,7 @@ def model_card(
     seed: int,
     recalls: Sequence[ProbedRecall],
 ) -> str:
-    """The text of the model card of `tiny`; `recalls` is what was measured, if anything."""
+    """The text of the model card of `tiny`; `recalls` has the measured recall, if any."""
     card = HEAD.format(
         million=parameters / 1e6,
         command=command,

@@ -1,4 +1,4 @@
-"""Files of a training: checkpoints to resume from, and the exported model folder."""
+"""Writes and reads the files of a training: checkpoints to resume from, and the exported model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KEPT_CHECKPOINTS = 2
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, then move each of its files into `folder`.
 
-    A reader finds either the old or the new file, never a partial one. What a killed training has
-    left of a temporary folder is deleted.
+    A reader finds either the old or the new file, never a partial one. A temporary folder that a
+    killed training has left is deleted first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.new")
@@ -56,7 +56,7 @@ def save_checkpoint(
 
 
 def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
-    """Save the weights at the start of a phase, replacing those of an earlier phase."""
+    """Save the weights at the start of a training phase; replaces those of an earlier phase."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".before.safetensors"
     save_model(model, str(temporary))
@@ -65,9 +65,9 @@ def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Average the model's weights with those saved at the phase's start.
+    """Replace the model's weights by a weighted mean with those that `save_phase_start` saved.
 
-    `share` is the share of the saved weights in the average.
+    `share`, 0 to 1, is the weight of the saved ones in the mean.
     """
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
@@ -83,7 +83,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(
     folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> int:
-    """Load the newest checkpoint, if any; returns the number of steps done before it, else 0."""
+    """Load the newest checkpoint; returns the number of steps that were done before it.
+
+    Returns 0 if there is no checkpoint. Raises ModelError for a model of another shape.
+    """
     found = list_checkpoints(folder)
     if not found:
         return 0

@@ -1,4 +1,4 @@
-"""Train a model and show progress: loss, recall, speed, time left; a report at the end."""
+"""Trains a model and shows progress (loss, recall, speed, time left), and a report at the end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
 
 
 def train_scorer_with_progress(options: ScorerOptions) -> None:
-    """Train a scorer; progress and tests go to stderr, the file's name to stdout."""
+    """Train a scorer; progress and test results go to stderr, the file's name to stdout."""
     from sirchat.lab.training.scorer import open_trainer
 
     console = Console(stderr=True, highlight=False)
@@ -116,7 +116,7 @@ def training_progress(
 
     Args:
         console: where progress is shown; a bar if it is a terminal.
-        first: text of the bar before there is progress.
+        first: text beside the bar before there is any progress.
         clock: returns the time in seconds.
     """
     if not console.is_terminal:
@@ -146,7 +146,10 @@ class _Lines:
 
 
 def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
-    """Amount done, total and text: in steps, or in minutes if only time ends the training."""
+    """The amount done, the total amount, and a text about the progress.
+
+    Amounts are in steps, or in minutes if the training ends only by its time limit.
+    """
     entry = step.entry
     text = f"loss {step.mean_loss:.3f} (mean of {LAST}), {step.tokens_per_second:,.0f} tok/s"
     if options.minutes is None or options.steps is not None:
@@ -155,7 +158,7 @@ def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
 
 
 def report(out: Path) -> list[str]:
-    """Lines that summarise the loss history in the model's folder `out`; also draws its plot."""
+    """Draw a plot of the losses in the model's folder `out`; returns lines that summarise them."""
     losses = load_losses(out)
     if not losses:
         return []

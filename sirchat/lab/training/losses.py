@@ -1,4 +1,4 @@
-"""The loss of every step of a training, as JSON lines beside the model.
+"""Records the loss of every step of a training, as JSON lines in the model's folder.
 
 Each checkpoint holds all entries up to its step. A resumed training first rewrites the file from
 the entries of its checkpoint, so that no step is missing or repeated.
@@ -20,12 +20,12 @@ HISTORY = "loss.jsonl"
 """Name of the loss history's file in the model's folder."""
 
 LAST = 20
-"""Number of last steps over which the mean loss is taken."""
+"""Number of steps, counted from the newest, over which the mean loss is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossEntry:
-    """The loss of one training step, as the history holds it.
+    """The loss of one training step: an entry of the loss history.
 
     Attributes:
         step: number of the step, from 1.
@@ -46,7 +46,7 @@ class LossHistory:
     """Writes loss entries to a model's folder, one by one.
 
     Args:
-        folder: the model's folder; created if it isn't there.
+        folder: the model's folder; created if it does not exist.
         before: entries of earlier runs; they replace the old content of the file.
     """
 
@@ -57,20 +57,20 @@ class LossHistory:
         replace_files(folder, lambda made: _write(made / HISTORY, lines))
 
     def add(self, entry: LossEntry) -> None:
-        """Write one more entry."""
+        """Append an entry to the file."""
         self.entries.append(entry)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_line(entry))
 
 
 def mean_of_last(entries: Sequence[LossEntry], last: int = LAST) -> float:
-    """The mean loss of the latest steps (`last` is their number), or of all if there are fewer."""
+    """The mean loss of the newest `last` steps, or of all steps if there are fewer."""
     losses = [one.loss for one in entries[-last:]]
     return sum(losses) / len(losses)
 
 
 def load_losses(folder: Path) -> list[LossEntry]:
-    """The loss history in a model's folder; empty if there is none."""
+    """The loss history in a model's folder; empty if the folder has no history."""
     path = folder / HISTORY
     if not path.is_file():
         return []
@@ -78,7 +78,7 @@ def load_losses(folder: Path) -> list[LossEntry]:
 
 
 def checkpoint_losses(checkpoint: Path) -> list[LossEntry]:
-    """The loss entries in a checkpoint of transformers' Trainer, up to its step."""
+    """The loss entries of all steps up to a checkpoint of transformers' Trainer."""
     state = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
     return list(logged(state["log_history"]))
 
@@ -106,7 +106,7 @@ PLOT = "loss.svg"
 
 
 def draw_losses(entries: Sequence[LossEntry], folder: Path) -> bool:
-    """Draw losses as an SVG file in a model's folder; returns False if matplotlib isn't there."""
+    """Draw losses as an SVG file in a model's folder; False if matplotlib is not installed."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

@@ -1,16 +1,17 @@
-"""The attention mask of anchor-based attention (Anchor-based LLMs, equation 4).
+"""Attention masks for training: anchor-based attention, and masks that imitate a budget.
 
-Text is divided into sequences, and each ends with its anchor. A token attends to its own sequence,
-and to the anchors of earlier sequences. An anchor attends to its own sequence only, so that the
-anchor's keys and values must represent all of the sequence.
+The first kind is that of Anchor-based LLMs (equation 4). Text is divided into sequences, and each
+ends with its anchor token. A token attends to its own sequence, and to the anchors of earlier
+sequences. An anchor attends to its own sequence only, so that the anchor's keys and values must
+represent the whole sequence.
 
 Three rules are added to the equation. Documents in one row do not attend to each other. The first
-`sinks` tokens of a document are visible to all of it, as in a cache with sinks. Tokens marked as
-kept are visible like anchors (section 6.1, where the whole source text is kept).
+`sinks` tokens of a document are visible to all its later tokens, as in a cache with sinks. Tokens
+marked as kept are visible like anchors (section 6.1, where the whole source text is kept).
 
-Other masks imitate a budget: they hide the tokens that a policy would evict, because evictions
-leave gaps in a cache. A model trained with such gaps learns to represent a fact in the tokens that
-are kept, and to recall a fact from the few of its tokens that are still visible.
+The second kind imitates a budget: these masks hide the tokens that a policy would evict, because
+evictions leave gaps in a cache. A model trained with such gaps learns to represent a fact in the
+tokens that are kept, and to recall a fact from the few of its tokens that are still visible.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ def visible(
     *,
     sinks: int = 0,
 ) -> Tensor:
-    """The mask, bool [B, 1, T, T]: whether a token (third dimension) attends to another (fourth).
+    """The mask of anchor-based attention, bool [B, 1, T, T].
+
+    It is true where a token (third dimension) attends to another one (fourth dimension).
 
     Args:
-        is_anchor: bool [B, T].
+        is_anchor: bool [B, T], whether each token is an anchor.
         document: int [B, T], number of each token's document; None for one document in each row.
-        is_kept: bool [B, T], further visible tokens; None for none.
-        sinks: number of tokens at each document's start that are visible to all of it.
+        is_kept: bool [B, T], further tokens that are visible like anchors; None for no such tokens.
+        sinks: number of tokens at each document's start that all its later tokens attend to.
     """
     rows, length = is_anchor.shape
     document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
@@ -56,9 +59,9 @@ def visible(
 
 
 def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The mask that `visible()` makes, as a block mask: flex attention then skips empty blocks.
+    """The mask that `visible` makes, as a block mask, with which flex attention skips empty blocks.
 
-    Building it still needs memory for a dense bool mask.
+    Building the block mask still needs memory for a dense bool mask.
     """
     rows, length = is_anchor.shape
     mask = _mask_function(is_anchor, document, None, sinks)
@@ -83,7 +86,7 @@ def _mask_function(
 
 
 def sequences(is_anchor: Tensor) -> Tensor:
-    """Index, int [B, T], of the sequence that each token is in; an anchor ends a sequence."""
+    """The index, int [B, T], of each token's sequence; a sequence ends with its anchor."""
     before: Tensor = is_anchor.long().cumsum(1) - is_anchor.long()
     return before
 
@@ -99,16 +102,17 @@ def position_in_document(document: Tensor) -> Tensor:
 
 SINKS, RECENT = 4, 32
 MIN_BUDGET = 96
-RANDOM_SHARE = 0.15  # share of rows that evict at random; others evict the lowest surprisal
-INFORMATIVE_NATS = 0.7  # a value's token with lower surprisal can be guessed from the others
+RANDOM_SHARE = 0.15  # share of rows with random evictions; the others evict the lowest surprisal
+INFORMATIVE_NATS = 0.7  # a value's tokens of lower surprisal can be guessed from its other tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The attention mask of a batch under budgets, and the answers that can't be known under it.
+    """The attention mask of a batch in which each row has a budget, and the answers lost by it.
 
-    `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another;
-    `lost` [rows, tokens + 1], as in `Batch`, marks the tokens of answers whose fact was evicted.
+    `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another.
+    `lost` [rows, tokens + 1], with columns as in `Batch`, is true for the tokens of answers that
+    can't be known, because the fact was evicted.
     """
 
     visible: Tensor
@@ -116,11 +120,13 @@ class Gaps:
 
 
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
-    """Draw a random budget for each row, and hide the tokens that it evicts at each user turn.
+    """Draw a random budget for each row; at each user turn, hide the tokens above the budget.
 
-    user: the id of the token that begins a user turn.
-
-    losses: [rows, tokens], the loss in nats of each token of `batch` except the first of a row.
+    Args:
+        rng: draws the budgets, and the scores of the rows with random evictions.
+        losses: [rows, tokens], the loss in nats of each token of `batch` but a row's first.
+        batch: the rows.
+        user: the id of the token that begins a user turn.
     """
     surprisal = torch.nn.functional.pad(losses.float(), (1, 0)).numpy()  # [rows, tokens + 1]
     ids, answer, fact = batch.ids.numpy(), batch.answer.numpy(), batch.fact.numpy()
@@ -141,10 +147,10 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
 def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
-    """The mask [tokens, tokens] if tokens of lowest score are evicted at each position in `turns`.
+    """A causal mask [tokens, tokens] without the tokens that a budget evicts.
 
-    Each eviction goes down to `budget` tokens; sinks and the most recent tokens are kept.
-    Evicted tokens are never restored.
+    At each position in `turns`, the tokens of lowest score are evicted until `budget` tokens are
+    held. Sinks and the most recent tokens are kept. Evicted tokens are never restored.
     """
     tokens = len(score)
     visible = np.tri(tokens, dtype=bool)
@@ -166,17 +172,17 @@ def lost_answers(
     answer: NDArray[np.bool_],
     fact: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Mark the tokens of each answer that can't be known under the mask `visible`.
+    """Mark [n] the answer tokens that can't be known under the mask `visible` [tokens, tokens].
 
-    An answer can't be known if a token of the fact's value is hidden and can't be guessed from the
-    value's other tokens.
+    An answer token can't be known if the mask hides a token of the fact's value that can't be
+    guessed from the value's other tokens.
     """
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):
         value: list[int] = []
         for at in np.flatnonzero(fact == number).tolist():
             if answer[at]:
-                seen = visible[at - 1]  # what the token before `at` can see
+                seen = visible[at - 1]  # the tokens that the token before `at` attends to
                 lost[at] = any(not seen[one] for one in value if surprisal[one] > INFORMATIVE_NATS)
             else:  # if the fact is stated again, the newer value counts
                 value = [*value, at] if value and value[-1] == at - 1 else [at]

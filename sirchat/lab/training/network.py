@@ -1,4 +1,4 @@
-"""The tiny model: a Llama of a given size, fast causal attention, loss and optimizers."""
+"""The tiny model, a Llama of a given size, with fast causal attention, loss and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sirchat.lab.training.rows import Batch
 from sirchat.lab.training.schedule import Size
 
 CONTEXT = 2048
-ANSWER_WEIGHT = 4.0  # other tokens count 1: policies need their surprisal
+ANSWER_WEIGHT = 4.0  # other tokens have weight 1, not 0: policies need their surprisal
 MUON_LR, MUON_DECAY = 0.02, 0.02
 ADAM_LR = 2e-3
 
@@ -27,9 +27,11 @@ def causal_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention: query [rows, heads, n, d], key and value [rows, kv_heads, n, d].
+    """Attention, as transformers calls it; it is causal if `attention_mask` is None.
 
-    Rows have no padding, so causal attention needs no mask; the fused kernel is then much faster.
+    `query` is [rows, heads, n, d], `key` and `value` are [rows, kv_heads, n, d]. Rows have no
+    padding, so causal attention needs no mask, and PyTorch can use its fused kernel, which is much
+    faster. Returns the output [rows, n, heads, d], and None in place of attention weights.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
@@ -49,7 +51,7 @@ def register_attention() -> str:
 def build_model(
     size: Size, vocab: int, seed: int, bos: int, eos: int, pad: int
 ) -> LlamaForCausalLM:
-    """A Llama model of this size with random weights; the same seed gives the same ones."""
+    """A Llama model of `size` with random weights; the same seed gives the same weights."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=size.hidden,
@@ -72,10 +74,10 @@ def build_model(
 def token_losses(
     model: LlamaForCausalLM, ids: Tensor, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats and whether the argmax is right, both [rows, tokens].
+    """The cross-entropy of each next token, in nats, and whether the argmax is that token.
 
-    ids: [rows, tokens + 1]; visible: bool [rows, 1, tokens, tokens], whether a token (third
-    dimension) attends to another one; None for a causal mask.
+    Both are [rows, tokens]. `ids` is [rows, tokens + 1]. `visible`, bool [rows, 1, tokens, tokens],
+    says whether a token (third dimension) attends to another one; None for a causal mask.
     """
     targets = ids[:, 1:]
     out = model.model(input_ids=ids[:, :-1], attention_mask=visible, use_cache=False)
@@ -90,7 +92,8 @@ def token_losses(
 def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> Tensor:
     """The mean loss, in which tokens of answers have the weight `ANSWER_WEIGHT`.
 
-    `lost` [rows, tokens + 1] marks tokens with weight 0: they can't be known under the mask.
+    `lost` [rows, tokens + 1] marks tokens that get weight 0, because they can't be known under the
+    attention mask.
     """
     weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0)
     if lost is not None:

@@ -17,7 +17,7 @@ from sirchat.lab.training.network import token_losses
 from sirchat.lab.training.rows import Rendered, Renderer, span_matches
 
 SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
-"""A mix of rounds that has nothing but small talk."""
+"""A mix of rounds that has only small talk."""
 
 DISTANCES = (0, 3, 6, 12, 20, 40)
 Visible = Callable[[Tensor], Tensor]
@@ -56,10 +56,10 @@ def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Messag
 def matches(
     model: LlamaForCausalLM, dialogues: list[Rendered], visible: Visible | None = None
 ) -> list[bool]:
-    """Whether greedy decoding gives each dialogue's answer, word for word, with its end token.
+    """For each dialogue, whether greedy decoding gives the right answer, its end token included.
 
-    This takes one forward pass over all dialogues, under the mask of `visible`. It compares the
-    argmax at every answer token, given the right tokens before it.
+    To find out, one forward pass reads all dialogues, under the mask that `visible` returns (None:
+    a causal mask). At every answer token the argmax must be right, given the right tokens before.
     """
     longest = max(len(one.ids) for one in dialogues)
     device = next(model.parameters()).device
@@ -82,7 +82,8 @@ def probe(
 ) -> Iterator[ProbedRecall]:
     """Measure recall of each kind of fact at each distance, in `dialogues` dialogues each.
 
-    A distance is a number of rounds of small talk between the fact and the question.
+    A distance is a number of rounds of small talk between the fact and the question. `visible`
+    returns the attention mask; None for a causal mask.
     """
     for between in distances:
         for key in kinds:

@@ -1,4 +1,4 @@
-"""The tiny model's tokenizer, and training batches: ids, and marks of replies, answers and facts.
+"""The tiny model's tokenizer, and training batches: ids with marks of replies and facts.
 
 The tokenizer is byte-level BPE, trained on synthetic dialogues.
 """
@@ -21,14 +21,14 @@ BOS, USER, ASSISTANT, SYSTEM, END, PAD = SPECIAL_TOKENS = (
     "<|bos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>",
 )  # fmt: skip
 
-# Append-only: the render of a longer conversation starts with the render of a shorter one.
+# Append-only: the text of a conversation begins with the text of its first messages alone.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# The mix of rounds that the vocabulary is learnt from: every kind, made-up words included.
+# The mix of rounds that the tokenizer learns its vocabulary from: every kind of round.
 VOCABULARY_MIX = Mix(tell=0.45, ask=0.2, repeat=0.1)
 
 
@@ -41,7 +41,10 @@ def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE in which each digit is a token; encoding adds no special tokens."""
+    """Train a byte-level BPE tokenizer in which each digit is a token of its own.
+
+    Its encoding adds no special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +78,7 @@ def build_tokenizer(seed: int, vocab_size: int, dialogues: int) -> PreTrainedTok
     return tokenizer
 
 
-TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, for the length of dialogues only
+TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, to choose how many rounds to generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class Batch:
 class Renderer:
     """Turns messages into ids as the chat template does, and marks answers and facts.
 
-    The token `anchor`, if given, is inserted after each message whose role is in `gathered`.
+    If `anchor`, the id of the anchor token, is given, it is inserted after each message whose role
+    is in `gathered`.
     """
 
     def __init__(
@@ -123,7 +127,10 @@ class Renderer:
         self.roles = {"system": system, "user": user, "assistant": assistant}
 
     def render(self, messages: Iterable[Message]) -> Rendered:
-        """The conversation as ids; repetitions, quizzes and untold facts don't count as recall."""
+        """A conversation as ids, with marks.
+
+        Replies that repeat words, answer a quiz or refuse an untold fact do not count as recall.
+        """
         one = Rendered([self.bos], [False], [0], [0])
         spans, facts = 0, dict[Key, int]()
         for message in messages:
@@ -145,7 +152,7 @@ class Renderer:
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
-        """A row of `tokens` ids: conversations one after another, the last of them cut."""
+        """A row of `tokens` ids: one generated conversation after another, the last one cut."""
         row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
             left = tokens - len(row.ids)
@@ -161,7 +168,10 @@ class Renderer:
         return Rendered(*(column[:tokens] for column in astuple(row)))
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
-        """A batch of `rows` rows of `tokens + 1` ids: targets are the inputs, shifted by one."""
+        """A batch of `rows` rows of `tokens + 1` ids.
+
+        The last `tokens` of them are the targets of the first `tokens`.
+        """
         packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
         columns = zip(*(astuple(row) for row in packed), strict=True)
         return Batch(*(torch.tensor(column) for column in columns))
@@ -170,8 +180,8 @@ class Renderer:
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
     """For each token of a message, whether it is part of the value that the message states.
 
-    `offsets`: start and end of each token in the text. The result is true for all tokens of a
-    reply, and of a text that does not contain the value.
+    `offsets` has the start and end of each token in the text, in characters. All tokens of a reply,
+    or of a message that does not contain the value, count as part of the value.
     """
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
@@ -181,14 +191,13 @@ def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]
 
 
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:
-    """For each answer that recalls a fact, whether it is right in every token.
+    """For each answer that recalls a fact, whether every token of it is right; bool [answers].
 
-    correct: bool [rows, tokens], whether the argmax is the target.
+    This is true if and only if greedy decoding generates the answer.
 
-    span: int [rows, tokens], the number of the answer that a token belongs to, or 0.
-
-    Returns bool [answers]. An answer is right in every token if greedy decoding generates it, and
-    only then.
+    Args:
+        correct: bool [rows, tokens], whether the argmax is the target.
+        span: int [rows, tokens], number of the answer that a token belongs to, or 0.
     """
     rows = span + torch.arange(len(span))[:, None] * (span.max() + 1)
     keys, index = torch.unique(rows[span > 0], return_inverse=True)

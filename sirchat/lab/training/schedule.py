@@ -1,4 +1,4 @@
-"""The training recipe: model sizes, phases and stages of the data, learning-rate schedule."""
+"""The training recipe of the tiny models: sizes, phases, stages and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SizeName = Literal["micro", "small", "medium"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's shape, and the sizes of its training."""
+    """A model's shape, and the amounts of data in its training."""
 
     hidden: int
     layers: int
@@ -39,7 +39,7 @@ class Stage:
     """A part of a phase of the training.
 
     Attributes:
-        until: the stage ends when this share of the phase's steps is done.
+        until: share of the phase's steps after which the stage ends, 0 to 1.
         tokens: number of tokens in a row.
         mix: mix of the rounds in the generated dialogues.
         gaps: share of the stage's steps in which the mask hides tokens that a budget would evict.
@@ -58,9 +58,9 @@ class Phase:
     Attributes:
         steps: number of steps in the full recipe.
         stages: its stages, in order.
-        peak: factor on the optimizers' learning rates.
-        keep: if above 0, the weights after the phase are averaged with those before the phase;
-            `keep` is the share of the weights before.
+        peak: factor that multiplies the optimizers' learning rates.
+        keep: if above 0, the weights after the phase are averaged with those before the phase, and
+            `keep` is the weight of those before.
         gathered: roles whose messages are followed by an anchor, if the model has anchors.
     """
 
@@ -71,7 +71,7 @@ class Phase:
     gathered: tuple[Speaker, ...] = ()
 
 
-# Short dialogues full of facts come first: a small model learns to copy there, and only there.
+# Short dialogues full of facts come first: a small model learns to copy only from such dialogues.
 # Then rows get longer, and small talk separates the questions from their facts.
 COPYING = Phase(
     1900,
@@ -111,7 +111,7 @@ GAPS = Phase(
     peak=0.6,
 )
 
-# Long rows with more of what is learnt slowest: game habits, and facts that were never told.
+# Long rows with more of the two kinds that are learnt slowest: game habits, and untold facts.
 _SLOWEST = Mix(0.1, 0.13, 0.01, game=0.03, story=0.12, quiz=0.48, untold=0.1, long_list=0.3)
 POLISH = Phase(500, (Stage(1.0, 1536, _SLOWEST, gaps=0.35),), peak=0.5)
 
@@ -129,16 +129,16 @@ _SERIES = replace(_APART, apart=0.35, series=0.3)
 # The mean of the weights before and after this phase recalls more than either of them.
 STORIES = Phase(400, (Stage(1.0, 1024, _SERIES, gaps=0.3),), peak=0.5, keep=0.4)
 
-# Again facts told long before the question, and facts never told, stories included.
+# Again facts told long before the question, and questions for untold facts and stories.
 _LAST = replace(_APART, tell=0.12, ask=0.15, apart=0.6, subjects=0.35, story=0.2, quiz=0.4)
 TOLD_OR_NOT = Phase(200, (Stage(1.0, 1536, _LAST, gaps=0.3),), peak=0.35, keep=0.5)
 
 PHASES = (COPYING, DISTANCE, GAPS, POLISH, CORRECTIONS, FAR_APART, STORIES, TOLD_OR_NOT)
 RECIPE_STEPS = sum(phase.steps for phase in PHASES)
 
-# `tiny-anchor` then learns to compress text into anchors. A small model learns that only if every
-# reply depends on it: at first an anchor also follows the user's message, and the reply sees
-# nothing of that message but the anchor.
+# `tiny-anchor` then learns to compress text into anchors. A small model learns to compress only if
+# every reply depends on an anchor: at first an anchor also follows the user's message, and the
+# reply sees that message only through the anchor.
 _FACTS = Mix(0.32, 0.33, 0.08, quiz=0.06, untold=0.03, long_list=0.15)
 _MESSAGES: tuple[Speaker, ...] = ("system", "user", "assistant")
 ANCHOR_EACH_MESSAGE = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_MESSAGES)
@@ -147,7 +147,7 @@ ANCHOR_EACH_MESSAGE = Phase(400, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=
 _ROUNDS: tuple[Speaker, ...] = ("system", "assistant")
 ANCHOR_EACH_ROUND = Phase(300, (Stage(1.0, 256, _FACTS),), peak=0.5, gathered=_ROUNDS)
 
-# Values of many tokens (codes, made-up names, lists) are the hardest to compress into one.
+# Values of many tokens (codes, made-up names, lists) are the hardest to compress into one token.
 _VALUES = Mix(
     0.28, 0.34, 0.06, story=0.12, quiz=0.1, untold=0.04, long_list=0.1, subjects=0.1, apart=0.1,
     long_values=0.55,
@@ -195,14 +195,20 @@ class ScheduledStep:
 
     @property
     def learning_rate(self) -> float:
-        """The factor on the optimizers' learning rates: it rises, stays, then falls linearly."""
+        """The factor that multiplies the optimizers' learning rates.
+
+        In a phase it rises, stays, and then falls linearly.
+        """
         warmup = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
         left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
         return self.phase.peak * warmup * max(0.03, min(1.0, left))
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The place in the recipe of a step (from 0) of a training that has `steps` steps in all."""
+    """The place in the recipe of step `step` (from 0) of a training with `steps` steps in all.
+
+    If `steps` differs from the recipe's number, phases become longer or shorter in proportion.
+    """
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

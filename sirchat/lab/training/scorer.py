@@ -1,10 +1,11 @@
 """Trains a scorer, which predicts from hidden states how much the model needs each token.
 
-The target is KVzip's: the logarithm of the highest attention weight that a token receives while the
-whole conversation is read again, after a request to repeat it, as a mean over heads and layers. The
-inputs are the token's hidden states after a few layers, so that a chat needs no second reading. The
-fit is ridge regression with standardised inputs, in closed form. Every fourth conversation is held
-out, to test the scorer.
+The target is KVzip's score of a token, as a logarithm. After a request to repeat the conversation,
+the whole conversation is read again. The highest attention weight that the token receives in this
+second reading, as a mean over heads and layers, is its score. The inputs are the token's hidden
+states after a few layers in the first reading, so that a chat needs no second reading. The fit is
+ridge regression with standardised inputs, in closed form. Every fourth conversation is held out, to
+test the scorer.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ PENALTY = 100.0
 """Ridge penalty on the weights of standardised inputs."""
 
 REQUEST = "Repeat everything that was said before, word for word."
-"""What the user asks for before a conversation is read again; KVzip's prompt asks the same."""
+"""The user message before a conversation is read again; KVzip's prompt asks for the same."""
 
 _LENGTH = 1000  # largest number of tokens of a conversation
 _ROOM = 64  # tokens of the context that stay free for the request
 _HELD_OUT = 4  # every fourth conversation is held out
-_LEAST = 1e-9  # the least weight, so that a logarithm is finite
-_SINKS = 4  # first tokens of a conversation: never evicted, and unlike all others
+_LEAST = 1e-9  # lower bound of attention weights, so that their logarithms are finite
+_SINKS = 4  # number of first tokens that are left out: they are never evicted, and unlike others
 _MIX = Mix(tell=0.15, ask=0.2, repeat=0.04, story=0.1)
 
 Source = Literal["given", "generated"]
@@ -57,9 +58,10 @@ class ScorerOptions:
     Attributes:
         model: name of the model.
         data: files of conversations; if they are too short, synthetic dialogue is added.
-        layers: numbers of the layers to predict from, from 1; empty for the default.
+        layers: numbers of the layers whose hidden states are the inputs, from 1; empty for those of
+            `default_layers`.
         tokens: number of tokens to read, including those held out for the test.
-        out: file of the scorer; None for the path where chats look for it.
+        out: file of the scorer; None for the path where chats look for scorers.
         seed: seeds the order of the data and the synthetic dialogue.
     """
 
@@ -87,13 +89,13 @@ class ScorerConversation:
 
 @dataclass(frozen=True)
 class ScorerTest:
-    """How well a scorer predicts the scores of conversations that were held out.
+    """How well a scorer predicts the log scores of conversations that were held out.
 
     Attributes:
         source: whether the conversations were given in files or generated.
         tokens: number of tokens that were scored.
-        r2: share of the variance of the log scores that is explained.
-        spearman: rank correlation of predicted and measured scores.
+        r2: share of the variance of the log scores that the predictions explain.
+        spearman: Spearman's rank correlation of predicted and measured scores.
     """
 
     source: Source
@@ -103,7 +105,7 @@ class ScorerTest:
 
 
 class Ridge:
-    """Ridge regression of y on x [d]: x is standardised, and the mean is not penalised."""
+    """Ridge regression of y on vectors x [d]; x is standardised, the intercept not penalised."""
 
     def __init__(self, size: int) -> None:
         self._count = 0
@@ -126,7 +128,7 @@ class Ridge:
         self._xy += x.T @ y
 
     def solve(self, penalty: float) -> tuple[Tensor, float]:
-        """Weights [d] and bias, both float64, to use on x as it is, without standardising it."""
+        """The weights [d] and the bias of the fit, in float64, for x that is not standardised."""
         mean, mean_y = self._x / self._count, self._y / self._count
         covariance = self._xx - self._count * mean.outer(mean)
         deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
@@ -138,7 +140,7 @@ class Ridge:
 
 
 class ScorerTrainer:
-    """Fits a scorer for one model.
+    """Fits a scorer for one model: reads conversations, then fits and tests.
 
     Args:
         model: the model.
@@ -162,7 +164,7 @@ class ScorerTrainer:
         self.conversations = list(gathered(options, model))
 
     def read(self, number: int) -> None:
-        """Read conversation `number`: every fourth is to test the scorer, the others to fit it."""
+        """Read conversation `number`; every fourth one tests the scorer, the others fit it."""
         one = self.conversations[number]
         x, y = observed(self._model, one.ids, self._request, self._layers)
         if number % _HELD_OUT == _HELD_OUT - 1:
@@ -171,7 +173,7 @@ class ScorerTrainer:
             self._ridge.add(x, y)
 
     def finish(self) -> tuple[Path, list[ScorerTest]]:
-        """Fit, test and write the scorer; returns its file, and a test for each kind of text."""
+        """Fit, test and write the scorer; returns its file, and a test for each text source."""
         weight, bias = self._ridge.solve(PENALTY)
         scorer = Scorer(self._layers, weight.float(), bias)
         sources = sorted({source for source, _, _ in self._tests})
@@ -206,7 +208,10 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
-    """Yield conversations of `options.tokens` tokens in all: from the data, then synthetic."""
+    """Yield conversations until they have `options.tokens` tokens in all.
+
+    Those in the files of `options.data` come first, in random order, and then synthetic dialogue.
+    """
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
     given = [one for file in options.data for one in load_dialogues(file)]
@@ -233,7 +238,10 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
 def _cut(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
-    """Yield the rounds of conversations of at most `length` tokens; longer rounds are left out."""
+    """Cut a stream of rounds into conversations of at most `length` tokens, and yield each one.
+
+    Rounds of more than `length` tokens are left out.
+    """
     found: list[TurnIds] = []
     for user, reply in rounds:
         ids = whole_round(template, user, reply, first=not found)
@@ -249,11 +257,11 @@ def _cut(
 def observed(
     model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """What a scorer is fitted to: hidden states [m, layers x d], and log scores [m] in float64.
+    """The training data from one conversation: hidden states [m, layers x d], and log scores [m].
 
     Both have one row for each of the m tokens of `ids` [n] that are not sinks. The model reads
-    `ids`, then `request`, then `ids` again. A token's score is the highest attention weight that
-    the token received while `ids` were read again.
+    `ids`, then `request`, then `ids` again. A token's score is the logarithm of the highest
+    attention weight that it received while `ids` were read again, a mean over heads and layers.
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)
@@ -276,7 +284,7 @@ def explained(found: Floats, wanted: Floats) -> float:
 
 
 def spearman(found: Floats, wanted: Floats) -> float:
-    """The correlation of the ranks of `found` [n] and `wanted` [n]; equal values rank in order."""
+    """Spearman's correlation of `found` [n] and `wanted` [n]; equal values get successive ranks."""
     ranks = [np.argsort(np.argsort(one)) for one in (found, wanted)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 

@@ -24,7 +24,7 @@ SINKS = 1
 
 
 class TinyAnchorTrainer(Trainer):
-    """Trains `tiny` further, under the attention mask of equation (4) of Anchor-based LLMs."""
+    """Trains `tiny` further, under the attention mask of Anchor-based LLMs (equation 4)."""
 
     phases: ClassVar[tuple[Phase, ...]] = ANCHOR_PHASES
 
@@ -44,20 +44,26 @@ class TinyAnchorTrainer(Trainer):
         return int(self.tokenizer.convert_tokens_to_ids(ANCHOR))
 
     def renderer(self, step: int) -> Renderer:
-        """The renderer of a step's conversations, which places anchors as the step's phase says."""
+        """The renderer of a step's conversations: it places anchors as the step's phase says."""
         return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The mask of equation (4): tokens attend to their own sequence and to earlier anchors."""
+        """The mask of anchor-based attention for a batch; and None, since no answers are lost.
+
+        Tokens attend to their own sequence and to the anchors of earlier sequences.
+        """
         return self.visible(batch.ids[:, :-1]), None
 
     def visible(self, ids: Tensor) -> Tensor:
-        """The mask of equation (4), bool [rows, 1, n, n], for ids [rows, n]."""
+        """The mask of anchor-based attention, bool [rows, 1, n, n], for ids [rows, n]."""
         document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
         return visible(ids == self.anchor, document, sinks=SINKS)
 
     def card(self) -> str:
-        """The model card, with the current model's recall from anchors alone."""
+        """The text of the model card, with the recall of the current model.
+
+        Recall is measured with older rounds visible only through their anchors.
+        """
         options, size = self.options, self.size
         recalls = probe(
             self.model,

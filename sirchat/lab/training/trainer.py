@@ -44,9 +44,10 @@ Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tenso
 class TrainOptions:
     """Options of a training.
 
-    The model is exported to `out`; checkpoints go to `<out>.checkpoints`. A training with `resume`
-    starts at the newest checkpoint, and its result equals that of an uninterrupted one. `compile`
-    takes some seconds for each row length, then makes steps faster; it needs a C++ compiler.
+    The model is exported to `out`; checkpoints go to `<out>.checkpoints`. If `resume` is true, the
+    training starts at the newest checkpoint, and the result equals that of an uninterrupted one. If
+    `compile` is true, compiling takes some seconds for each row length, and steps are faster after
+    that; it needs a C++ compiler.
     """
 
     out: Path
@@ -66,7 +67,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """One step's record: losses in nats per token, recall as a share, time in seconds."""
+    """The record of a training step: losses in nats per token, recall as a share, time left."""
 
     step: int  # steps done
     steps: int
@@ -101,7 +102,7 @@ class Trainer:
         self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
 
     def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
-        """Make the tokenizer, and the model with its weights before the first step."""
+        """Create the tokenizer, and the model with its weights before the first step."""
         tok = build_tokenizer(self.options.seed, self.size.vocab, self.size.dialogues)
         ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
         return tok, build_model(self.size, len(tok), self.options.seed, *ids)
@@ -130,7 +131,7 @@ class Trainer:
                 group["lr"] = optimizer.defaults["lr"] * factor
 
     def step(self, step: int) -> tuple[float, float, float | None]:
-        """Train on the batch of a step; returns loss, loss of reply tokens, and recall."""
+        """Train on the batch of a step; returns the results of `summary`: losses and recall."""
         batch = self.batch(step)
         scheduled = self.schedule_at(step)
         if scheduled.step == 0:
@@ -149,7 +150,10 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """If a phase with `keep` ends after `done` steps, average old and new weights."""
+        """If a phase ends after `done` steps and has `keep` above 0, average weights.
+
+        The model's weights become a mean of those after the phase and those before it.
+        """
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
@@ -167,7 +171,11 @@ class Trainer:
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The batch's mask, and which tokens have no loss; both None if no tokens are hidden."""
+        """The attention mask of a batch, and a mask of the tokens without loss.
+
+        Both are None, which means a causal mask, if no tokens are hidden in this step. Tokens
+        without loss are those of answers that can't be known when tokens are hidden.
+        """
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
@@ -181,11 +189,11 @@ class Trainer:
         save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
 
     def restore(self) -> int:
-        """Load the newest checkpoint; returns the number of steps done."""
+        """Load the newest checkpoint; returns the number of steps done, 0 without a checkpoint."""
         return load_checkpoint(self.options.checkpoints, self.model, self.optimizers)
 
     def card(self) -> str:
-        """The model card, with the recall of the current model."""
+        """The text of the model card, with the recall of the current model."""
         options, size = self.options, self.size
         recalls = list(
             probe(self.model, Renderer(self.tokenizer), seed=options.seed, dialogues=size.probes)
@@ -211,7 +219,11 @@ class Trainer:
 def summary(
     losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
 ) -> tuple[float, float, float | None]:
-    """Mean loss, mean loss of reply tokens, share of exact answers to questions about facts."""
+    """Three results of a step: mean loss, mean loss of reply tokens, and recall.
+
+    Losses are in nats per token. Recall is the share of exact answers to questions about facts;
+    None if the batch has no such answers. Tokens marked in `lost` do not count for recall.
+    """
     span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
     hits = span_matches(correct, span[:, 1:])
     recall = float(hits.float().mean()) if len(hits) else None
@@ -219,7 +231,7 @@ def summary(
 
 
 class TrainingSpeed:
-    """Seconds per step, smoothed, with little weight for the slow first steps."""
+    """Measures the seconds per step as a moving mean, which soon forgets the slow first steps."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
@@ -227,7 +239,7 @@ class TrainingSpeed:
         self.ticks = 0
 
     def tick(self) -> float:
-        """Note that a step ended; returns the smoothed seconds per step."""
+        """Record that a step has ended; returns the moving mean of the seconds per step."""
         now = time.perf_counter()
         took, self.last = now - self.last, now
         self.ticks += 1
@@ -237,7 +249,11 @@ class TrainingSpeed:
 
 
 def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
-    """Train, yielding after each step; write checkpoints, and the model at the end."""
+    """Train a model, and yield a record after each step.
+
+    Checkpoints are written on the way, and the model is exported at the end. `kind` is the class
+    of the trainer.
+    """
     check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

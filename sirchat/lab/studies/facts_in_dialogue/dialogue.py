@@ -23,7 +23,7 @@ from sirchat.text.transcript import TranscriptTurn, parse_transcript
 OPTIONS = 4
 _CORRECTED = 1 / 4  # share of facts that are corrected, among the kinds that can be corrected
 _ALONE = 0.4  # share of facts that are told in a turn of their own
-_LAST_PLACE = 0.75  # share of the conversation, from its start, in which facts are told
+_LAST_PLACE = 0.75  # facts are told only in this first part of the conversation
 
 _REPLIES = (
     "Oh, I see.",
@@ -43,7 +43,8 @@ class ToldFact:
 
     Attributes:
         kind: name of the kind of fact.
-        round: number of the round, from 0, whose user turn tells the fact, or corrects it.
+        round: number of the round, from 0, whose user turn tells the fact or, if it is corrected
+            later, the correction.
         told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
         question: the user turn that asks for the fact.
@@ -99,7 +100,7 @@ def draw_dialogue(
     places = _places(rng, last, [len(told) for told, _ in drawn])
     telling = dict(zip(places, zip(sentences, replies, strict=True), strict=True))
     rounds: Dialogue = []
-    at: dict[str, int] = {}  # round of each fact, by kind; a correction overwrites it
+    at: dict[str, int] = {}  # round that tells each fact, by kind, or else corrects it
     for number, (user, reply) in enumerate(dialogue):
         if number in telling:
             (sentence, fact), own_reply = telling[number]
@@ -113,7 +114,10 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Draw distinct round numbers below `last`: `counts[n]` ascending numbers for each fact n."""
+    """Draw different round numbers below `last`: for each fact n, `counts[n]` ascending numbers.
+
+    Returns the numbers of all facts in one list, fact by fact.
+    """
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:
@@ -122,7 +126,10 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
 
 
 def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """Draw a fact; returns its sentences (the last has the right value), and the fact."""
+    """Draw a fact of a kind; returns the sentences that tell it, and the fact.
+
+    If there are two sentences, the second corrects the first, and has the right value.
+    """
     values: list[str] = []
     while len(values) < OPTIONS:
         value = kind.values(rng)
@@ -157,7 +164,10 @@ def _filled(sentence: str, who: str, value: str) -> str:
 def _draw_rounds(
     rng: Random, dialogues: Sequence[Dialogue], length: int, size: Callable[[str, str], int]
 ) -> Dialogue:
-    """Draw conversations in random order; returns their rounds, up to `length` tokens in all."""
+    """Draw conversations in random order, and return their rounds, one after another.
+
+    The rounds have at most `length` tokens in all.
+    """
     rounds: Dialogue = []
     while True:
         for talk in rng.sample(dialogues, len(dialogues)):
@@ -172,7 +182,7 @@ Dialogue = list[tuple[str, str]]
 """The rounds of one conversation: user turn and reply."""
 
 _ROUNDS_OF_TRANSCRIPT = 12
-"""A transcript is cut into conversations of this many rounds."""
+"""Number of rounds of each conversation that a transcript is cut into."""
 
 
 def load_dialogues(path: Path) -> list[Dialogue]:
@@ -196,7 +206,7 @@ def load_dialogues(path: Path) -> list[Dialogue]:
 
 
 def _dailydialog(path: Path) -> list[Dialogue]:
-    """The conversations of DailyDialog: questions as user turns, right answers as replies."""
+    """Read a file of DailyDialog: each question becomes a user turn, its right answer the reply."""
     dialogues = [[one.unlisted for one in talk] for talk in dailydialog(path)]
     return [
         [(untokenized(one.text), untokenized(one.answer)) for one in talk] for talk in dialogues
@@ -221,7 +231,10 @@ def _of_weeks(path: Path) -> list[Dialogue]:
 
 
 def _transcript(data: bytes, name: str) -> list[Dialogue]:
-    """A transcript's user turns, each with the reply that follows, cut into conversations."""
+    """Read a transcript as conversations of a fixed number of rounds.
+
+    A round is a user turn and the reply that follows it.
+    """
     turns = [turn for turn in parse_transcript(data, name) if turn.role != "system"]
     rounds = [(a.content, b.content) for a, b in pairwise(turns) if _is_round(a, b)]
     return [
@@ -235,7 +248,7 @@ def _is_round(turn: TranscriptTurn, following: TranscriptTurn) -> bool:
 
 
 def untokenized(text: str) -> str:
-    """Text without the blanks that DailyDialog has before punctuation marks and in contractions."""
+    """`text` without the blanks that DailyDialog has before punctuation and in contractions."""
     text = re.sub(r"\s+", " ", text).strip()
     text = re.sub(r" ([.,!?;:%)])", r"\1", text)
     return re.sub(r" ?(['’]) ?(s|t|re|ve|ll|d|m)\b", r"\1\2", text)

@@ -1,7 +1,8 @@
 """Kinds of facts that a user may tell in a chat: how each is told, asked for and answered.
 
-`{v}` is the value that is asked for, `{who}` is a person or thing that the fact is about.
-The wordings vary: first or third person, long or short, with or without lists and numbers.
+In the sentences, `{v}` stands for the value that is asked for, and `{who}` for the person or thing
+that the fact is about. The wordings vary: first or third person, long or short, with or without
+lists and numbers.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class Kind:
 
     Attributes:
         name: the kind's name in results.
-        told: sentences that tell the fact.
-        asked: questions that ask for the fact.
-        answer: the reply that gives the value.
+        told: sentences to choose from, each of which tells the fact.
+        asked: questions to choose from, each of which asks for the fact.
+        answer: the reply that states the value.
         values: a function that draws a random value.
         who: possible values of `{who}`; only '' if no sentence contains `{who}`.
         corrected: a sentence that corrects an earlier value; empty if the kind is never corrected.

@@ -1,10 +1,11 @@
-"""Facts told amid real dialogue and asked for later: what a policy keeps of what was said.
+"""Facts told amid real dialogue and asked for later, to see which facts a policy keeps.
 
 A session reads the conversation turn by turn, as a chat does, with recall if the setting has it. At
-the end it is asked for each fact, and each question is undone. A fact is scored in four ways:
+the end it is asked for each fact, and each question is undone. Four things are measured for a fact:
 whether the right reply is the likeliest of four; whether the greedy reply says the value; the
-surprisal of the right reply, in nats, compared with closed-book (asked without the conversation)
-and with `full`; and how many of the tokens that tell the fact are held or restored for the reply.
+surprisal of the right reply, in nats; and how many of the tokens that tell the fact are held or
+restored for the reply. The surprisal is compared with that under `full`, and with closed-book: the
+question asked without the conversation.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class FactsInDialogue(Grid):
         lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
         reply_tokens: largest number of tokens of a reply; 0 for no replies.
-        summary: ways to sum up the conversation, after the questions; see `chat.summary`.
+        summary: ways to sum up the conversation after the questions (see `chat.summary`); the
+            facts in each summary are counted.
     """
 
     data: str = ""
@@ -97,7 +99,10 @@ class FactsInDialogue(Grid):
         return [f"{length} {number}" for length in self.lengths for number in range(count)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the conversation named `unit`, and ask for each fact; `asked` scores the answers."""
+        """Read the conversation named `unit`, and ask for each fact.
+
+        The record has, for each fact, the scores that the function `asked` returns.
+        """
         length, number = map(int, unit.split())
         switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         talk = self.dialogue(session.template, length, number)
@@ -129,7 +134,7 @@ class FactsInDialogue(Grid):
         }
 
     def dialogue(self, template: Template, length: int, number: int) -> FactDialogue:
-        """Conversation `number` of at most `length` tokens; the same seed gives the same one."""
+        """Conversation `number`, of at most `length` tokens; the same seed gives the same text."""
         rng = Random(f"chatter/{self.seed}/{length}/{number}")
         overhead = len(whole_round(template, "a", "a").ids) - 2
 
@@ -140,7 +145,10 @@ class FactsInDialogue(Grid):
         return draw_dialogue(rng, self._dialogues, self.facts, length, size)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """By length and setting: right answers, surprisal of the right replies, and held tokens."""
+        """Tables of right answers, surprisal of right replies and held tokens.
+
+        There is one table for each length of conversation, with a row for each setting.
+        """
         tokens = [one["tokens"] for one in found.values()]
         header = (
             f"seed {self.seed}",
@@ -162,11 +170,11 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """What `_closed_book` returned, by question with reply and by system prompt."""
+        """A cache of results of `_closed_book`; a key is (question and reply, system prompt)."""
         return {}
 
     def _closed_book(self, session: Session, fact: ToldFact) -> float:
-        """Surprisal of the right reply, in nats, when the conversation has not been read."""
+        """Surprisal of the right reply, in nats, in a new session, without the conversation."""
         profile, right = session.profile, fact.replies[fact.right]
         key = f"{fact.question}/{right}", profile.system
         if key not in self._closed:
@@ -180,7 +188,7 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """The slices of `ids`, the text of a user turn, with the fact's sentence and with its value."""
+    """Two slices of the `ids` of a user turn: the fact's sentence, and the value in it."""
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
@@ -205,7 +213,7 @@ def asked(
         nats: surprisal of the right reply.
         told, held: which shares of the tokens in `statement` and in `value` are held when the reply
             begins, restored tokens included.
-        said: whether the greedy reply contains the value; None without a reply.
+        said: whether the greedy reply contains the value; None if no reply is generated.
         restored: number of tokens that are held because they were restored.
     """
     found: Record = {"kind": fact.kind, "corrected": fact.corrected, "said": None}
@@ -232,7 +240,7 @@ def asked(
 
 
 def _summary(session: Session, way: str) -> str:
-    """The summary that `/summarize` would show; the session does not change."""
+    """The summary that `/summarize` would show, made in the way `way`; the session is unchanged."""
     text = ""
 
     def events() -> Iterator[Event]:
@@ -245,14 +253,14 @@ def _summary(session: Session, way: str) -> str:
 
 
 def says(reply: str, value: str) -> bool:
-    """Whether a reply contains a value as whole words; upper and lower case are the same."""
+    """Whether a reply contains a value as whole words, ignoring upper and lower case."""
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
 
 
 REFERENCE = "entropy"
 """The policy that the others are compared with, at the same budget.
 
-If it is not run, the others are compared with the first policy."""
+If this policy is not run, the others are compared with the first policy of the study."""
 
 _COLUMNS = (
     "setting",
@@ -273,7 +281,7 @@ def tables(
     lengths: Sequence[int],
     ways: Sequence[str] = (),
 ) -> tuple[Table, ...]:
-    """One table for each length.
+    """The tables of the report: one for each length, with a row for each setting.
 
     The column `nats gained` is the surprisal of the right reply closed-book (asked without the
     conversation) minus its surprisal under the setting. The column `nats below full` is its
@@ -326,9 +334,10 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The results that a setting is compared with; None if there are none.
+    """The results that those of `setting` are compared with; None if there are none.
 
-    They are those of the policy `_name(settings)`, without options, at the setting's budget.
+    They are the results of the policy `_name(settings)`, with no policy options set, at the same
+    budget as `setting`. The policy `full` is not compared.
     """
     if setting.policy == "full":
         return None
@@ -340,7 +349,10 @@ def _reference(
 
 
 def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in conversations of `length`: a list for each conversation and seed."""
+    """The values of `key` of all answers in conversations of `length` tokens.
+
+    There is one list of values for each seed and conversation.
+    """
     return [
         [float(answer[key]) for answer in record["answers"]]
         for record in findings.records
@@ -349,6 +361,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in `reference`, of its first seed, repeated for each seed of `one`."""
+    """The `_values` of the first seed of `reference`, repeated as often as `one` has seeds."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

@@ -1,1 +1,1 @@
-"""Scores of sirchat as presses of NVIDIA's kvpress."""
+"""Runs sirchat's policies as presses (compression methods) of NVIDIA's kvpress."""

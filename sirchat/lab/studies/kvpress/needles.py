@@ -1,8 +1,9 @@
-"""Needles in real talk, by kvpress's own pipeline, under its presses and ours, in one table.
+"""Compares kvpress's presses (compression methods) with sirchat's policies on a needle task.
 
-kvpress's needle and RULER benchmarks take their texts from data sets of the hub. Here the same kind
-of task is made without a network: sentences that say a number or a word, amid utterances of
-DailyDialog, and questions for some of them after the context was compressed.
+The needle and RULER benchmarks of kvpress take their texts from data sets of the Hugging Face hub.
+Here the same kind of task is made without a network: sentences that state a number or a word (the
+needles) stand amid utterances of DailyDialog, and some of them are asked for after the context was
+compressed. All presses run in kvpress's own pipeline, and the results are one table.
 
     python -m sirchat.lab.studies.kvpress.needles MODEL --data dailydialog.jsonl --out out.jsonl
 """
@@ -26,7 +27,7 @@ from sirchat.models.scorer import Scorer
 _NOUNS = ("lighthouse", "violin", "garden", "harbor", "carpet", "engine", "castle", "lantern")
 _PEOPLE = ("Greta", "Omar", "Pavel", "Ines", "Tomoko", "Bruno", "Selma", "Idris")
 _WORDS = ("copper", "thistle", "marble", "saffron", "walnut", "cobalt", "juniper", "velvet")
-_EACH = 3  # needles of each kind in a context; those of one kind are asked for
+_EACH = 3  # needles of each kind (number, word) in a context; only one kind is asked for
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A context, those of its needles that are asked for, and how all replies begin."""
+    """A context, the needles in it that are asked for, and the words that begin each reply."""
 
     text: str
     asked: tuple[Needle, ...]
@@ -50,7 +51,7 @@ class Haystack:
 def haystacks(
     utterances: Sequence[str], length: Callable[[str], int], tokens: int, count: int, seed: int
 ) -> Iterator[Haystack]:
-    """Yield `count` contexts of about `tokens` tokens, as `length` counts them."""
+    """Yield `count` contexts of about `tokens` tokens; `length` counts the tokens of a text."""
     for number in range(count):
         rng = Random(f"needles/{seed}/{number}")
         needles = list(_needles(rng))
@@ -85,7 +86,10 @@ def utterances_of(path: Path) -> list[str]:
 
 
 def presses(tokenizer: Any, scorer: Scorer) -> dict[str, Callable[[float], Any]]:
-    """By name, what makes each press for a compression ratio; without a press, all stays."""
+    """For each press, by name, a function that creates the press for a compression ratio.
+
+    The policy `learned` is left out if `scorer` is empty.
+    """
     from kvpress import KeyDiffPress, KnormPress, RandomPress, SnapKVPress, StreamingLLMPress
 
     from sirchat.lab.studies.kvpress.press import PolicyPress
@@ -111,7 +115,7 @@ def presses(tokenizer: Any, scorer: Scorer) -> dict[str, Callable[[float], Any]]
 
 
 def main() -> None:
-    """Ask all questions under every press, and write a Markdown table."""
+    """Ask all questions under every press, and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="a folder with the model and its tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="SirLLM's dailydialog.jsonl")
@@ -154,7 +158,7 @@ def main() -> None:
 
 
 def _replies(pipeline: Any, stack: Haystack, press: Any) -> list[str]:
-    """The reply to each question; the context is read and compressed once."""
+    """The reply to each question of `stack`, whose context is read and compressed only once."""
     questions = ["\n\n" + one.question for one in stack.asked]
     how: dict[str, Any] = {"press": press, "answer_prefix": stack.prefix, "max_new_tokens": 20}
     replies: list[str] = pipeline(stack.text, questions=questions, **how)["answers"]
@@ -162,7 +166,10 @@ def _replies(pipeline: Any, stack: Haystack, press: Any) -> list[str]:
 
 
 def table(path: Path) -> str:
-    """The share of right replies of each press and ratio, with its interval, as Markdown."""
+    """A Markdown table of the replies in a file: the share of right ones by press and ratio.
+
+    Each share has its 95 % interval.
+    """
     from sirchat.lab.studies.intervals import clustered_mean
 
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]

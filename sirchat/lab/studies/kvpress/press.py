@@ -1,9 +1,10 @@
-"""A press of kvpress (https://github.com/NVIDIA/kvpress) that keeps what a policy of sirchat keeps.
+"""A press of kvpress (https://github.com/NVIDIA/kvpress) that evicts by a policy of sirchat.
 
-kvpress evicts from a layer's cache while that layer is computed, before the logits are there. So
-the context is read once more, right before: for surprisal, and for a scorer's hidden states.
-(sirchat itself evicts after a pass, and reads once.) Nothing here needs sirchat's models or its
-version of transformers.
+A press is a method of kvpress to compress the KV cache. kvpress evicts from a layer's cache while
+that layer is computed, when there are no logits yet. So this press reads the context once more,
+right before, to get the surprisals and the hidden states for a scorer. (sirchat itself evicts after
+a forward pass, and reads only once.) This module works without sirchat's model classes, and with
+the version of transformers that kvpress requires.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from sirchat.memory.policies.base import ScorePolicy, rows_of_text
 from sirchat.models.scorer import LayerStates, Scorer
 from sirchat.text.detokenizer import WordContinuation
 
-_ROWS = 256  # whose logits are computed at once
+_ROWS = 256  # number of tokens whose logits are computed at once
 
 
 @dataclass
 class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
     """Evicts the tokens to which a policy of sirchat gives the lowest scores, from every layer.
 
-    It works wherever kvpress takes a `ScorerPress`, in `KeyRerotationPress`, too, for one context
-    at a time.
+    It can be used wherever kvpress takes a `ScorerPress`, also inside `KeyRerotationPress`. It
+    takes one context at a time.
 
     Attributes:
         compression_ratio: share of the tokens that are evicted.
-        policy: the policy, such as `Salience(recent=32)`. Policies that need attention are refused:
-            kvpress has presses of its own for them.
-        tokenizer: the model's, which tells words and template tokens; without one, every token is a
-            word of its own.
-        scorer: for the policy `learned`, such as `Scorer.load(path)`.
-        sinks: how many of the first tokens stay.
+        policy: the policy, such as `Salience(recent=32)`. Policies that need attention weights are
+            refused: kvpress has presses of its own for them.
+        tokenizer: the model's tokenizer, which tells where words begin and which tokens belong to
+            the chat template; without a tokenizer, every token is a word of its own.
+        scorer: the scorer of the policy `learned`, such as `Scorer.load(path)`.
+        sinks: number of tokens at the context's start that are never evicted.
     """
 
     policy: ScorePolicy = field(kw_only=True)
@@ -92,7 +93,7 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """The rank of each token by the policy, [1, H, n]; the token with rank 0 goes first."""
+        """The rank [1, H, n] of each token by the policy; the token of rank 0 is evicted first."""
         batch, heads, count, _ = keys.shape
         ranks = torch.arange(count, dtype=torch.float32)
         if not self._reads_ahead:
@@ -108,7 +109,10 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
 
     @contextmanager
     def _reading_ahead(self) -> Iterator[None]:
-        """Within this block, a pass of the model is our own; presses evict from its own cache."""
+        """Context manager: marks forward passes inside it as this press's own reading ahead.
+
+        The hooks of the press do nothing in such passes, which have a cache of their own.
+        """
         self._reads_ahead = True
         try:
             yield
@@ -117,7 +121,7 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
 
     @torch.no_grad()
     def _read(self, model: Any, ids: Tensor) -> HeldRows:
-        """Read ids [1, n] over an empty cache; returns them as policies see them."""
+        """Read ids [1, n] with an empty cache; returns their ledger rows, as policies get them."""
         states = LayerStates(model, self.scorer.layers)
         with ExitStack() as stack:
             if self.scorer.layers:

@@ -1,11 +1,13 @@
 """Lets lm-eval use a model under a sirchat setting, by lm-eval's interface for models.
 
-https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same context, such as the
-options of one question, share one prefill. Under a policy that evicts nothing, a context that
-is too long loses its beginning, as in lm-eval; any other policy reads the whole context.
+lm-eval is EleutherAI's https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same
+context, such as the options of one question, share one prefill. Under a policy that evicts nothing,
+a context that is too long loses its beginning, as in lm-eval; any other policy reads the whole
+context.
 
-A context is read as one user round, so that its end is protected like a question in a chat; or in
-rounds of a fixed size, so that decay takes effect. Scoring a continuation evicts nothing.
+A context is read as one user round, so that its end is protected like a question in a chat. It can
+also be read in rounds of a fixed size, so that decay takes effect. Scoring a continuation evicts
+nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from sirchat.models.model import LoadedModel
 from sirchat.text.detokenizer import TextStream
 
 _LONGEST_REPLY = 256
-"""Largest number of tokens of a reply if a task sets no limit; lm-eval's own default."""
+"""Largest number of tokens in a reply if a task sets no limit, as in lm-eval."""
 
 
 class HarnessAdapter:
     """The methods that lm-eval's class `LM` requires; `language_model` adds `LM` as a base class.
 
-    A request is lm-eval's Instance: its `args` are a context with a continuation, a text, or a
-    context with generation options.
+    A request is an object of lm-eval's class Instance. Its `args` are a context and a continuation,
+    or a text, or a context and generation options, depending on the method.
 
     Attributes:
         truncated: number of contexts and texts that were cut so far because they were too long.
@@ -49,7 +51,7 @@ class HarnessAdapter:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Each continuation's log-probability, in nats, and whether greedy decoding generates it.
 
-        Raises UsageError for a continuation that adds no token.
+        Raises UsageError for a continuation that has no token of its own after its context.
         """
         by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
         for number, request in enumerate(requests):
@@ -64,7 +66,10 @@ class HarnessAdapter:
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-probability of each text, in nats, after the BOS token (or else EOS)."""
+        """The log-probability of each text, in nats.
+
+        The text is read after the BOS token or, if the tokenizer has none, the EOS token.
+        """
         return [
             self._rolling_log_probability(self._texts.encode(*one.args, special=False))
             for one in requests
@@ -80,7 +85,7 @@ class HarnessAdapter:
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, rendered by the model's chat template, as a context."""
+        """A conversation as text, rendered by the model's chat template, to be used as context."""
         return self._texts.conversation(chat_history, prompt=add_generation_prompt)
 
     @property
@@ -89,7 +94,7 @@ class HarnessAdapter:
         return self._reader.model.name.replace("/", "__")
 
     def _rolling_log_probability(self, ids: Ids) -> float:
-        """The log-probability of a text; a long text is split into windows, as in lm-eval."""
+        """The log-probability of a text in nats; long text is split into windows, as in lm-eval."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         longest = self._reader.longest or len(ids)
@@ -122,7 +127,7 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """A context; its start is cut off if `more` further ids would exceed the context length."""
+        """`context`, cut at its start if it and `more` further ids exceed the context length."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -136,7 +141,7 @@ class HarnessAdapter:
 
 
 def language_model(reader: TextReader, texts: TextEncoder) -> Any:
-    """Create a HarnessAdapter that is also an `lm_eval.api.model.LM`."""
+    """Create a HarnessAdapter that is also an instance of `lm_eval.api.model.LM`."""
     from lm_eval.api.model import LM
 
     class BudgetedLM(HarnessAdapter, LM):  # type: ignore[misc]
@@ -151,7 +156,7 @@ class TextReader:
 
     Attributes:
         model, setting: the model and the profile.
-        piece: number of tokens in a round; None reads a context as one round.
+        piece: number of tokens in a round; if None, a context is read as one round.
     """
 
     model: LoadedModel
@@ -160,11 +165,14 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """The model's context length if the policy evicts nothing; None (no limit) if it evicts."""
+        """The largest number of tokens that can be read; None, for no limit, if the policy evicts.
+
+        If the policy evicts nothing, it is the model's context length.
+        """
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
-        """An engine that has read ids [n], n > 0; the last round has room for `reply` more ids.
+        """Create an engine that has read ids [n], n > 0, with room for `reply` more ids.
 
         Raises ContextFullError if the policy evicts nothing and the ids do not fit.
         """

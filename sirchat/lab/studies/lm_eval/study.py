@@ -40,7 +40,7 @@ class LmEval:
         settings: profiles; each metric of a task has a row for each profile.
         tasks: names of tasks, groups or tags.
         harness: how the tasks are run.
-        piece: number of tokens in a round; None reads a context as one round.
+        piece: number of tokens in a round; if None, a context is read as one round.
 
     Raises UsageError if lm-eval is not installed, SettingError for an unknown task and for a
     setting that has no effect.
@@ -64,7 +64,7 @@ class LmEval:
         return "lm-eval"
 
     def parameters(self) -> Record:
-        """Everything that the results depend on, except the model: fields and lm-eval's version."""
+        """All that the results depend on, except the model: the fields, and lm-eval's version."""
         return {
             "settings": [one.model_dump(mode="json") for one in self.settings],
             "tasks": list(self.tasks),
@@ -81,16 +81,19 @@ class LmEval:
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
-        """The name of a task under a setting in the results log: setting, its hash, and task."""
+        """The name in the results log of the task under a setting with this key.
+
+        It consists of the setting's name, the setting's hash, and the task.
+        """
         row, _, task = key.partition("/")
         return f"{setting_key(self.settings[int(row)])}/{task}"
 
     def keys(self) -> list[str]:
-        """A key `ROW/TASK` for each task under each setting; ROW is the setting's number."""
+        """The key `ROW/TASK` of each task under each setting; ROW is the setting's index."""
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs `model` on the task of a given key, under the setting of that key.
+        """A function that runs the task of a given key under the key's setting, with `model`.
 
         Raises SettingError for a budget above the model's context length.
         """
@@ -107,7 +110,7 @@ class LmEval:
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """One table with each metric of each task under every setting."""
+        """A report with one table: each metric of each task under every setting."""
         columns = ("task", "metric", "setting", "value", "stderr", "documents", "shots")
         rows = [row for task in self.tasks for row in self._rows(task, found)]
         truncated = sum(one["cut"] for one in found.values())
@@ -137,7 +140,10 @@ class LmEval:
 
 
 def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
-    """Raise SettingError if recall is on, or if decay is not 1 and contexts are one round."""
+    """Raise SettingError for a setting that has no effect in this study.
+
+    These are recall, and a decay other than 1 if `piece` is None, so a context is one round.
+    """
     if setting.recall != "off":
         raise SettingError(
             f"recall is {setting.recall}, must be off: nothing is restored while a context is read",
@@ -154,7 +160,7 @@ _BOOTSTRAPS = 1000
 """Bootstrap samples for the standard error of a metric that is not a mean."""
 
 _SEED, _OTHER_SEED = 0, 1234
-"""Lm-eval's default seeds, so that the few-shot examples are the usual ones."""
+"""The default seeds of lm-eval, so that the few-shot examples are the same as there."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +170,8 @@ class Harness:
     Attributes:
         shots: number of examples before each question; None for the task's own number.
         limit: number of documents of each task; None for all.
-        folder: a folder with further task files.
-        chat: whether contexts are rendered by the chat template, with examples as turns.
+        folder: a folder with task files besides lm-eval's own; None for no folder.
+        chat: whether contexts are rendered by the chat template, with few-shot examples as turns.
     """
 
     shots: int | None = None
@@ -188,8 +194,8 @@ class Harness:
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
         """Run a task, or each task of a group; returns a record for each metric of each task.
 
-        Raises SirchatError for a task that can't be loaded, UsageError for one that runs code
-        written by a model.
+        Raises SirchatError for a task that can't be loaded, and UsageError for a task that runs
+        code written by a model.
         """
         from lm_eval.evaluator import evaluate
 
@@ -224,7 +230,7 @@ class Harness:
                     f"task {name} runs code that a model wrote, which sirchat does not do"
                 )
             own = task.get_config("num_fewshot")
-            if own != 0:  # a task with 0 in its file has no examples to draw
+            if own != 0:  # a task whose file says 0 has no examples to draw
                 shots = own or 0 if self.shots is None else self.shots
                 task.set_config(key="num_fewshot", value=shots)
             task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -255,7 +261,10 @@ def _index(folder: str | None) -> Any:
 
 
 def _scores(results: Record) -> Iterator[Record]:
-    """Yield a record for each metric of each task; `stderr` is None if lm-eval gives none."""
+    """Yield a record for each metric of each task in lm-eval's results.
+
+    The record's `stderr` is None if lm-eval gives no standard error.
+    """
     for task, found in results["results"].items():
         for key, value in found.items():
             metric, _, rest = key.partition(",")

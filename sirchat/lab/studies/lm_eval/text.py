@@ -1,8 +1,8 @@
 """Encodes text as lm-eval's adapter for Hugging Face models does, so that results are comparable.
 
-Two things differ. First, text never becomes a control token: if a document contains the text of a
-control token, this text is encoded as plain text, or left out if the chat template renders the
-document. Second, no text begins with two BOS tokens.
+Two things differ from that adapter. First, text never becomes a control token: if a document
+contains the text of a control token, such as `<|im_end|>`, this text is encoded as plain text, or
+left out if the chat template renders the document. Second, no text begins with two BOS tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Ids = list[int]
 class TextEncoder:
     """Encodes contexts, and the continuations of contexts, as token ids.
 
-    `chat`: whether contexts were rendered by the chat template. If the model has an anchor token,
-    it is placed after each example of a context: after a blank line, which separates examples in
-    lm-eval, or, in a chat, after each reply and after the system prompt.
+    `chat` says whether contexts were rendered by the chat template. If the model has an anchor
+    token, the token is placed after each few-shot example of a context: after a blank line, which
+    separates examples in lm-eval, or, in a chat, after each reply and after the system prompt.
 
     Attributes:
-        prefix: the id that stands for an empty context: BOS or, without BOS, EOS.
+        prefix: the id that stands for an empty context: BOS or, if there is no BOS token, EOS.
 
     Raises ModelError if the tokenizer has neither BOS nor EOS, or if `chat` is true and the
     tokenizer has no chat template.
@@ -56,7 +56,10 @@ class TextEncoder:
         self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
 
     def encode(self, text: str, *, special: bool = True) -> Ids:
-        """The ids of a text; `special` adds the tokenizer's BOS, unless the text begins with it."""
+        """The ids of a text.
+
+        `special` says whether the tokenizer's BOS is put first, unless the text begins with it.
+        """
         if self._chat:
             has_prefix = text.startswith(self._tokenizer.decode([self.prefix]))
             return self._encode(text, special and not has_prefix)
@@ -75,7 +78,7 @@ class TextEncoder:
         return ids
 
     def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
-        """The ids of a context and of its continuation; neither is empty.
+        """The ids of a context and the ids of its continuation; neither list is empty.
 
         Both are encoded as one text, which is split at the end of the context; blanks at the end
         of the context go to the continuation. Raises UsageError for a continuation without ids.
@@ -94,10 +97,11 @@ class TextEncoder:
         return head or [self.prefix], tail
 
     def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
-        """A conversation rendered by the chat template: a text to `encode`.
+        """A conversation as text, rendered by the chat template; the text is for `encode`.
 
-        `prompt` adds the generation prompt; otherwise the last message is left unfinished. The
-        system message is left out if the template allows none.
+        If `prompt` is true, the text ends with the generation prompt. Otherwise the last message
+        is left unfinished, so that it can be continued. The system message is left out if the
+        template does not allow one.
         """
         clean = [{**one, "content": self._plain(one["content"])} for one in messages]
         try:
@@ -139,7 +143,7 @@ class TextEncoder:
         return text
 
     def _start(self, messages: list[dict[str, str]]) -> str:
-        """The beginning of a conversation, rendered; '' if the template refuses it as too short."""
+        """The text of the first messages of a conversation; '' if the template refuses them."""
         try:
             return self._render(messages)
         except TemplateError:

@@ -1,1 +1,1 @@
-"""Compares settings on one transcript: answers, tokens held, agreement with the full cache."""
+"""Compares settings on one transcript by answers, held tokens and agreement with a full cache."""

@@ -1,16 +1,17 @@
 """Runs one transcript under several settings, round by round.
 
-Every setting answers every user turn, undoes both, and reads the turn again with the reply that the
-conversation continues with: the transcript's or, if it has none, the answer of `full`. So all
-settings read the same ids, and their predictions can be compared token by token. With `own`, each
-setting continues with its own answers; then the ids differ, and only answers are compared.
+Under every setting the model answers every user turn. Then turn and answer are undone, and the turn
+is read again with the final reply: that of the transcript or, if it has none, the answer of `full`.
+So all settings read the same ids, and their predictions can be compared token by token. If `own` is
+true, each setting continues with its own answers; then the ids differ, and only answers are
+compared.
 
 `full` is the reference until the model's context is full. After that no agreement is measured, and
-the setting with the largest budget gives the missing replies.
+the setting with the largest budget gives the replies that the transcript lacks.
 
 The agreement of a setting with `full` is measured by the KL divergence at each token. A recording
 model reports the logits of every forward pass. The predictions of `full` are stored for one round,
-and the other settings' predictions are compared with them in each forward pass. So memory never has
+and those of the other settings are compared with them in each forward pass. So memory never holds
 the logits of more than one round.
 """
 
@@ -61,7 +62,7 @@ def compare(
 
     Args:
         settings: the first one is `full`, which the others are compared with.
-        file: the transcript's name in messages.
+        file: the transcript's name, for messages.
         own: whether each setting continues with its own answers.
         advance: called whenever a setting has finished a round.
         stopped: called before each round; the comparison ends when it returns true.
@@ -92,7 +93,7 @@ def compare(
 def _run_round(
     sessions: Sequence[ComparedSession], round: Round, own: bool, advance: Callable[[], None]
 ) -> None:
-    """Run one round: `full` first, then the others from the largest budget down."""
+    """Run one round under `full`, then under the other settings, from the largest budget down."""
     reference, reply = ReferenceRound(), round.reply
     for compared in sorted(sessions, key=lambda compared: compared.rank):
         if compared.is_open and own:
@@ -108,7 +109,10 @@ OnLogits = Callable[[int, Tensor], None]
 
 @dataclass
 class ReferenceRound:
-    """Answer and predictions of `full` in the current round; None after `full` had to stop."""
+    """The answer and the predictions of `full` in the current round.
+
+    Both are None if `full` had to stop before.
+    """
 
     answer: Answer | None = None
     predictions: Predictions | None = None
@@ -121,10 +125,11 @@ class ComparedSession:
         model: the model, which all compared sessions share.
         setting: the profile.
         name: the setting in a few words.
-        is_reference: whether this is `full`, which the others are compared with.
+        is_reference: whether the setting is `full`, which the others are compared with.
 
     Attributes:
-        is_open: whether the session continues: false after the context was full or an undo failed.
+        is_open: whether the session can continue; false after its context was full or an undo
+            failed.
         notes: messages for the reader.
     """
 
@@ -144,7 +149,7 @@ class ComparedSession:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sort key: the reference first, then the largest budget first."""
+        """A sort key that puts the reference first, then the other sessions by falling budget."""
         return not self._is_reference, -self._session.budget
 
     def continue_with_answer(self, user: str, reference: ReferenceRound) -> None:
@@ -182,7 +187,7 @@ class ComparedSession:
         return SettingResult(self._name, self._setting, tuple(self._rounds), tokens)
 
     def _ask(self, user: str) -> tuple[Answer, list[Event]]:
-        """Answer a user turn; returns the answer and all events."""
+        """Let the model answer a user turn; returns the answer and all events."""
         events = list(self._session.ask(user))
         *read, reply = [event for event in events if isinstance(event, TurnDone)]
         start = self._session.seen - reply.tokens_in - reply.tokens_out
@@ -206,10 +211,11 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a round, and record its predictions or compare them with those in `reference`.
+        """Read a round; record its predictions, or compare them with those in `reference`.
 
-        The reference session records its predictions there, and every other session compares.
-        Returns the positions read, or an empty range if `reference` has no predictions.
+        The reference session records its predictions in `reference`; every other session compares
+        its own with them. Returns the stream positions of the round, or an empty range if
+        `reference` has no predictions.
         """
         start, agreement = self._session.seen, None
         if self._is_reference:
@@ -255,7 +261,10 @@ class ComparedSession:
 
     @contextmanager
     def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
-        """Context manager: an error that stops this session does not end the whole comparison."""
+        """Context manager: a full context or a failed undo ends this session, not the comparison.
+
+        The error becomes a note for the reader.
+        """
         try:
             yield
         except (ContextFullError, UndoError) as error:
@@ -301,7 +310,7 @@ class RecordingModel(LoadedModel):
         return logits
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:
-        """Run `forward`; returns the surprisal of the ids, and the last logits."""
+        """Run `forward`; returns the surprisals of the ids, and the last token's logits."""
         return PassResult.of_logits(self.forward(ids, cache, **how), ids)
 
 
@@ -312,21 +321,21 @@ def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
 
 
 class Predictions:
-    """The predictions of `full` for the tokens of one round, from stream position `start` on."""
+    """The predictions of `full` at the tokens of one round, which begins at position `start`."""
 
     def __init__(self, start: int) -> None:
         self._end = start
         self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Add logits [m, V] of the m tokens from `position` on; to be called in order."""
+        """Add the logits [m, V] of the m tokens from `position` on; called in stream order."""
         self._chunks.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """The predictions after each of `count` tokens from `start`: log-probabilities [m, V].
+        """The predictions after each of `count` tokens from `start`, as log-probabilities [m, V].
 
-        m is `count`, or less if the round ends before.
+        m is `count`, or less if the round has fewer tokens from there on.
         """
         end = min(start + count, self._end)
         return torch.cat(
@@ -344,20 +353,23 @@ class Agreement:
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
         self.nats: dict[int, float] = {}
-        """KL divergence of the next token's distribution, by position of the token before it."""
+        """KL divergence of the prediction after each token, in nats, by the token's position."""
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Compare logits [m, V] of the m tokens from `position` on; older results are replaced."""
+        """Compare the logits [m, V] of the m tokens from `position` on with those of `full`.
+
+        If a position was compared before, its result is replaced.
+        """
         found = divergence(self._predictions.at(position, len(logits)), logits).tolist()
         self.nats |= enumerate(found, position)
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """The KL divergence [m] of m predictions from the reference, in nats, never below 0.
+    """The KL divergence [m] of m predictions from the reference's, in nats, at least 0.
 
     Args:
-        reference: log-probabilities [m, V].
-        logits: logits [m, V] of the other distribution.
+        reference: log-probabilities [m, V] of the reference.
+        logits: logits [m, V] of the predictions to compare.
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)

@@ -1,4 +1,4 @@
-"""Plain values: a transcript in rounds, and the results of a comparison of settings."""
+"""Data classes of a comparison of settings: a transcript in rounds, and the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sirchat.text.transcript import TranscriptTurn
 
 @dataclass(frozen=True)
 class Round:
-    """A user turn and its reply in the transcript; `reply` is None if there is none."""
+    """A user turn and its reply in the transcript; `reply` is None if the transcript has none."""
 
     user: str
     reply: str | None
@@ -25,8 +25,8 @@ class Rounds:
     """A whole transcript.
 
     Attributes:
-        system: the system turn at its beginning, None without one.
-        rounds: the rounds; not empty.
+        system: the text of the system turn at the beginning; None if there is no such turn.
+        rounds: the rounds, at least one.
         notes: messages about turns that are left out.
     """
 
@@ -55,7 +55,7 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
             notes.append(
                 f"{name}, line {turn.line}: a system turn after the first turn is left out"
             )
-            continue  # a reply may still follow the user turn before it
+            continue  # the user turn before it may still get a reply
         else:
             system = turn.content
         previous = turn.role
@@ -65,15 +65,18 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
 
 
 Span = tuple[int, int | None]
-"""A time in which a token was held: start and end, in tokens read; no end if it is still held."""
+"""A time in which a token was held: start and end, in tokens read; end None if still held."""
 
 
 class HeldSpans:
-    """The spans in which each token was held, kept up to date by events; time is in tokens read."""
+    """The spans of time in which each token was held; `note` updates them with events.
+
+    Time is measured in tokens read.
+    """
 
     def __init__(self) -> None:
         self._ended: dict[int, list[tuple[int, int]]] = {}
-        self._since: dict[int, int | None] = {}  # for tokens ever evicted; None while evicted
+        self._since: dict[int, int | None] = {}  # only tokens ever evicted; None while evicted
 
     def note(self, event: Event) -> None:
         """Record the tokens that an event evicts or restores."""
@@ -113,8 +116,8 @@ class Answer:
 
     Attributes:
         text: the answer.
-        ids, tokens: id and text of each of its tokens, except closing tokens.
-        finish: why it ended; see `events.Finish`.
+        ids, tokens: id and text of each of the answer's tokens, except closing tokens.
+        finish: the reason why the answer ended; see `events.Finish`.
         tokens_in, seconds_in: number of prompt tokens read before the answer, and prefill time.
         seconds_out: decode time.
     """
@@ -133,12 +136,13 @@ class RoundResult:
     """A finished round under one setting: a user turn, and the reply that followed it.
 
     Attributes:
-        answer: the setting's own answer, whether the conversation continued with it or not.
+        answer: the setting's own answer, even if the conversation continued with another reply.
         reply: the reply that the conversation continued with.
         differs_at: index of the first token at which the answer differs from that of `full`; None
             if both answers are the same, or `full` has no answer.
         same: whether both answers are the same; None if `full` has no answer.
-        nats: mean KL divergence from `full`, in nats, over the round's tokens; None if unmeasured.
+        nats: mean KL divergence from `full`, in nats, over the round's tokens; None if not
+            measured.
         held, seen: number of tokens held after the round, and number of tokens read so far.
         shares: for every turn so far, how many of its tokens are held.
         turns: indices, in `shares`, of this round's turns.
@@ -162,9 +166,10 @@ class Token:
     """A token that a setting read.
 
     Attributes:
-        id, text, turn, role, surprisal: as in the events; surprisal in nats.
-        nats: KL divergence from `full` in predicting the next token, in nats; None if unmeasured.
-        held: the spans of the stream in which the token was held.
+        id, text, turn, role, surprisal: as in the session's events; surprisal in nats.
+        nats: KL divergence from `full` of the prediction of the next token, in nats; None if not
+            measured.
+        held: the spans of time, in tokens read, in which the token was held.
     """
 
     id: int
@@ -178,9 +183,10 @@ class Token:
 
 @dataclass(frozen=True)
 class SettingResult:
-    """The whole conversation under one setting; `name` describes the setting in a few words.
+    """The result of the whole conversation under one setting.
 
-    It has fewer rounds than the transcript if the setting could not continue.
+    `name` describes the setting in a few words. There are fewer rounds than in the transcript if
+    the session could not continue.
     """
 
     name: str
@@ -213,7 +219,10 @@ class SettingResult:
         return _rate(sum(len(a.ids) for a in answers), sum(a.seconds_out for a in answers))
 
     def kept(self, number: int) -> float | None:
-        """Share of the tokens of round `number` held at the end; None if the round was not run."""
+        """Share of the tokens of round `number` (from 0) that are held after the last round.
+
+        None if the round was not run.
+        """
         if number >= len(self.rounds):
             return None
         shares = [self.rounds[-1].shares[turn] for turn in self.rounds[number].turns]
@@ -240,7 +249,7 @@ class Comparison:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first id at which two answers differ; None if they are the same."""
+    """Index of the first id in which two answers differ; None if the answers are the same."""
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

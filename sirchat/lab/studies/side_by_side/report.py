@@ -1,4 +1,4 @@
-"""A comparison as JSON, as tables for the terminal, and as one self-contained HTML page.
+"""Shows a comparison as JSON, as tables for the terminal, and as one self-contained HTML page.
 
 The page is `page.html` with the JSON record in it; it needs no network and no other file. Its
 script inserts all text as text nodes, and its content security policy forbids it to load anything.
@@ -19,7 +19,7 @@ from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
 
 Safe = Callable[[str], str]
-"""Returns the text without what must not reach a terminal, such as control sequences."""
+"""A function that removes from a text the control sequences that must not reach a terminal."""
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ def record_of(found: Comparison, head: Record) -> Record:
 
 
 def draw(found: Comparison, safe: Safe) -> Iterator[RenderableType]:
-    """Every user turn with its answers, then a table of the settings."""
+    """Yield the parts to print: every user turn with its answers, then a table of the settings."""
     for number, round in enumerate(found.transcript.rounds):
         yield Text(safe(f"{number + 1}. USER: {round.user}"), style="bold")
         yield _answers(found, number, safe)
@@ -145,7 +145,10 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """The values of all tokens, in one list for each property; a span is two numbers in `held`."""
+    """The values of all tokens, with one list for each property.
+
+    In `held`, each span is two numbers: its start and its end.
+    """
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
