@@ -153,6 +153,8 @@ def main() -> None:
         clients.run(options.clients, 0, 0)
         sys.stdout.write(f"{options.clients} clients: {clients.speed:.1f} tokens/s\n")
         return
+    if not options.minutes:  # else all but a few of many clients wait
+        flags = [*flags, "--conversations", str(options.clients)]
     with _serving(flags) as (address, process):
         if options.minutes:
             _soak(address, process, options)

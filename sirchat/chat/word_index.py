@@ -343,7 +343,10 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """The turns [k] that have a term, ascending; its counts in their statements and questions."""
+    """Where a term occurs: the k turns that have it, in ascending order, and how often.
+
+    `told` and `asked` [k] count it in the statements and in the questions of each of these turns.
+    """
 
     turns: array[int]
     told: array[float]

@@ -44,8 +44,8 @@ def serve(
         str | None,
         typer.Option(
             envvar="SIRCHAT_API_KEY",
-            help="The key that each request must have. Other users of this machine can see flags, "
-            "but not the variable.",
+            help="The key that each request must have. Better set the environment variable: other "
+            "users of this machine can see flags.",
         ),
     ] = None,
     conversations: Annotated[
@@ -190,9 +190,10 @@ def _open(
     with loading_bar(screen, profile.model) as report, quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
+            from sirchat.models.threads import in_ending_thread
             from sirchat.server.app import Limits, open_server
         return open_server(
-            load(profile, trust, report),
+            in_ending_thread(lambda: load(profile, trust, report)),
             profile,
             Limits(*limits),
             folder=paths.served_dir(),

@@ -141,7 +141,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """The memory that a model takes with each choice, and the free bytes, None if unknown."""
+    """The memory that a model takes with several settings, and how much is free.
+
+    Attributes:
+        found: the model's files.
+        weights: how many weights the model has.
+        free: bytes of free memory; None if unknown.
+        choices: the memory with each choice of settings, the present ones first.
+    """
 
     found: FoundModel
     weights: int

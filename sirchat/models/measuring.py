@@ -143,7 +143,7 @@ _SIZE, _WIDE = 1024, 64
 _TIMES = 6  # number of times that each product is measured
 
 _STEPS = (8, 32, 64)
-"""The limits of rows to choose from: few, so that two measurements seldom differ."""
+"""Numbers of rows, one of which becomes the limit: few, so that repeated choices agree."""
 
 _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
 

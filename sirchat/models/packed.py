@@ -272,7 +272,7 @@ class Int8Head(Int8Linear):
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """None: the head, computed for few tokens at once, shares no unpacked weights."""
+        """None: passes share no unpacked weights of the head, which computes few tokens at once."""
 
     def of_vector(self, x: Tensor) -> Tensor:
         """Compute float32 logits [V] for a float32 vector [K]."""
@@ -318,7 +318,7 @@ class SharedEmbedding(nn.Module):
 
     @classmethod
     def like(cls, before: Any, head: Int8Linear, dtype: torch.dtype) -> SharedEmbedding:
-        """Make embeddings that take the place of the module `before`, with its scale."""
+        """Make token embeddings that replace the module `before`, and multiply as it does."""
         scale = torch.tensor(getattr(before, "scalar_embed_scale", 1.0), dtype=dtype)
         return cls(head, dtype, float(scale))
 

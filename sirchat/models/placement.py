@@ -47,8 +47,9 @@ _MOST_BYTES = 1_000_000  # most bytes of a file with a device map
 def read_device_map(setting: str) -> str | dict[str, Where]:
     """Read the setting `device_map`: returns `auto`, `balanced`, or devices by module name.
 
-    The devices come from the YAML or JSON file that the setting names. Raises ModelError if it
-    can't be read or names no device of this machine, and SettingError if it is not valid YAML.
+    The devices come from the YAML or JSON file that the setting names. Raises ModelError if
+    the file can't be read or names a device that this machine does not have, and SettingError if
+    it is not valid YAML.
     """
     if setting in _PLANS:
         return setting

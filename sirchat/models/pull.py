@@ -135,7 +135,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
 
 
 def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
-    """Download a file to `blob`, where the library expects it; resumes an interrupted download."""
+    """Download a file to `blob`, where huggingface_hub looks for it; resumes an earlier attempt."""
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)

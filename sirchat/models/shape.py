@@ -178,7 +178,7 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _gguf_context_length(file: GgufFile) -> int | None:
-    """Number of tokens that the model was trained for, before its rotation is scaled for more."""
+    """The context length of the training, in tokens, before RoPE scaling extends it."""
     prefix = file.architecture
     limit = _whole(file.metadata.get(f"{prefix}.context_length"))
     original = _whole(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))

@@ -8,12 +8,37 @@ physical cores that this process may use, minus those that are busy. The user's 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+Result = TypeVar("Result")
+
 _SYS = Path("/sys")
+
+
+def in_ending_thread(work: Callable[[], Result]) -> Result:
+    """Call `work` in a thread of its own, which then ends; returns its result or raises its error.
+
+    Who loads a model in one thread and generates in another should load with this. OpenMP gives
+    each thread that computes its own worker threads, until that thread ends. If there are more of
+    them than cores, GNU's OpenMP lets threads that wait for each other sleep at once, and a token
+    takes up to four times as long.
+    """
+    found: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result()
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:

@@ -215,7 +215,8 @@ def _states(folder: Path) -> Iterator[_State]:
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
     """Write the present text and name of the chat in the file `path` to the index.
 
-    Returns whether this removed text from the index, which must then be overwritten.
+    Returns whether this removed text from the index; the removed text must then be overwritten
+    on disk, so that nobody can restore it.
     """
     if time.time_ns() - changed < _JUST_NOW:
         size = _UNKNOWN

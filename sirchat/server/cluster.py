@@ -27,6 +27,7 @@ from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.segments import sweep
 from sirchat.models.compiling import load_model_of
+from sirchat.models.threads import in_ending_thread
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.app import Limits, open_server, read_body, show_error
 from sirchat.server.requests import RequestError
@@ -69,7 +70,7 @@ class Replica:
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
         sweep(archives_dir())  # removes archives of replicas that were killed
-        model = load_model_of(profile)
+        model = in_ending_thread(lambda: load_model_of(profile))
         self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
@@ -135,8 +136,9 @@ class Router:
         numbers = range(len(self._replicas))
         found = await asyncio.gather(*(self._ask(number, request, b"") for number in numbers))
         bodies = [await _whole(one) for one in found]
-        if any(one.status_code != 200 for one in found):
-            return JSONResponse(json.loads(bodies[0]), found[0].status_code)
+        for one, body in zip(found, bodies, strict=True):
+            if one.status_code != 200:
+                return Response(body, one.status_code, dict(one.headers))
         lists = [json.loads(one) for one in bodies]
         return JSONResponse(lists[0] | {"data": [one for each in lists for one in each["data"]]})
 

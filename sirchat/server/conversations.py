@@ -107,8 +107,9 @@ class ServedConversation:
     def fork(self, history: History) -> int:
         """The number of first messages of `history` that the session need not read again.
 
-        It never includes the last message of `history`. The session may have to undo messages that
-        are not in `history`; undo goes back to just before a user message.
+        It never includes the last message of `history`. If the session has messages that are not in
+        `history`, it must undo them; it can only go back to just before a user message, so that the
+        number may be smaller than the number of equal messages.
         """
         return shared_messages(self.keys, self.roles, history, len(self.session.undoable))
 

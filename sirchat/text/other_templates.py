@@ -74,7 +74,7 @@ class ToolTemplate(Template):
         return super().assistant(content) if turn is None else turn
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of `messages` with the role `tool`, which are results of tools, as one turn."""
+        """The token ids of one turn with all `messages`: results of tools, with the role `tool`."""
         whole, *others = (
             self._after_reply([one | {"content": text or one["content"]} for one in messages])
             for text in ("", *OTHERS)

@@ -272,8 +272,8 @@ def print_layout(name: str, layout: Layout, console: Console) -> None:
         _print(console, "it fits")
     else:
         over = in_bytes(sum(one.size for one in layout.left))
-        _print(console, f"it does not fit: {over} are left; --device-map auto puts them into main")
-        _print(console, "memory, and what does not fit there on disk")
+        _print(console, f"it does not fit: {over} are left; --device-map auto puts these into main")
+        _print(console, "memory, and on disk what does not fit into it")
 
 
 def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:

@@ -36,7 +36,7 @@ from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
 
 _LEAVING = ("exit", "quit", ":q", "bye")
-"""Lines that leave other programs; at the first of them, the chat asks whether to leave."""
+"""Words that end other programs; when one is typed first, the chat asks whether to leave."""
 
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -15,6 +16,8 @@ import pytest
 from command import run
 from import_graph import loaded_with, within
 from listening import serve_program
+from sirchat.cli.serve import _open as open_
+from sirchat.config.profile import Profile
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,20 @@ def test_its_packages_are_imported_only_when_it_runs() -> None:
         loaded = loaded_with(module)
         heavy = ("starlette", "uvicorn", "torch", "sirchat.server")
         assert not [name for name in loaded if within(name, *heavy)]
+
+
+def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has loaded a model keeps OpenMP workers, which would slow down replies."""
+    found: list[threading.Thread] = []
+
+    def load(*args: object) -> None:
+        found.append(threading.current_thread())
+
+    monkeypatch.setattr("sirchat.cli.serve.load", load)
+    monkeypatch.setattr("sirchat.server.app.open_server", lambda *args, **named: None)
+    open_(Profile(model="tiny"), False, (1, 1, 1), "127.0.0.1", None)
+    found[0].join(60)
+    assert not found[0].is_alive()
 
 
 @pytest.mark.slow

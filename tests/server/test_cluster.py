@@ -46,8 +46,9 @@ class Handle:
 
 
 def replica(folder: Path) -> Replica:
+    """A replica that doesn't compile `tiny`, which all tests share."""
     settings: dict[str, Any] = {"policy": "sink", "budget": 64, "max_new_tokens": 6}
-    return Replica(Profile(**settings), Limits(conversations=4), folder, "key")
+    return Replica(Profile(compile="off", **settings), Limits(conversations=4), folder, "key")
 
 
 @pytest.fixture
@@ -138,6 +139,17 @@ def test_each_replica_checks_the_key_and_the_request(client: TestClient) -> None
     assert client.get("/health").json() == {"status": "ok"}
     response = client.post("/v1/chat/completions", content="{", headers=KEY)
     assert (response.status_code, response.json()["error"]["param"]) == (400, None)
+
+
+def test_a_list_that_lacks_the_conversations_of_one_replica_is_an_error(
+    client: TestClient, handles: list[Handle]
+) -> None:
+    assert handles[1].replica is not None
+    handles[1].replica.end()
+    response = client.get("/v1/sirchat/sessions")
+    assert (response.status_code, response.json()["error"]["message"]) == (
+        503, "the server is ending",
+    )  # fmt: skip
 
 
 def test_how_a_conversation_begins_is_its_key_in_each_shape() -> None:

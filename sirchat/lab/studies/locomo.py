@@ -48,14 +48,15 @@ class Locomo(Grid):
     """The LoCoMo study; `limit` is the number of questions drawn for each conversation.
 
     Attributes:
-        data: path of LoCoMo's file, or of one file or the folder of Realtalk.
+        data: path of the LoCoMo file, of one Realtalk file, or of the Realtalk folder.
         conversations: indices of the conversations to run, from 0; empty for all.
         reply_tokens: largest number of tokens in a reply; 0 for no replies, and so no F1.
         retrievers: names of retrievers, which are compared after all questions were answered.
         counts: numbers of tokens that a retriever restores; each number is measured.
 
     Raises SettingError for data that can't be read, for the number of a conversation that does not
-    exist, for an unknown retriever, and for a count that is more than a setting can recall.
+    exist, for an unknown retriever, and for a count of more tokens than recall may restore
+    with the given settings.
     """
 
     data: str = ""

@@ -114,7 +114,7 @@ class Policies:
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys `PART: KEY` of all units (independent runs); KEY is that in the part's study."""
+        """The keys `PART: KEY` of all units (independent runs); the study of the part has KEY."""
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 

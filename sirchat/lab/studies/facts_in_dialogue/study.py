@@ -155,7 +155,7 @@ class FactsInDialogue(Grid):
             f"{len(self.units()) // len(self.lengths) * self.facts} questions for each "
             f"table cell, {self.facts} facts in each conversation",
             f"conversations of {min(tokens):,} to {max(tokens):,} tokens",
-            f"system prompt of {next(iter(found.values()))['system']} tokens counted",
+            f"including a system prompt of {next(iter(found.values()))['system']} tokens",
         )
         findings = self.findings(found)
         return Report(
