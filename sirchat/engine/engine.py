@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -116,8 +116,10 @@ class Engine:
         self.contents.round = at.round
         self.require(len(ids))
         whole = self._chunk(ids, roles, at, pinned)
-        done, is_one = 0, len(ids) <= self.contents.budget.max_prefill(pinned)
-        shared = nullcontext() if is_one else self._model.several_passes()
+        done, budget = 0, self.contents.budget
+        shared: AbstractContextManager[None] = nullcontext()
+        if len(ids) > budget.max_prefill(pinned):
+            shared = self._model.several_passes(len(ids) // budget.chunk_size)
         while done < len(ids):
             budget = self.contents.budget
             most = min(len(ids), done + budget.max_prefill(pinned))
@@ -270,7 +272,7 @@ class Engine:
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
         cache = self._model.new_cache(min(total, len(stay)))
         cache.set_positions(in_stream=self.cache.in_stream)
-        with self._model.several_passes():
+        with self._model.several_passes(len(stay) // size):
             for start in range(0, len(stay), size):
                 at = stay[start : start + size]
                 leaving = max(0, cache.length + len(at) - total)  # rows to remove after the sinks

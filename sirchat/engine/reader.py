@@ -84,10 +84,10 @@ class CausalModel(AttendingModel, Protocol):
         Returns only the surprisals of the ids, and the logits after the last id.
         """
 
-    def several_passes(self) -> AbstractContextManager[None]:
-        """A context manager to use around each of several long passes, which then run faster.
+    def several_passes(self, count: int) -> AbstractContextManager[None]:
+        """A context manager to use around each of `count` long passes, which then run faster.
 
-        Work that is the same for all of them is done once.
+        Work that is the same for all of them is done once. `count` may be an estimate.
         """
 
 

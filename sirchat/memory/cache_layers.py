@@ -77,7 +77,7 @@ class CachedTensor:
         if self.buffer is None:
             return
         end = start + len(tail)
-        rows = self.buffer[-1].index_select(2, tail)  # [1, H, t, D]
+        rows = self.buffer[-1][:, :, tail]  # [1, H, t, D]; index_select takes twice as long
         self.buffer[-1, :, :, start:end] = rows
         if self.rotation is not None and cos_sin is not None:
             self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *cos_sin)

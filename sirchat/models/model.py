@@ -256,9 +256,9 @@ class LoadedModel:
                 out = self.module(**self._inputs(ids, cache, visible, positions))
             return torch.as_tensor(out.logits[0].float())
 
-    def several_passes(self) -> AbstractContextManager[None]:
-        """A context manager, to be entered for each of several passes: they unpack weights once."""
-        return SharedWeights(self.module)
+    def several_passes(self, count: int) -> AbstractContextManager[None]:
+        """A context manager to enter for each of about `count` passes: they unpack weights once."""
+        return SharedWeights(self.module, count)
 
     def read(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sirchat.models.packed import Int8Linear
+from sirchat.models.packed import Int8Linear, has_fast_bfloat16
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class _Parts:
         self._head, wide = head, hidden.float()
         is_eight = isinstance(head, Int8Linear)
         self._parts, self.precision = [wide], "highest"
-        if is_eight and _has_fast_bfloat16():
+        if is_eight and has_fast_bfloat16():
             high = wide.bfloat16().float()
             self._parts, self.precision = [high, wide - high], "medium"
         elif not is_eight and head.weight.dtype == torch.bfloat16:
@@ -176,12 +176,6 @@ class _Digits:
         third.div_(_STEPS).add_(second).div_(_STEPS).add_(first)
         whole: Tensor = third.mul_(self._step[some])
         return whole
-
-
-def _has_fast_bfloat16() -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from sirchat.models.packed import (
     Unpacked,
     eight_bits,
     four_bits,
+    has_fast_bfloat16,
     set_products,
 )
 from sirchat.models.packing import WeightStore, pack_module
@@ -176,6 +177,31 @@ def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
     assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
     with SharedWeights(torch.nn.Sequential(layer)):
         assert relative(layer(x), x.double() @ exact) < (1e-6 if dtype == "float32" else 0.01)
+
+
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_many_passes_arrange_the_weights_once_and_compute_the_same(
+    kind: Any, dtype: Unpacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = torch.randn(64, 96), torch.randn(12, 40, 96)
+    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    set_products(layer, Products(dtype, few_4=8, few_8=8, few=8))
+    wanted, calls = [layer(one) for one in x], list[int]()
+    arrange = torch.ops.mkldnn._reorder_linear_weight
+
+    def counted(weights: torch.Tensor, rows: int) -> torch.Tensor:
+        calls.append(rows)
+        found: torch.Tensor = arrange(weights, rows)
+        return found
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", counted)
+    for count, is_arranged in ((2, False), (12, dtype == "bfloat16" and has_fast_bfloat16())):
+        shared = SharedWeights(torch.nn.Sequential(layer), count)
+        for one, two in zip(x[:count], wanted[:count], strict=True):
+            with shared:
+                assert relative(layer(one), two) < 0.01
+        assert calls == [40] * is_arranged
 
 
 def test_a_large_vocabulary_is_unpacked_in_parts() -> None:
