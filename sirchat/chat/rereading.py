@@ -327,10 +327,12 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
     archived tokens take more than `limit` bytes, the copy has only the held tokens. Returns None if
     even these take more.
     """
+    copy = Session(session.model, session.profile)
+    if not session.seen:
+        return copy
     rows = session.rows(limit)
     if rows is None:
         return None
-    copy = Session(session.model, session.profile)
     points = [replace(one, state=deepcopy(one.state)) for one in session.undoable]
     attention = session.attention(rows.positions)
     copy.load(session.save(), deepcopy(session.conversation), rows, attention, points)

@@ -139,9 +139,9 @@ class Snapshot:
         threshold: a token with at most this score would be evicted if room were needed now; null if
             all tokens are held, if there is plenty of room, or if the policy has no scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
-        next_to_go: positions of the tokens that would be evicted next, ascending; empty while there
-            is plenty of room.
-        leaving_words: a few of the words to which the tokens of `next_to_go` belong, the most
+        evicted_next: positions of the tokens that would be evicted next, ascending; empty while
+            there is plenty of room.
+        leaving_words: a few of the words to which the tokens of `evicted_next` belong, the most
             surprising first.
         rows: the held tokens in stream order; in a short snapshot those with the highest scores.
         slots: index of each row of `rows` among all held tokens.
@@ -160,7 +160,7 @@ class Snapshot:
     recalled: int
     speed: float
     threshold: float | None
-    next_to_go: tuple[int, ...]
+    evicted_next: tuple[int, ...]
     rows: tuple[TokenRow, ...]
     slots: tuple[int, ...]
     turns: tuple[HeldShare, ...]
@@ -216,7 +216,7 @@ def take_snapshot(
         speed=speed,
         threshold=_threshold(engine, scores, held, leaving),
         unit=score_unit(engine),
-        next_to_go=tuple(leaving.tolist()),
+        evicted_next=tuple(leaving.tolist()),
         rows=token_rows(engine, held[slots], texts, profile.sinks, _at(scores, slots)),
         slots=tuple(slots.tolist()),
         turns=_turns(ledger, held, roles, whole=strongest is None),
@@ -398,7 +398,7 @@ def token_ranks(
     rows = token_rows(engine, positions, texts, sinks, own_scores)
     decayed_to = np.exp(ledger.log_decay - ledger.column("birth_decay")[positions])
     states = ledger.column("state")[positions].tolist()
-    leaving = set(now.next_to_go)
+    leaving = set(now.evicted_next)
     factors = {  # surprisal and decay have columns of their own
         name: one[asked]
         for name, one in explaining_factors(engine, among).items()

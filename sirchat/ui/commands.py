@@ -427,7 +427,7 @@ class Commands:
             count = _number("/tokens top", *(numbers or ("20",)), least=1)
             return sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:count]
         if kind == "next":
-            leaving = set(snapshot.next_to_go)
+            leaving = set(snapshot.evicted_next)
             rows = [row for row in snapshot.rows if row.position in leaving]
             return sorted(rows, key=lambda row: row.shown_rank)
         return list(snapshot.rows)

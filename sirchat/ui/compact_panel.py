@@ -151,7 +151,7 @@ def share_glyph(turn: HeldShare) -> str:
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
     """A row with the words that are evicted next, and why: their score is too low."""
-    parts, leave, count = [], "evicted next", len(snapshot.next_to_go)
+    parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
     if snapshot.threshold is not None and snapshot.unit:
         least = f"{snapshot.threshold:.2f}"
         if not count:

@@ -130,7 +130,7 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     """Draw the held tokens of highest score, and the tokens that are evicted next."""
-    leaving = set(snapshot.next_to_go)
+    leaving = set(snapshot.evicted_next)
     strongest = sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:_RANKED]
     weakest = sorted(
         (row for row in snapshot.rows if row.position in leaving), key=lambda row: row.shown_rank

@@ -22,6 +22,7 @@ from sirchat.chat.events import (
     TurnDone,
     to_json,
 )
+from sirchat.chat.rereading import copied
 from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Role
@@ -427,3 +428,13 @@ def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() 
     for one in (chat, fresh):
         list(one.ask("How are you?"))
     assert chat.snapshot().rows == fresh.snapshot().rows
+
+
+def test_a_copy_of_a_session_goes_on_alike_even_if_nothing_was_read() -> None:
+    chat = session(babbler(), max_new_tokens=4, budget=64)
+    for text in ("Hello.", "How are you?"):
+        copy = copied(chat)
+        assert copy is not None
+        for one in (chat, copy):
+            list(one.ask(text))
+        assert chat.snapshot().rows == copy.snapshot().rows

@@ -81,7 +81,7 @@ def test_the_threshold_is_the_strongest_score_of_those_that_would_leave(seed: in
     leaving = ranked[: min(max(8, profile.budget // 16), room // 2)]
     if view.resident + 2 * len(leaving) <= profile.budget:
         leaving = []
-    assert view.next_to_go == tuple(sorted(r.position for r in leaving))
+    assert view.evicted_next == tuple(sorted(r.position for r in leaving))
     if count.gone and leaving:
         assert view.threshold == pytest.approx(max(r.rank_key for r in leaving))
     else:
@@ -102,18 +102,18 @@ def test_a_score_that_is_no_surprisal_is_not_in_nats() -> None:
     list(chat.ask("word " * 40))
     view = chat.snapshot()
     assert [row.score for row in view.rows] == [row.position for row in view.rows]
-    assert (view.threshold, view.unit) == (max(view.next_to_go), "")
+    assert (view.threshold, view.unit) == (max(view.evicted_next), "")
 
 
 def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=60, archive="off")
     list(chat.ask("word " * 60))
     view = chat.snapshot()
-    block = len(view.next_to_go)
+    block = len(view.evicted_next)
     gone = list(chat.switch("/budget", budget=chat.resident - block + 1, protect=False))
     left = {p for e in gone if isinstance(e, Evicted) for p in e.positions}
     assert left
-    assert left <= set(view.next_to_go)
+    assert left <= set(view.evicted_next)
 
 
 def test_a_compact_snapshot_has_the_strongest_rows_and_the_same_counts() -> None:
@@ -123,7 +123,7 @@ def test_a_compact_snapshot_has_the_strongest_rows_and_the_same_counts() -> None
     assert set(compact.rows) == set(sorted(said, key=lambda row: row.rank_key)[-10:])
     assert [whole.rows[slot] for slot in compact.slots] == list(compact.rows)
     assert compact.histogram is None
-    for name in ("resident", "seen", "budget", "threshold", "next_to_go", "leaving_words"):
+    for name in ("resident", "seen", "budget", "threshold", "evicted_next", "leaving_words"):
         assert getattr(compact, name) == getattr(whole, name)
     for name in ("held", "held_said"):
         assert [getattr(t, name) for t in compact.turns] == [getattr(t, name) for t in whole.turns]
@@ -138,7 +138,7 @@ def test_the_words_that_leave_are_whole_and_not_the_templates(policy: str) -> No
         list(chat.ask(said))
         view = chat.snapshot()
         named |= set(view.leaving_words)
-        leaving = [row for row in view.rows if row.position in view.next_to_go]
+        leaving = [row for row in view.rows if row.position in view.evicted_next]
         if any(row.role != "template" and row.text.strip(" .,?!'") for row in leaving):
             assert view.leaving_words
     spoken = " ".join(turn.text for turn in chat.turns)
@@ -158,10 +158,10 @@ def test_a_turn_of_which_only_the_templates_tokens_are_held_is_evicted() -> None
         assert turn.held_said == sum(row.role != "template" for row in rows)
 
 
-def test_nothing_is_next_to_go_while_there_is_plenty_of_room() -> None:
+def test_nothing_is_evicted_next_while_there_is_plenty_of_room() -> None:
     chat = session(babbler(), budget=1024, max_new_tokens=20)
     list(chat.ask("Hello."))
-    assert chat.snapshot().next_to_go == ()
+    assert chat.snapshot().evicted_next == ()
 
 
 def test_a_fresh_conversation_has_a_snapshot() -> None:

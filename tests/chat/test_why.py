@@ -61,7 +61,7 @@ def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
     now = chat.snapshot()
-    leaving = [row.score for row in now.rows if row.position in now.next_to_go]
+    leaving = [row.score for row in now.rows if row.position in now.evicted_next]
     assert now.threshold == max(one for one in leaving if one is not None)
     assert {one.threshold for one in chat.why("last")} == {now.threshold}
 

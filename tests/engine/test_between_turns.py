@@ -94,9 +94,9 @@ def test_a_chat_under_a_sirllm_profile_exceeds_its_cache_by_one_round_at_most() 
     assert most > 128
     snapshot = chat.snapshot()
     assert snapshot.budget == 128
-    assert len(snapshot.next_to_go) == chat.resident - 128
+    assert len(snapshot.evicted_next) == chat.resident - 128
     (next_evicted,) = [e for e in chat.ask("More.") if isinstance(e, Evicted)]
-    assert set(next_evicted.positions) == set(snapshot.next_to_go)
+    assert set(next_evicted.positions) == set(snapshot.evicted_next)
 
 
 def test_the_cache_has_room_for_turn_and_reply_before_they_come() -> None:

@@ -128,7 +128,7 @@ def snapshot_of(tokens: list[tuple[TokenRow, bool]], roles: list[str]) -> Snapsh
         speed=0.0,
         threshold=max((row.rank_key for row in leaving), default=None),
         unit="nats",
-        next_to_go=tuple(row.position for row in leaving),
+        evicted_next=tuple(row.position for row in leaving),
         rows=held,
         slots=tuple(range(len(held))),
         turns=tuple(turns),

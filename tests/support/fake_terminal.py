@@ -60,7 +60,7 @@ def stub_session(panel: str = "live", text: str = "held", **settings: Any) -> An
         recalled=0,
         speed=1.0,
         threshold=1.0,
-        next_to_go=(0,),
+        evicted_next=(0,),
         rows=(row,),
         slots=(0,),
         turns=(HeldShare(0, "user", 1, 1, 2.0, 1),),

@@ -294,7 +294,7 @@ def view_of(*said: tuple[int, str], role: str = "user") -> Snapshot:
     seen = max((at for at, _ in said), default=-1) + 1
     return replace(
         TALK, rows=rows, slots=tuple(row.position for row in rows), seen=seen, resident=seen,
-        threshold=None, next_to_go=(), leaving_words=(), histogram=None,
+        threshold=None, evicted_next=(), leaving_words=(), histogram=None,
     )  # fmt: skip
 
 
@@ -353,11 +353,11 @@ def test_words_are_whole_and_come_before_punctuation() -> None:
         ({"threshold": 8.72e3, "unit": ""}, "the weakest 2 of 10 are evicted next: Rex, green"),
         ({"leaving_words": ()}, "evicted next: only punctuation and the marks between messages"),
         ({"seen": 10}, "nothing evicted yet; evicted next: Rex, green"),
-        ({"next_to_go": (), "budget": 50}, "room for 40 tokens"),
+        ({"evicted_next": (), "budget": 50}, "room for 40 tokens"),
     ],
 )
 def test_what_goes_next_is_said_in_words(change: dict[str, object], said: str) -> None:
-    view = replace(view_of((9, "x")), seen=30, resident=10, next_to_go=(3, 4))
+    view = replace(view_of((9, "x")), seen=30, resident=10, evicted_next=(3, 4))
     view = replace(view, leaving_words=("Rex", "green"))
     assert compact(replace(view, **change))[3] == said  # type: ignore[arg-type]
 
@@ -410,7 +410,7 @@ def test_a_compact_panel_stays_small() -> None:
 
 
 def test_where_nothing_is_evicted_next_the_panel_says_why() -> None:
-    view = replace(view_of((9, "x")), next_to_go=(), resident=10, budget=50)
+    view = replace(view_of((9, "x")), evicted_next=(), resident=10, budget=50)
     shown = lines(draw_panel(view, NONE, 80), 80)
     at = next(y for y, line in enumerate(shown) if "evicted next" in line)
     assert "nothing: there is room for 40 tokens" in shown[at + 1]

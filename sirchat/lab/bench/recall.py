@@ -69,8 +69,9 @@ def _turns(session: Session, asked: list[str], name: str, options: BenchOptions)
             for event in session.ask(text):
                 if isinstance(event, Recalled):
                     searches.append(event.seconds)
-            yield time.perf_counter() - start
+            taken = time.perf_counter() - start
             session.undo()
+            yield taken
 
     size = session.seen
     ratio = compare(
