@@ -58,7 +58,10 @@ class Recall:
         )
 
     def undo(self) -> None:
-        """Drop the scores and the shared words of the last recall, because its turn was undone."""
+        """Drop what the last recall found, because its turn was undone.
+
+        That is the score of each token, and the words that each found turn shares with the message.
+        """
         self._scores, self._shared = {}, {}
 
     def erase_words(self) -> None:

@@ -116,7 +116,8 @@ class ArchiveSearch:
     def _by_similarity(self, index: Index) -> Ranked:
         """Scores of the rows that the index proposes.
 
-        If scores are weighted by surprisal, a sample is scored, too, to estimate the lowest score.
+        If scores are weighted by surprisal, archived rows at even distances are scored, too: the
+        weights need the lowest score of all rows, which is estimated from these.
         """
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"

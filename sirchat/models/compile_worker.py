@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 UNFINISHED = "making-"
-"""The beginning of the names of folders in which programs are made."""
+"""With this begin the names of folders in which programs are compiled."""
 
 TEMPORARY = 75
 """Exit status for an error that may not happen again at another start."""

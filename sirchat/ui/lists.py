@@ -235,7 +235,7 @@ def print_fit(fit: ModelFit, console: Console) -> None:
     ]
     _print_table(console, rows)
     _print(console, "")
-    titles = ("KV cache at budget", *(f"{one:,}" for one in budgets))
+    titles = ("KV cache for a budget of", *(f"{one:,}" for one in budgets))
     caches = ((_setting(one), *map(in_bytes, one.caches.values())) for one in fit.choices)
     _print_table(console, [titles, *caches])
     _print(console, "")

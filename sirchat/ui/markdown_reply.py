@@ -208,7 +208,11 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows from cell `x` of row `y` on; the rest of its line is broken into rows anew."""
+        """The rows of the screen that start with column `x` of row `y`.
+
+        A line of text may take several rows: the rest of the line that is cut there is broken into
+        rows anew. The rows of later lines stay as they are.
+        """
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:

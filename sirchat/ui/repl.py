@@ -197,7 +197,7 @@ class Chat:
         else:
             self._make_undoable()
             undo_summaries(self._session)
-            self._screen.note("your last message and its reply are replaced by these")
+            self._screen.note("your last message and its reply are replaced by what follows")
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _make_undoable(self) -> None:

@@ -141,7 +141,7 @@ STEPS: Final = (
     TutorialStep(
         "And the cat?",
         "What is my cat called?",
-        "48 places are few: the line below the answer about Italy already named Luna as evicted.",
+        "A budget of 48 tokens is small: the line below the answer about Italy already named Luna as evicted.",
         (Effect("Luna", in_reply=False, in_memory=False),),
     ),
     TutorialStep(

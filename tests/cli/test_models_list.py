@@ -104,7 +104,7 @@ def test_fit_says_what_a_model_takes(folder: Path) -> None:
         assert text in shown
     lines = {" ".join(line.split()) for line in shown.splitlines()}
     assert "setting weights loading reading archive fits up to" in lines
-    assert "KV cache at budget 1,024 2,048" in lines
+    assert "KV cache for a budget of 1,024 2,048" in lines
     assert "as set (float32) 9.4 MB 19 MB" in lines
     assert any(line.startswith("--dtype bfloat16 9.9 MB ") for line in lines)
     assert any(line.startswith("--quantize int8 5.0 MB ") for line in lines)

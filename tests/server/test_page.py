@@ -25,6 +25,17 @@ def test_the_page_allows_its_own_script_and_style_alone_and_names_no_other_place
     assert len(response.text.splitlines()) < 300
 
 
+def test_what_the_page_shows_can_not_turn_around_or_hide_other_text() -> None:
+    with served(max_new_tokens=4) as server:
+        page = server.client.get("/").text
+    (controls,) = re.findall(r"const CONTROLS = /(.*)/g;", page)
+    for shown in ("a", "\n", "\t", "é", "\u05d0", "\u0627", "\u200d", "\ufe0f", "😀"):
+        assert not re.search(controls, shown)
+    for control in ("\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u200f", "\u202e", "\u2066"):
+        assert re.search(controls, control)
+    assert "made.textContent = text.replace(CONTROLS" in page
+
+
 def test_the_page_needs_no_key_but_what_it_shows_does() -> None:
     with served(key="secret", max_new_tokens=4) as server:
         assert server.client.get("/").status_code == 200

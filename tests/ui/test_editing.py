@@ -62,7 +62,9 @@ def test_the_last_message_is_changed_in_the_editor(tmp_path: Path, columns: int)
         chat.ask("My name is Anna.")
         shown = chat.ask("/edit")
         assert "tok/s" in shown
-        assert "your last message and its reply are replaced by these" in " ".join(shown.split())
+        assert "your last message and its reply are replaced by what follows" in " ".join(
+            shown.split()
+        )
         assert "Berta" in chat.ask("What is my name?")
         assert kept.read_text().strip() == "600"
         chat.ask("/undo")

@@ -116,7 +116,7 @@ class RecallStudy(Grid):
             f"seed {self.seed}",
             f"{self.limit} conversations of {min(tokens):,} to {max(tokens):,} tokens",
             f"{' or '.join(map(str, self.between))} rounds between",
-            f"asked for what was {self.ask}",
+            f"questions for facts {self.ask}",
         )
         wrong = {one.name: [each for each in one.records if not each["right"]] for one in findings}
         tables = (self._by_setting(findings), self._by_kind(findings))

@@ -112,8 +112,8 @@ def quiz(rng: Random, count: int | None = None) -> Round:
     """A multiple-choice question from the bank, with a reply like `The answer is library (B).`
 
     The quiz has `count` options (default: three to five), or fewer if its topic has fewer. Each
-    letter stands after its option, in the reply, too, because a small model learns to copy only
-    text that follows a word.
+    letter stands after its option, in the question and in the reply: a small model finds what to
+    copy by the word before it.
     """
     question, right, wrong = bank_question(rng)
     options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
