@@ -141,7 +141,7 @@ STEPS: Final = (
     TutorialStep(
         "And the cat?",
         "What is my cat called?",
-        "A budget of 48 tokens is small: the line below the answer about Italy already named Luna as evicted.",
+        "A budget of 48 is small: below the answer about Italy, Luna was already named as evicted.",
         (Effect("Luna", in_reply=False, in_memory=False),),
     ),
     TutorialStep(

@@ -105,7 +105,7 @@ class AttentionStudy(ExtendedByLimit):
             "segment by surprisal",
             "mean weight",
             "mean rank",
-            "share of layers where first",
+            "share of layers: first",
         )
         lines = {
             f"segment {at + 1}": tuple((float(n), float(w[at])) for n, w in enumerate(weights))

@@ -45,7 +45,7 @@ class Uniformity(Grid):
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """The settings to compare, each run with all seeds, or with one if its policy isn't random."""
+        """The settings to compare, each run with all seeds, or one if its policy is not random."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
