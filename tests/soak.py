@@ -35,7 +35,7 @@ _WORDS = (  # noqa: SIM905
 ).split()
 _BYTES_A_ROW = 200  # of the ledger (56), the turns' texts, and Python's own share
 _SLACK = 100 * 2**20
-_PAIRS, _PAIR_TOKENS = 7, 8_000
+_PAIRS = 7
 
 
 def _sentence(draw: random.Random) -> str:
@@ -120,15 +120,15 @@ class Soak:
         self.chat.switch("soak", policy=own.policy, budget=own.budget, decay=own.decay)
 
 
-def _compared(old: Soak, new: Soak) -> float:
+def _compared(old: Soak, new: Soak, tokens: int) -> float:
     """Speed of an old conversation over a new one's: the median of pairs in turn."""
-    new.read(_PAIR_TOKENS, random.Random("first"))
+    new.read(tokens, random.Random("first"))
     ratios = []
     for number in range(_PAIRS):
         speeds = []
         for one in (old, new) if number % 2 else (new, old):
             one.as_at_first()
-            speeds.append(one.read(_PAIR_TOKENS, random.Random(str(number))))
+            speeds.append(one.read(tokens, random.Random(str(number))))
         ratios.append(speeds[0] / speeds[1] if number % 2 else speeds[1] / speeds[0])
     return statistics.median(ratios)
 
@@ -139,6 +139,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=100_000)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--pair-tokens", type=int, default=8_000, help="to compare speeds")
     parser.add_argument("--recall", default="off", help="a retriever")
     parser.add_argument("--archive", default="ram", choices=("ram", "disk"))
     parser.add_argument("--save", action="store_true", help="save the chat after every round")
@@ -153,7 +155,7 @@ def _run(asked: argparse.Namespace) -> None:
         budget=256, max_new_tokens=20, archive_limit="8MiB" if asked.archive == "ram" else "64GiB",
         seed=asked.seed, recall=asked.recall, archive=asked.archive,
     )  # fmt: skip
-    draw, model = random.Random(asked.seed), load_model("tiny")
+    draw, model = random.Random(asked.seed), load_model(asked.model)
     soak, resident, opened = Soak(model, profile, asked.save), list[int](), list[tuple[int, int]]()
     while soak.chat.seen < asked.tokens:
         speed = soak.read(asked.every, draw)
@@ -168,7 +170,7 @@ def _run(asked: argparse.Namespace) -> None:
         )
     grown, allowed = resident[-1] - resident[0], _SLACK + _BYTES_A_ROW * soak.chat.seen
     print(f"memory: {grown / 2**20:,.0f} MiB more, allowed {allowed / 2**20:,.0f}")  # noqa: T201
-    ratio = _compared(soak, Soak(model, profile, asked.save))
+    ratio = _compared(soak, Soak(model, profile, asked.save), asked.pair_tokens)
     print(f"speed over that of a new conversation: {ratio:.3f}")  # noqa: T201
     is_slower = asked.recall == "off" and ratio < 1 / 1.05
     if grown > allowed or is_slower or opened[-1] != opened[0]:
