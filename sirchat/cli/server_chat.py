@@ -13,10 +13,10 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import SirchatError, UsageError, nearest
 from sirchat.ui.attaching import with_files
-from sirchat.ui.line_input import LineInput, line_input
 from sirchat.ui.prompt import Line
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.typed_input import LineInput, line_input
 
 _MEMORY = ("policy", "budget", "decay", "recall")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")

@@ -16,7 +16,7 @@ from sirchat.paths import open_private, sessions_dir, write_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.ui.line_input import Typed
+    from sirchat.ui.typed_input import Typed
 
 sessions_app = typer.Typer(
     add_completion=False,
@@ -229,7 +229,7 @@ def _typed_lines(messages: frozenset[str]) -> tuple["Typed | None", int]:
     """The input history, if there is one, and the number of its lines that are in `messages`."""
     if not paths.history_file().is_file():
         return None, 0
-    from sirchat.ui.line_input import input_history
+    from sirchat.ui.typed_input import input_history
 
     history = input_history(lambda complaint: None)
     return history, sum(line.strip() in messages for line in history.lines())

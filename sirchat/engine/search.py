@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import SearchResult, TurnRef
+from sirchat.memory.archive_search import ArchiveSearch, wants_index
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.ledger import Flag, Role, State
-from sirchat.memory.ranking import ArchiveSearch, wants_index
 from sirchat.memory.recall import retriever
 from sirchat.memory.recall.base import WordRetriever
 from sirchat.memory.retrieval import LayerQueries, Query, RecallSettings

@@ -114,7 +114,7 @@ class BoundedCache:
 
     @property
     def _tensors(self) -> list[CachedTensor]:
-        """The tensors of all layers with rows, in order: keys, then values of each layer."""
+        """The tensors of each layer that has rows, layer by layer: its keys, then its values."""
         return [tensor for layer in self.row_layers for tensor in layer.tensors]
 
     @property

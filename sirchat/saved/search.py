@@ -125,7 +125,7 @@ def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tup
 
 
 def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
-    """Split a line into matches and other text; the line begins a little before the first match."""
+    """Split a line into matches and other text; its start is cut off, except a little of it."""
     folded, origin = "", []
     for index, char in enumerate(line):
         letters = _folded(char)

@@ -31,7 +31,6 @@ from sirchat.ui.explaining import (
     show_why,
 )
 from sirchat.ui.exporting import copy_reply, export_chat
-from sirchat.ui.line_input import Typed
 from sirchat.ui.lists import draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
@@ -40,6 +39,7 @@ from sirchat.ui.switching import ModelSwitching, Switching
 from sirchat.ui.tables import draw_recalled, draw_recalled_turns, draw_tokens
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
+from sirchat.ui.typed_input import Typed
 
 _PREFIX = "do_"
 

@@ -11,10 +11,10 @@ from sirchat.chat.session import Session
 from sirchat.chat.words import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError, format_value
 from sirchat.ui.cells import drop_measured
-from sirchat.ui.line_input import Typed
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
+from sirchat.ui.typed_input import Typed
 
 _TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
 _SHOWN = 5

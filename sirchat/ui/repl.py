@@ -25,7 +25,6 @@ from sirchat.ui.commands import (
 )
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.line_input import Keyboard, LineInput
 from sirchat.ui.live import LiveView
 from sirchat.ui.picker import Draw
 from sirchat.ui.prompt import Line
@@ -34,6 +33,7 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.status_line import toolbar
 from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
+from sirchat.ui.typed_input import Keyboard, LineInput
 
 _LEAVING = ("exit", "quit", ":q", "bye")
 """Words that end other programs; when one is typed first, the chat asks whether to leave."""

@@ -27,12 +27,12 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import set_default
 from sirchat.errors import SettingError
 from sirchat.ui.attaching import complete_path, path_begun
-from sirchat.ui.line_input import line_input, prompt_output
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.picker import pressed
 from sirchat.ui.prompt import Prompt
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
+from sirchat.ui.typed_input import line_input, prompt_output
 
 if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.chat.events import Event

@@ -18,13 +18,13 @@ from sirchat.ui.commands import Action, Commands, Leave
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
-from sirchat.ui.line_input import InMemory, Keyboard, prompt_output
 from sirchat.ui.live import LiveView
 from sirchat.ui.progress import loading_bar
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.repl import stop_signal
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.typed_input import InMemory, Keyboard, prompt_output
 
 SETTINGS: Final[dict[str, Any]] = {
     "policy": "sink",
@@ -124,7 +124,7 @@ STEPS: Final = (
         (Effect("Anna", in_memory=True),),
     ),
     TutorialStep(
-        "More small talk. entropy, too, must now evict something.",
+        "More small talk. Now the policy entropy must evict something, too.",
         "What is the capital of Italy?",
         "The cat's name was evicted, too, but not Anna, which had surprised the model more.",
         (Effect("Anna", in_memory=True), Effect("Luna", in_memory=False)),

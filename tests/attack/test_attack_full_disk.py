@@ -31,7 +31,7 @@ from sirchat.saved import search_index
 from sirchat.saved.database import connect
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.line_input import input_history
+from sirchat.ui.typed_input import input_history
 
 _FAILS, _WORKS = "not saved now", "saved again"
 

@@ -35,7 +35,7 @@ from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import copy_session, find_session, list_sessions
 from sirchat.saved.store import SessionStore
-from sirchat.ui.line_input import input_history
+from sirchat.ui.typed_input import input_history
 
 pytestmark = pytest.mark.slow
 

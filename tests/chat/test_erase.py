@@ -16,7 +16,7 @@ from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
-from sirchat.ui.line_input import InMemory, input_history
+from sirchat.ui.typed_input import InMemory, input_history
 from terminal import Terminal
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sirchat.memory import index as index_module
-from sirchat.memory import ranking
+from sirchat.memory import archive_search
 from sirchat.memory.archive import Archive
+from sirchat.memory.archive_search import ArchiveSearch, Ranked
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.index import Index, IndexVectors
-from sirchat.memory.ranking import ArchiveSearch, Ranked
 from sirchat.memory.recall import retriever as retriever_called
 from sirchat.memory.retrieval import (
     Candidates,
@@ -108,8 +108,8 @@ def proposed(index: Index) -> list[int]:
 @pytest.fixture(autouse=True)
 def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small sample beside the proposed rows, so that the result depends on the proposed ones."""
-    monkeypatch.setattr(ranking, "SAMPLE", 500)
-    monkeypatch.setattr(ranking, "LOWEST_OF", (500, 500))
+    monkeypatch.setattr(archive_search, "SAMPLE", 500)
+    monkeypatch.setattr(archive_search, "LOWEST_OF", (500, 500))
 
 
 WEIGHTS: list[tuple[Weight, bool]] = [("surprisal", False), ("surprisal", True), ("none", False)]
@@ -186,8 +186,8 @@ def test_scores_are_softened_and_then_weighted(retriever: str) -> None:
 def test_proposed_rows_are_scored_exactly(
     retriever: str, soft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranking, "SAMPLE", 10_000)  # all rows are candidates
-    monkeypatch.setattr(ranking, "LOWEST_OF", (10_000, 10_000))
+    monkeypatch.setattr(archive_search, "SAMPLE", 10_000)  # all rows are candidates
+    monkeypatch.setattr(archive_search, "LOWEST_OF", (10_000, 10_000))
     archive, recall = filled(3000), RecallSettings(retriever, "surprisal", soft=soft, index="on")
     every = archive.positions
     exact = ArchiveSearch(archive, every, some_query(), recall, ROTATIONS, surprisal_of).all()

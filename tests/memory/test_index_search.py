@@ -18,9 +18,9 @@ from sirchat.chat.settings import build_cache_settings
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
-from sirchat.memory import ranking
+from sirchat.memory import archive_search
+from sirchat.memory.archive_search import wants_index
 from sirchat.memory.index import AUTO_INDEX_ROWS
-from sirchat.memory.ranking import wants_index
 from sirchat.memory.retrieval import RecallSettings
 
 pytest.importorskip("faiss")
@@ -31,13 +31,13 @@ RETRIEVERS: list[str] = ["attention", "mips", "cosine", "cosine-pairwise"]
 @pytest.fixture(autouse=True)
 def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small sample beside the proposed rows, so that the result depends on the proposed ones."""
-    monkeypatch.setattr(ranking, "SAMPLE", 500)
-    monkeypatch.setattr(ranking, "LOWEST_OF", (500, 500))
+    monkeypatch.setattr(archive_search, "SAMPLE", 500)
+    monkeypatch.setattr(archive_search, "LOWEST_OF", (500, 500))
 
 
 @pytest.mark.parametrize("retriever", RETRIEVERS)
 def test_a_search_by_index_changes_nothing(retriever: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "SAMPLE", 5)
+    monkeypatch.setattr(archive_search, "SAMPLE", 5)
     engine, model = talked(memory("entropy", retriever=retriever, index="on"))
     engine.contents.clear_reserve()
     before, rows = contents(engine), engine.ledger.rows()
@@ -51,7 +51,7 @@ def test_a_search_by_index_changes_nothing(retriever: str, monkeypatch: pytest.M
 
 
 def test_rows_held_again_or_undone_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "SAMPLE", 1)
+    monkeypatch.setattr(archive_search, "SAMPLE", 1)
     engine, model = talked(memory("sink", retriever="attention", index="on"))
     for turn in range(20, 24):
         checkpoint = engine.checkpoint()
@@ -88,7 +88,7 @@ def test_auto_uses_an_index_above_a_number_of_rows(monkeypatch: pytest.MonkeyPat
     assert not wants_index(replace(auto, scope="layer"), AUTO_INDEX_ROWS + 1)
     assert not wants_index(replace(auto, index="off"), AUTO_INDEX_ROWS + 1)
     assert wants_index(replace(auto, index="on"), 1)
-    monkeypatch.setattr(ranking, "is_available", lambda: False)
+    monkeypatch.setattr(archive_search, "is_available", lambda: False)
     assert not wants_index(auto, AUTO_INDEX_ROWS + 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from command import run
 from saved_chats import SAYINGS, Chat, saved
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.line_input import input_history
+from sirchat.ui.typed_input import input_history
 from terminal import Terminal
 
 

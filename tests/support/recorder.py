@@ -33,10 +33,10 @@ from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.line_input import InMemory
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_recalled, draw_token_ranks, draw_tokens
+from sirchat.ui.typed_input import InMemory
 
 SESSIONS = 60
 

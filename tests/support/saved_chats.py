@@ -20,10 +20,10 @@ from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.completion import SlashCompleter
-from sirchat.ui.line_input import InMemory
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching
+from sirchat.ui.typed_input import InMemory
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 8, "decay": 0.9}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(5)]

@@ -14,7 +14,7 @@ from saved_chats import Chat
 from sirchat.errors import UsageError
 from sirchat.paths import sessions_dir
 from sirchat.ui.commands import Commands
-from sirchat.ui.line_input import input_history
+from sirchat.ui.typed_input import input_history
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 from chatting import session
 from sirchat.ui.commands import Commands, Leave
 from sirchat.ui.explaining import GROUPS
-from sirchat.ui.line_input import InMemory
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.typed_input import InMemory
 from terminal import Shared, Terminal
 
 

@@ -17,7 +17,7 @@ from prompt_toolkit.input.vt100 import Vt100Input
 
 from sirchat.cli.chat import meanwhile
 from sirchat.ui.interrupt import interruptible_imports
-from sirchat.ui.line_input import Keyboard
+from sirchat.ui.typed_input import Keyboard
 from terminal import Terminal
 from warm_python import warm_python
 

@@ -244,7 +244,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time reading blocks of turns into a full cache; yield seconds per token, endlessly."""
+    """Measure reading turns into a full cache, block by block; yields seconds per token, forever."""
     engine, number = _engine(model, options), 0
 
     def read(count: int) -> None:

@@ -29,8 +29,8 @@ from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.training.rows import Renderer
 from sirchat.memory.archive import Archive
+from sirchat.memory.archive_search import ArchiveSearch, Ranked
 from sirchat.memory.index import SurprisalOf, is_available
-from sirchat.memory.ranking import ArchiveSearch, Ranked
 from sirchat.memory.recall import retriever, retriever_names
 from sirchat.memory.retrieval import Query, RecallSettings
 from sirchat.memory.segments import Positions, Rows

@@ -50,7 +50,7 @@ def repeat_claims(
         if which in ("", "all") or which.casefold() in f"{one.command} {one.place}".casefold()
     ]
     if not found:
-        raise UsageError(f"no document has a command with {which!r}", hint="sirchat bench claims")
+        raise UsageError(f"no README's command contains {which!r}", hint="sirchat bench claims")
 
     for claim in found:
         typer.echo(f"{claim.place}: {claim.command}")
@@ -81,7 +81,9 @@ def make_model(
     from sirchat.lab.bench.ratio import SHAPES
 
     if shape not in SHAPES:
-        raise UsageError(f"{shape!r} is not a shape", hint=f"the shapes are {', '.join(SHAPES)}")
+        raise UsageError(
+            f"unknown shape of a model {shape!r}", hint=f"the shapes are {', '.join(SHAPES)}"
+        )
     if path.exists():
         raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
     write_model(path, SHAPES[shape], type)

@@ -340,7 +340,7 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 
 
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
-    """A table by setting and retriever of the share of missing evidence that is restored."""
+    """A table of the share of missing evidence restored, for each setting and retriever."""
 
     def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (

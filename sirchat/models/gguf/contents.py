@@ -220,7 +220,7 @@ def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
 
 
 def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
-    """Add the settings of the rotation that tensors contain; returns False if not supported."""
+    """Add the RoPE settings that the file has as tensors; returns False if not supported."""
     tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
     if any(tensors.values()):
         for name, tensor in tensors.items():
