@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sirchat.memory import index as index_module
 from sirchat.memory import archive_search
+from sirchat.memory import index as index_module
 from sirchat.memory.archive import Archive
 from sirchat.memory.archive_search import ArchiveSearch, Ranked
 from sirchat.memory.cache_layers import LayerRotation

@@ -244,7 +244,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Measure reading turns into a full cache, block by block; yields seconds per token, forever."""
+    """Measure reading turns into a full cache; yields seconds per token of each block, forever."""
     engine, number = _engine(model, options), 0
 
     def read(count: int) -> None:
