@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from attacking import MANY
 from chatting import answer, session
 from families import HYBRIDS, build
 from sirchat.chat.events import Notice
@@ -34,7 +35,7 @@ from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 64, "recent": 8, "max_new_tokens": 3, "policy": "entropy"}
 SAYINGS = [f"{n} some words and {n * n} more of them" for n in range(4)]
-SEEDS = 1  # random sessions a model
+SEEDS = MANY or 1  # random sessions of each model
 KINDS = ("qwen3_next", "lfm2", "bamba", "falcon_h1")
 kinds = pytest.mark.parametrize("name", KINDS)
 fast = pytest.mark.parametrize("name", ["lfm2", "bamba"])
