@@ -21,7 +21,8 @@ from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.decoder_config import DecoderConfig
-from sirchat.models.gguf.architectures import ARCHITECTURES, Change
+from sirchat.models.gguf.architecture import Change
+from sirchat.models.gguf.architectures import ARCHITECTURES
 from sirchat.models.gguf.contents import Target, config_values, target_of
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.packed import (
