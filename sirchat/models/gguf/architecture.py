@@ -16,6 +16,7 @@ Change = Literal[
     "gate",
     "up",
     "down",
+    "gate and up",
     "qkv values",
     "value rows",
     "value columns",
@@ -27,6 +28,7 @@ Change = Literal[
 `query pairs`, `key pairs`: the rows of each head are in rotary pairs, not in two halves.
 `plus one`: 1 is added to the weights.
 `gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
+`gate and up`: the same, but the file joins them, too: the rows of gate, then those of up.
 `qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
 not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
 `minus exp`: the file stores -exp(x) for the weights x, in the order of `head rows`.

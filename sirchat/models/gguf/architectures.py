@@ -166,6 +166,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
         },
         outer=OUTER
         | {
@@ -180,6 +188,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.sliding_window": "sliding_window",
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
             "final_logit_softcapping": "final_logit_softcapping",
             "rope.freq_base": "rope_parameters.full_attention.rope_theta",
             "rope.freq_base_swa": "rope_parameters.sliding_attention.rope_theta",
@@ -201,6 +212,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_parameters.full_attention.rope_type": "proportional",
             "rope_parameters.sliding_attention.rope_type": "default",
         },
+        flags={"enable_moe_block": ".ffn_gate_inp.weight"},
+        changes={"ffn_gate_up_exps": "gate and up", "ffn_down_exps": "down"},
         varies_by_layer=True,
     ),
     "phi3": Architecture(

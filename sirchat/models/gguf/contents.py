@@ -158,6 +158,8 @@ _BY_LAYER = (
 )
 """Keys with a value for each layer, or one value for all layers with a sliding window."""
 
+_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+
 
 def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
     """Replace the lists of sizes by layer in `values`, as Gemma 4 has them.
@@ -195,6 +197,7 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
         (widths == wide or widths == [widths[0]] * layers)
         and counts == [near if one else counts[-1] for one in slides]
         and (near == counts[-1] or values["attention_k_eq_v"])
+        and ("blk.0.ffn_gate_inp.weight" not in file.tensors or all(map(said.get, _OF_EXPERTS)))
         and rotated == (whole, part)
         and _add_proportion(values, file, whole)
     )

@@ -185,7 +185,7 @@ class _Loader:
         target, change = target_of(name, self._file) or Target("")
         if not target:
             return
-        if change in _EXPERT_PARTS:
+        if change in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, change, tensor)
         elif self._stays_packed(target, tensor):
             wants_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
@@ -224,14 +224,18 @@ class _Loader:
         path = target.rpartition(".")[0]
         if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
             waiting = self._waiting[path]
-            waiting[part] = list(self._packed_experts(tensor))
+            if part == "gate and up":
+                both = list(self._packed_experts(tensor, 2))
+                waiting["gate"], waiting["up"] = both[::2], both[1::2]
+            else:
+                waiting[part] = list(self._packed_experts(tensor))
             if len(waiting) == len(_EXPERT_PARTS):
                 _replace_experts(self._module, path, self._waiting.pop(path))
             return
         weight, swaps = floats(tensor).to(self._dtype), self._swaps_experts
         if swaps and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
-        if part != "down":
+        if part in ("gate", "up"):
             waiting = self._waiting[target]
             waiting[part] = weight
             if len(waiting) < 2:
@@ -245,12 +249,14 @@ class _Loader:
     def _swaps_experts(self) -> bool:
         return ARCHITECTURES[self._file.architecture].swaps_experts
 
-    def _packed_experts(self, tensor: GgufTensor) -> Iterator[PackedLinear]:
+    def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
+        """Pack `parts` layers of each expert; the rows of its matrix are divided among them."""
+        rows = -(-tensor.shape[1] // parts) or 1
         for one in tensor.row_blocks(1):
-            matrix = GgufTensor(one.shape[1:], one.type, one.data)
-            packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
-            self._store.move(packed)
-            yield packed
+            for matrix in GgufTensor(one.shape[1:], one.type, one.data).row_blocks(rows):
+                packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
+                self._store.move(packed)
+                yield packed
 
     def _packed(
         self, tensor: GgufTensor, change: Change | None, wants_four: bool, is_alone: bool
@@ -354,8 +360,9 @@ def _may_have_four_bits(name: str) -> bool:
 def _can_pack_experts(name: str, file: GgufFile) -> bool:
     """Whether all matrices of the experts in the layer of the tensor `name` are in blocks."""
     layer = name.rpartition(".ffn_")[0]
-    parts = [file.tensors.get(f"{layer}.ffn_{one}_exps.weight") for one in _EXPERT_PARTS]
-    return all(one is not None and BLOCKS[one.type][1] > 1 for one in parts)
+    names = (f"{layer}.ffn_{one}_exps.weight" for one in (*_EXPERT_PARTS, "gate_up"))
+    parts = [file.tensors[one] for one in names if one in file.tensors]
+    return all(BLOCKS[one.type][1] > 1 for one in parts)
 
 
 def _most_packed(file: GgufFile) -> int:
