@@ -84,6 +84,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCABULARY,
 }
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
@@ -131,9 +132,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {
             **_GEMMA4,
             "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
             "enable_moe_block": True,
             "num_experts": 4,
-            "top_k_experts": 2,
+            "top_k_experts": 3,
             "moe_intermediate_size": 64,
         },
     ),
@@ -180,6 +185,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     ),
+    "falcon-7b": ("falcon", "falcon", {"num_attention_heads": 6, "hidden_size": 96}),
+    "falcon-40b": ("falcon", "falcon", _FALCON),
+    "falcon-one-norm": ("falcon", "falcon", {**_FALCON, "num_ln_in_parallel_attn": 1}),
+    "falcon-one-key-head": ("falcon", "falcon", {**_FALCON, "num_kv_heads": 1}),
 }
 """For each case: the architecture, the model type in transformers, and config values."""
 
@@ -302,6 +311,10 @@ def _parts(
         places = rows.transpose(1, 2).reshape(places.shape)
     if "conv.conv" in name or "conv1d" in name:
         places = places[:, 0]
+    if "query_key_value" in name and config.new_decoder_architecture:
+        groups = places.view(config.num_kv_heads, -1, config.head_dim, *places.shape[1:])
+        parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
+        places = torch.cat([part.flatten(0, 2) for part in parts])
     if "linear_attn" in name:
         places = _tiled(name, places, config)
     yield name, places

@@ -13,6 +13,9 @@ import torch
 def add_settings(writer: Any, module: Any, architecture: str) -> None:
     """Write the sizes and settings of a model."""
     config: Any = module.config
+    if architecture == "falcon":
+        _add_settings_of_falcon(writer, config)
+        return
     inner: Any = getattr(config, "intermediate_size", None)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -91,6 +94,18 @@ def add_settings(writer: Any, module: Any, architecture: str) -> None:
         writer.add_expert_feed_forward_length(inner)
     if architecture in ("qwen2moe", "qwen35moe"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_settings_of_falcon(writer: Any, config: Any) -> None:
+    has_one_key_head = config.multi_query and not config.new_decoder_architecture
+    writer.add_context_length(2048)
+    writer.add_tensor_data_layout("jploski")
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(4 * config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(1 if has_one_key_head else config.num_kv_heads)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
 
 
 def _add_settings_by_layer(writer: Any, config: Any) -> None:

@@ -17,6 +17,7 @@ Change = Literal[
     "up",
     "down",
     "gate and up",
+    "qkv heads",
     "qkv values",
     "value rows",
     "value columns",
@@ -29,6 +30,8 @@ Change = Literal[
 `plus one`: 1 is added to the weights.
 `gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
 `gate and up`: the same, but the file joins them, too: the rows of gate, then those of up.
+`qkv heads`: the rows are those of all query heads, all key heads, all value heads; in transformers,
+each key head, then its value head, follow the query heads that share it.
 `qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
 not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
 `minus exp`: the file stores -exp(x) for the weights x, in the order of `head rows`.
@@ -64,10 +67,13 @@ class Architecture:
         layer: for the name of each part of a layer in the file, its name in transformers. `.weight`
             or `.bias` is added to both names, unless the key is a tensor's whole name.
         outer: names like those of `layer`, for the parts outside the layers.
+        layers: the path of the layers in transformers.
+        of_two_norms: names instead of those of `layer`, in a file whose layers have two norms, one
+            before attention and one before the feed-forward part.
         sizes: by key of the header, the name of the config value, in addition to `SIZES`; `a.b` is
             the value b in the config's object a.
-        texts: by key of the header whose value is a text, the name of the config value, and the
-            texts that are supported.
+        texts: by key of the header whose value is a text, the name of the config value (empty if
+            there is none), and the texts that are supported.
         ratios: by name of a config value, two keys of the header; the config value is the first
             one's value divided by the second one's.
         lists: by name of a tensor that has no weights, but numbers for the config: the name of the
@@ -88,6 +94,9 @@ class Architecture:
         varies_by_layer: whether layers with a sliding window have other sizes than those without.
             Then the file lists the sizes of each layer, and some layers use the keys and values of
             others.
+        has_head_dim: whether the config has a `head_dim`; otherwise it is the average size.
+        refusal: a hint for files with other tensors or settings, which transformers does not read
+            right; empty if such files are left to it.
         wide_layers: a model with this number of layers scales attention by the average size of a
             head, not by `head_dim`; 0 if the file or config gives the scale.
         swaps_experts: whether, in transformers, the experts' matrices are transposed, and the rows
@@ -97,6 +106,8 @@ class Architecture:
     model_type: str
     layer: dict[str, str]
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    layers: str = "model.layers"
+    of_two_norms: Mapping[str, str] = field(default_factory=dict)
     sizes: dict[str, str] = field(default_factory=dict)
     texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -111,5 +122,7 @@ class Architecture:
     part_rotates: bool = False
     state_kind: str = ""
     varies_by_layer: bool = False
+    has_head_dim: bool = True
+    refusal: str = ""
     wide_layers: int = 0
     swaps_experts: bool = False

@@ -354,5 +354,33 @@ ARCHITECTURES: dict[str, Architecture] = {
         flags={"conv_bias": ".shortconv.in_proj.bias"},
         state_kind="conv",
     ),
+    "falcon": Architecture(
+        "falcon",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv.weight": "self_attention.query_key_value.weight",
+            "attn_output.weight": "self_attention.dense.weight",
+            "ffn_up.weight": "mlp.dense_h_to_4h.weight",
+            "ffn_down.weight": "mlp.dense_4h_to_h.weight",
+        },
+        outer={
+            "token_embd": "transformer.word_embeddings",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layers="transformer.h",
+        of_two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+        sizes={
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count_kv": "num_kv_heads",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        texts={"tensor_data_layout": ("", ("jploski",))},
+        needed=("tensor_data_layout", "attention.head_count_kv", "attention.layer_norm_epsilon"),
+        fixed={"alibi": False, "bias": False, "multi_query": True, "parallel_attn": True},
+        changes={"attn_qkv": "qkv heads"},
+        has_head_dim=False,
+        refusal="Falcon is read with rotary positions and without biases, not with ALiBi",
+    ),
 }
 """The architectures that are read here, by their names in GGUF files."""

@@ -313,8 +313,9 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
             f"the GGUF file lacks weights of some of its {layers} layers",
             hint="the file may be incomplete",
         )
-    columns = (values.get("num_attention_heads") or 0) * (values.get("head_dim") or 0)
-    if embedding.shape != (values["vocab_size"], hidden) or output.shape != (hidden, columns):
+    heads = values.get("num_attention_heads") or 0
+    size = values.get("head_dim", hidden // heads if hidden and heads else 0)
+    if embedding.shape != (values["vocab_size"], hidden) or output.shape != (hidden, heads * size):
         raise ModelError("the sizes of the GGUF file's weights do not match its header")
 
 
@@ -336,6 +337,12 @@ def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) 
         return _grouped(weight.neg().log(), values)
     if change in ("value rows", "head rows"):
         return _grouped(weight, values)
+    if change == "qkv heads":
+        groups, heads = values["num_kv_heads"], values["num_attention_heads"]
+        rows = weight.view(heads + 2 * groups, -1, *weight.shape[1:])  # [H + 2 G, D, ...]
+        query = rows[:heads].view(groups, -1, *rows.shape[1:])  # [G, H / G, D, ...]
+        key, value = rows[heads:].view(2, groups, 1, *rows.shape[1:])  # [G, 1, D, ...] each
+        return torch.cat((query, key, value), 1).reshape(weight.shape)
     if change == "qkv values":
         start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
         return torch.cat((weight[:start], _grouped(weight[start:], values)))
