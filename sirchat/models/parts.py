@@ -16,7 +16,7 @@ from torch import nn
 
 from sirchat.models.decoder import Decoder
 from sirchat.models.decoder_config import ConfigValues, DecoderConfig
-from sirchat.models.gguf.contents import has_blocks, is_supported
+from sirchat.models.gguf.contents import has_blocks, is_supported, refuse_misread
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.hub import only_cached
 from sirchat.models.placement import Spread
@@ -97,6 +97,7 @@ def gguf_parts(
     from sirchat.models.gguf import loading, vocabulary
 
     if not is_supported(file):
+        refuse_misread(file)
         return None
     packs = spread is None and (has_blocks(file) if packs is None else packs)
     is_hubs = for_hub or device.type != "cpu"

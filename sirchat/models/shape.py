@@ -21,7 +21,7 @@ from typing import Any
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.gguf.architectures import ARCHITECTURES
-from sirchat.models.gguf.contents import has_blocks, is_supported
+from sirchat.models.gguf.contents import expands_keys, has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 
 _MOST = 1 << 32  # larger numbers count as invalid
@@ -171,7 +171,9 @@ def _row_elements(config: Mapping[str, Any]) -> _Elements:
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
-    if config.get("multi_query") is True and config.get("new_decoder_architecture") is not True:
+    if config.get("new_decoder_architecture") is True:  # Falcon: the cache has one for each head
+        return heads
+    if config.get("multi_query") is True:
         return 1
     given = (_whole(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
     return next((one for one in given if one), heads)
@@ -197,6 +199,8 @@ def _gguf_row_elements(file: GgufFile) -> _Elements:
     key = _whole(said("attention.key_length")) or usual
     value = _whole(said("attention.value_length")) or usual
     counts = _key_heads(said)
+    if counts and of_queries and expands_keys(file):
+        counts = [of_queries] * len(counts)
     if counts is None or key is None or value is None:
         return None, None
     near_key = _whole(said("attention.key_length_swa")) or key

@@ -16,7 +16,7 @@ from gguf_tokens import add_byte_pairs, add_sentence_pieces  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models.fit import fit_of, stored_weights  # noqa: E402
-from sirchat.models.gguf.contents import is_supported  # noqa: E402
+from sirchat.models.gguf.contents import is_supported, refuse_misread  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.loading import load_module  # noqa: E402
 from sirchat.models.gguf.vocabulary import load_tokenizer  # noqa: E402
@@ -31,14 +31,18 @@ SIZED = [
     "gemma3",
     "gemma4",
     "gemma4-wide",
+    "gemma4-experts",
     "phi3-long",
     "smollm3",
     "qwen3moe",
     "gpt-oss",
     "qwen35",
     "lfm2",
+    "falcon-7b",
+    "falcon-40b",
+    "falcon-one-key-head",
 ]
-EXPERTS = ["qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
+EXPERTS = ["gemma4-experts", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
 
 
 def floats_only(name: str, shape: tuple[int, ...]) -> str:
@@ -110,6 +114,7 @@ def test_matrices_of_few_bits_stay_packed_and_are_those_of_the_file(
 ) -> None:
     module = random_model(case).requires_grad_(False)
     linear = {n for n, one in module.named_modules() if isinstance(one, torch.nn.Linear)}
+    linear = {name for name in linear if not name.endswith("router.proj")}  # it chooses experts
     path = write_model(tmp_path / "model.gguf", module, case, few_bits)
     found = load_model(str(path), device="cpu", quantize="packed").module
     packed = {n: one for n, one in found.named_modules() if isinstance(one, PackedLinear)}
@@ -222,6 +227,7 @@ def test_experts_of_the_file_that_are_missing_are_named(tmp_path: Path) -> None:
     [
         ("gemma2", "gemma2.final_logit_softcapping", None),
         ("gemma3-long", "gemma3.rope.scaling.type", "yarn"),
+        ("gemma4-experts", "gemma4.expert_used_count", None),
         ("granite", "granite.rope.dimension_count", 8),
         ("olmo2", "olmo2.attention.sliding_window", 64),
         ("qwen2moe", "qwen2moe.expert_feed_forward_length", None),
@@ -237,6 +243,28 @@ def test_settings_that_are_missing_or_unknown_leave_a_file_to_transformers(
     others = {name: one for name, one in file.metadata.items() if name != key}
     more = {} if value is None else {key: value}
     assert not is_supported(GgufFile(others | more, file.tensors))
+
+
+def test_a_file_of_falcon_with_biases_which_transformers_would_leave_out_is_refused(
+    tmp_path: Path,
+) -> None:
+    module = random_model("falcon-7b", alibi=True, bias=True)
+    path = write_model(tmp_path / "model.gguf", module, "falcon-7b", floats_only)
+    with pytest.raises(ModelError, match=r"has blk\.0\.attn_qkv\.bias not known here"):
+        load_model(str(path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tensor_data_layout", "other"), ("attention.head_count_kv", 4)]
+)
+def test_a_file_of_falcon_with_settings_that_are_not_known_is_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("falcon-7b"), "falcon-7b", few_bits)
+    file = parse_gguf(path)
+    refuse_misread(file)
+    with pytest.raises(ModelError, match="has settings not known here"):
+        refuse_misread(GgufFile({**file.metadata, f"falcon.{key}": value}, file.tensors))
 
 
 @pytest.mark.parametrize("case", SIZED)
@@ -312,6 +340,7 @@ def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
         ("gpt-4o", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
         ("lfm2", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
         ("qwen2", ["1", "2", "3", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        ("falcon", ["123", "4"], ["(", "hello"], ["Ġ", "Ġ", "1"]),
         ("refact", ["1", "2", "3", "4"], ["(", "hello"], ["ĠĠ", "1"]),
         ("smollm", ["1", "2", "3", "4"], ["(", "hello"], ["ĠĠ", "1"]),
     ],

@@ -43,6 +43,14 @@ def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: 
     assert cache_bytes(shape, Profile(device="cpu"), 24) == cache.nbytes
 
 
+def test_falcon_with_grouped_heads_caches_keys_for_every_query_head(tmp_path: Path) -> None:
+    module = build("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2})
+    module.config.save_pretrained(tmp_path)
+    cache = (model := wrap_model("falcon", module, None)).new_cache(24)
+    model.forward([1], cache)
+    assert cache_bytes(shape_of_folder(tmp_path), Profile(device="cpu"), 24) == cache.nbytes
+
+
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_the_size_of_a_hybrid_model_counts_its_attention_layers(name: str, tmp_path: Path) -> None:
     module = build(name, HYBRIDS[name])

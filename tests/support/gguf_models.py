@@ -6,7 +6,6 @@ weights are changed is written down here a second time, apart from the code that
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from gguf_settings import add_settings, rotation_factors
 from gguf_tokens import add_byte_pairs, add_sentence_pieces
 
 VOCABULARY = 320
@@ -84,6 +84,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCABULARY,
 }
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
+_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
@@ -123,6 +124,22 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4",
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 64,
         },
     ),
     "phi3": ("phi3", "phi3", {"sliding_window": 8}),
@@ -168,6 +185,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
     ),
+    "falcon-7b": ("falcon", "falcon", {"num_attention_heads": 6, "hidden_size": 96}),
+    "falcon-40b": ("falcon", "falcon", _FALCON),
+    "falcon-one-norm": ("falcon", "falcon", {**_FALCON, "num_ln_in_parallel_attn": 1}),
+    "falcon-one-key-head": ("falcon", "falcon", {**_FALCON, "num_kv_heads": 1}),
 }
 """For each case: the architecture, the model type in transformers, and config values."""
 
@@ -200,7 +221,7 @@ def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
     """
     architecture = MODELS[case][0]
     writer = gguf.GGUFWriter(path, architecture)
-    _add_settings(writer, module, architecture)
+    add_settings(writer, module, architecture)
     if architecture in ("gemma2", "gemma3", "phi3", "gemma4"):
         add_sentence_pieces(writer, VOCABULARY)
     else:
@@ -215,7 +236,7 @@ def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
         stored = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind)))
         stored = (-stored).log() if piece.is_exponential else stored
         flat[piece.places] = stored.view(values.shape) - piece.added
-    for name, factors in _factors(module):
+    for name, factors in rotation_factors(module):
         writer.add_tensor(name, np.array(factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -247,7 +268,7 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
             continue
         places = torch.arange(parameter.numel()).view(parameter.shape)
         for name, some in _parts(full, places, architecture, config):
-            stem = re.sub(r"\.(weight|bias)$", "", name := _renamed(name))
+            stem = re.sub(r"\.(weight|bias|scale)$", "", name := _renamed(name))
             found = names.get_name(stem)
             assert found is not None, full
             is_more = full.endswith("norm.weight") and architecture.startswith(
@@ -261,6 +282,8 @@ def _pieces(module: Any, architecture: str) -> Iterator[_Piece]:
 def _renamed(name: str) -> str:
     """The name that the converter gives to a parameter before it looks up the GGUF name."""
     name = name.replace("layer_scalar", "layer_scalar.weight")
+    name = name.replace("router.scale", "router.proj.scale")
+    name = name.replace("router.per_expert_scale", "experts.down_proj.scale")
     return name.replace("sinks", "sinks.weight").replace("dt_bias", "dt_proj.bias")
 
 
@@ -272,7 +295,7 @@ def _parts(
         name = name.removesuffix("_bias") + (".bias" if name.endswith("_bias") else ".weight")
         if architecture == "gpt-oss" and places.ndim == 3:
             places = places.mT
-        if "gate_up" not in name:
+        if "gate_up" not in name or architecture == "gemma4":
             yield name, places
         elif architecture == "gpt-oss":
             yield name.replace("gate_up", "gate"), places[:, ::2]
@@ -288,6 +311,10 @@ def _parts(
         places = rows.transpose(1, 2).reshape(places.shape)
     if "conv.conv" in name or "conv1d" in name:
         places = places[:, 0]
+    if "query_key_value" in name and config.new_decoder_architecture:
+        groups = places.view(config.num_kv_heads, -1, config.head_dim, *places.shape[1:])
+        parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
+        places = torch.cat([part.flatten(0, 2) for part in parts])
     if "linear_attn" in name:
         places = _tiled(name, places, config)
     yield name, places
@@ -309,121 +336,6 @@ def _tiled(name: str, places: Tensor, config: Any) -> Tensor:
         before = 2 * keys * config.linear_key_head_dim
         return torch.cat((places[:before], places[before:][rows]))
     return places
-
-
-def _add_settings(writer: Any, module: Any, architecture: str) -> None:
-    config: Any = module.config
-    inner: Any = getattr(config, "intermediate_size", None)
-    rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
-    size = 0
-    if architecture != "gemma4":  # its layers differ
-        size = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
-    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
-    kv_heads: Any = 0 if architecture == "gemma4" else config.num_key_value_heads
-    if architecture == "lfm2":
-        kv_heads = [0 if kind == "conv" else kv_heads for kind in config.layer_types]
-        writer.add_shortconv_l_cache(config.conv_L_cache)
-        inner = module.model.layers[0].feed_forward.w1.out_features
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    if architecture == "gemma4":
-        by_layer = [config.per_layer_config[at] for at in range(len(slides))]
-        kv_heads = [one.num_key_value_heads for one in by_layer]
-        shared = len(slides) - config.num_kv_shared_layers
-        is_wide = config.use_double_wide_mlp
-        inner = [2 * inner if is_wide and at >= shared else inner for at in range(len(slides))]
-        inner = inner if is_wide else inner[0]
-    if inner is not None:
-        writer.add_feed_forward_length(inner)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
-    if architecture != "gemma2":
-        writer.add_rope_freq_base(rope["rope_theta"])
-    if architecture == "gemma4":
-        _add_settings_by_layer(writer, config)
-    elif "head_dim" in config.to_dict():
-        writer.add_key_length(size)
-        writer.add_value_length(size)
-    if architecture in ("llama", "smollm3", "granite", "phi3", "glm4", "qwen35", "qwen35moe"):
-        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
-    if architecture in ("llama", "smollm3", "granite", "lfm2"):
-        writer.add_vocab_size(config.vocab_size)
-    if architecture in ("gemma2", "gemma3", "gemma4", "phi3", "gpt-oss"):
-        writer.add_sliding_window(config.sliding_window or 0)
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if architecture == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    if rope["rope_type"] == "longrope":
-        scale = config.max_position_embeddings / config.original_max_position_embeddings
-        by = math.log(scale) / math.log(config.original_max_position_embeddings)
-        writer.add_rope_scaling_attn_factors(math.sqrt(1 + by))
-    if architecture == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if architecture.startswith("qwen35"):
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-        writer.add_full_attention_interval(4)
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
-    if architecture == "granite":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
-        inner = getattr(config, "moe_intermediate_size", inner)
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(inner)
-    if architecture in ("qwen2moe", "qwen35moe"):
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-
-
-def _add_settings_by_layer(writer: Any, config: Any) -> None:
-    sliding = [kind == "sliding_attention" for kind in config.layer_types]
-    whole = config.per_layer_config["full_attention"].head_dim
-    writer.add_key_length(whole)
-    writer.add_value_length(whole)
-    part = config.per_layer_config["sliding_attention"].head_dim
-    writer.add_key_length_swa(part)
-    writer.add_value_length_swa(part)
-    writer.add_rope_dimension_count(whole)
-    writer.add_rope_dimension_count_swa(part)
-    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-    writer.add_sliding_window_pattern(sliding)
-    writer.add_shared_kv_layers(config.num_kv_shared_layers)
-    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
-    if config.final_logit_softcapping:
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-
-
-def _factors(module: Any) -> Iterator[tuple[str, list[float]]]:
-    """By what the frequencies of the rotation are divided."""
-    rope = module.config.rope_parameters
-    for name in ("long", "short"):
-        if f"{name}_factor" in rope:
-            yield f"rope_factors_{name}.weight", rope[f"{name}_factor"]
-    if module.config.model_type == "gemma4_text":
-        half = module.config.per_layer_config["full_attention"].head_dim // 2
-        count = int(half * rope["full_attention"]["partial_rotary_factor"])
-        yield "rope_freqs.weight", [1.0] * count + [1e30] * (half - count)
-    if rope.get("rope_type") == "llama3":
-        size = module.config.head_dim
-        plain = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2) / size)
-        yield "rope_freqs.weight", (plain / module.model.rotary_emb.inv_freq).tolist()
 
 
 _HALVES = {

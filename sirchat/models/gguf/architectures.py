@@ -7,51 +7,10 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
-Change = Literal[
-    "query pairs",
-    "key pairs",
-    "plus one",
-    "gate",
-    "up",
-    "down",
-    "qkv values",
-    "value rows",
-    "value columns",
-    "head rows",
-    "minus exp",
-]
-"""The change that the converter makes to a tensor, and that loading undoes.
+from sirchat.models.gguf.architecture import OUTER, Architecture, Change
 
-`query pairs`, `key pairs`: the rows of each head are in rotary pairs, not in two halves.
-`plus one`: 1 is added to the weights.
-`gate`, `up`, `down`: the experts' matrices are stacked; transformers joins gate and up.
-`qkv values`, `value rows`, `value columns`, `head rows`: the value heads that share a key head are
-not neighbours; they lie in the last rows, the rows, the columns, or have one row each.
-`minus exp`: the file stores -exp(x) for the weights x, in the order of `head rows`.
-"""
-
-SIZES = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
-}
-"""Settings of every architecture: the config value for each key."""
-
-MEANS_NOTHING = ("attention.value_length", "expert_count")
-"""Keys that are ignored, unless an architecture has a config value for them."""
-
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -107,67 +66,6 @@ _MOE_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How a GGUF file of one architecture is read.
-
-    Attributes:
-        model_type: the name of the same architecture in transformers.
-        layer: for the name of each part of a layer in the file, its name in transformers. `.weight`
-            or `.bias` is added to both names, unless the key is a tensor's whole name.
-        outer: names like those of `layer`, for the parts outside the layers.
-        sizes: by key of the header, the name of the config value, in addition to `SIZES`; `a.b` is
-            the value b in the config's object a.
-        texts: by key of the header whose value is a text, the name of the config value, and the
-            texts that are supported.
-        ratios: by name of a config value, two keys of the header; the config value is the first
-            one's value divided by the second one's.
-        lists: by name of a tensor that has no weights, but numbers for the config: the name of the
-            config value.
-        slowed: the name of the tensor by which the frequencies of the rotation are divided, as in
-            Llama 3.1.
-        ignored: keys of the header that do not matter for a model of text.
-        needed: keys of the header that must be there; a file without them is left to transformers.
-        fixed: config values that are not in the header, but the same for all models.
-        flags: by name of a config value, the end of a tensor's name; the value says whether such a
-            tensor exists.
-        changes: for each part whose weights the converter changes, what it does; see `Change`.
-        extra_layers: the key with the number of layers at the end that predict further tokens
-            (multi-token prediction); these layers are not read.
-        part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
-        state_kind: the kind of the layers without key heads, in a file that lists the number of key
-            heads of each layer.
-        varies_by_layer: whether layers with a sliding window have other sizes than those without.
-            Then the file lists the sizes of each layer, and some layers use the keys and values of
-            others.
-        wide_layers: a model with this number of layers scales attention by the average size of a
-            head, not by `head_dim`; 0 if the file or config gives the scale.
-        swaps_experts: whether, in transformers, the experts' matrices are transposed, and the rows
-            of gate and up alternate.
-    """
-
-    model_type: str
-    layer: dict[str, str]
-    outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
-    sizes: dict[str, str] = field(default_factory=dict)
-    texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    lists: Mapping[str, str] = field(default_factory=dict)
-    slowed: str = ""
-    ignored: tuple[str, ...] = ()
-    needed: tuple[str, ...] = ()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    flags: Mapping[str, str] = field(default_factory=dict)
-    changes: dict[str, Change] = field(default_factory=dict)
-    extra_layers: str = ""
-    part_rotates: bool = False
-    state_kind: str = ""
-    varies_by_layer: bool = False
-    wide_layers: int = 0
-    swaps_experts: bool = False
-
 
 _DENSE = _NORMS | _ATTENTION | _GATED
 _QWEN35 = Architecture(
@@ -268,8 +166,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+            "ffn_down_exps.scale": "router.per_expert_scale",
         },
-        outer=_OUTER
+        outer=OUTER
         | {
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
@@ -282,6 +188,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.sliding_window": "sliding_window",
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
             "final_logit_softcapping": "final_logit_softcapping",
             "rope.freq_base": "rope_parameters.full_attention.rope_theta",
             "rope.freq_base_swa": "rope_parameters.sliding_attention.rope_theta",
@@ -303,6 +212,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope_parameters.full_attention.rope_type": "proportional",
             "rope_parameters.sliding_attention.rope_type": "default",
         },
+        flags={"enable_moe_block": ".ffn_gate_inp.weight"},
+        changes={"ffn_gate_up_exps": "gate and up", "ffn_down_exps": "down"},
         varies_by_layer=True,
     ),
     "phi3": Architecture(
@@ -442,6 +353,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"block_auto_adjust_ff_dim": False},
         flags={"conv_bias": ".shortconv.in_proj.bias"},
         state_kind="conv",
+    ),
+    "falcon": Architecture(
+        "falcon",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv.weight": "self_attention.query_key_value.weight",
+            "attn_output.weight": "self_attention.dense.weight",
+            "ffn_up.weight": "mlp.dense_h_to_4h.weight",
+            "ffn_down.weight": "mlp.dense_4h_to_h.weight",
+        },
+        outer={
+            "token_embd": "transformer.word_embeddings",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layers="transformer.h",
+        of_two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+        sizes={
+            "feed_forward_length": "ffn_hidden_size",
+            "attention.head_count_kv": "num_kv_heads",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        texts={"tensor_data_layout": ("", ("jploski",))},
+        needed=("tensor_data_layout", "attention.head_count_kv", "attention.layer_norm_epsilon"),
+        fixed={"alibi": False, "bias": False, "multi_query": True, "parallel_attn": True},
+        changes={"attn_qkv": "qkv heads"},
+        has_head_dim=False,
+        refusal="Falcon is read with rotary positions and without biases, not with ALiBi",
     ),
 }
 """The architectures that are read here, by their names in GGUF files."""

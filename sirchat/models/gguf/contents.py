@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.models.gguf.architectures import (
-    ARCHITECTURES,
-    MEANS_NOTHING,
-    SIZES,
-    Architecture,
-    Change,
-)
+from sirchat.errors import ModelError
+from sirchat.models.gguf.architecture import MEANS_NOTHING, SIZES, Architecture, Change
+from sirchat.models.gguf.architectures import ARCHITECTURES
 from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
@@ -46,6 +42,19 @@ def is_supported(file: GgufFile) -> bool:
     )
 
 
+def refuse_misread(file: GgufFile) -> None:
+    """Raise ModelError for a file with unknown tensors or settings that transformers misreads."""
+    known = ARCHITECTURES.get(file.architecture)
+    if known is None or not known.refusal:
+        return
+    unknown = next((name for name in file.tensors if target_of(name, file) is None), "")
+    if unknown or config_values(file) is None:
+        raise ModelError(
+            f"this GGUF file of {file.architecture} has {unknown or 'settings'} not known here",
+            hint=known.refusal,
+        )
+
+
 def has_blocks(file: GgufFile) -> bool:
     """Whether any weights of the file are stored in blocks of few bits, not as plain floats."""
     return any(BLOCKS[one.type][1] > 1 for one in file.tensors.values())
@@ -66,6 +75,11 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
         is_understood = _add_head_size(values, said, known)
     if not is_understood or not _add_rotation(values, file, known):
         return None
+    if known.of_two_norms:
+        if values.get("num_attention_heads", 0) % values["num_kv_heads"]:
+            return None
+        values["num_ln_in_parallel_attn"] = 2 if _has_two_norms(file) else 1
+        values["new_decoder_architecture"] = expands_keys(file)
     values.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     for config_name, end in known.flags.items():
@@ -94,7 +108,8 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
             name, understood = known.texts[key]
             if value not in understood:
                 return False
-            values[name] = value
+            if name:
+                values[name] = value
         elif key == "attention.head_count_kv" and known.state_kind and isinstance(value, list):
             if not value or not all(isinstance(one, int) and 0 <= one < _MOST for one in value):
                 return False
@@ -116,6 +131,21 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
         values[name] = said[whole] // said[part]
     values["num_hidden_layers"] = _count_layers(said, known)
     return True
+
+
+def _has_two_norms(file: GgufFile) -> bool:
+    return "blk.0.attn_norm_2.weight" in file.tensors
+
+
+def expands_keys(file: GgufFile) -> bool:
+    """Whether the model caches keys and values for each query head, though they share them.
+
+    So do the larger forms of Falcon in transformers.
+    """
+    known = ARCHITECTURES.get(file.architecture)
+    if known is None or not known.of_two_norms:
+        return False
+    return _has_two_norms(file) or _said(file).get("attention.head_count_kv") != 1
 
 
 def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
@@ -149,6 +179,9 @@ def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Archi
         return False
     if known.part_rotates:
         values["partial_rotary_factor"] = (rotated or size) / size
+    if not known.has_head_dim:
+        del values["head_dim"]
+        return bool(size == average)
     if known.wide_layers:
         is_wide = values.get("num_hidden_layers") == known.wide_layers
         values["query_pre_attn_scalar"] = average if is_wide else size
@@ -162,6 +195,8 @@ _BY_LAYER = (
     "rope.dimension_count_swa",
 )
 """Keys with a value for each layer, or one value for all layers with a sliding window."""
+
+_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
 def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
@@ -200,6 +235,7 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
         (widths == wide or widths == [widths[0]] * layers)
         and counts == [near if one else counts[-1] for one in slides]
         and (near == counts[-1] or values["attention_k_eq_v"])
+        and ("blk.0.ffn_gate_inp.weight" not in file.tensors or all(map(said.get, _OF_EXPERTS)))
         and rotated == (whole, part)
         and _add_proportion(values, file, whole)
     )
@@ -286,6 +322,8 @@ def target_of(name: str, file: GgufFile) -> Target | None:
             return Target("")  # it uses the keys and values of another layer
     rest = name[found.end() :] if found else name
     names = known.layer if found else known.outer
+    if found and known.of_two_norms and _has_two_norms(file):
+        names = {**names, **known.of_two_norms}
     part, dot, kind = rest.rpartition(".")
     inner = names.get(rest)
     if inner == "":
@@ -295,4 +333,4 @@ def target_of(name: str, file: GgufFile) -> Target | None:
     if inner is None:
         return None
     change = known.changes.get(part if dot else rest)
-    return Target(f"model.layers.{found[1]}.{inner}" if found else inner, change)
+    return Target(f"{known.layers}.{found[1]}.{inner}" if found else inner, change)

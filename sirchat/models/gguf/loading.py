@@ -21,7 +21,8 @@ from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
 from sirchat.models.decoder import Decoder
 from sirchat.models.decoder_config import DecoderConfig
-from sirchat.models.gguf.architectures import ARCHITECTURES, Change
+from sirchat.models.gguf.architecture import Change
+from sirchat.models.gguf.architectures import ARCHITECTURES
 from sirchat.models.gguf.contents import Target, config_values, target_of
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.packed import (
@@ -184,7 +185,7 @@ class _Loader:
         target, change = target_of(name, self._file) or Target("")
         if not target:
             return
-        if change in _EXPERT_PARTS:
+        if change in (*_EXPERT_PARTS, "gate and up"):
             self._add_experts(name, target, change, tensor)
         elif self._stays_packed(target, tensor):
             wants_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
@@ -223,14 +224,18 @@ class _Loader:
         path = target.rpartition(".")[0]
         if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
             waiting = self._waiting[path]
-            waiting[part] = list(self._packed_experts(tensor))
+            if part == "gate and up":
+                both = list(self._packed_experts(tensor, 2))
+                waiting["gate"], waiting["up"] = both[::2], both[1::2]
+            else:
+                waiting[part] = list(self._packed_experts(tensor))
             if len(waiting) == len(_EXPERT_PARTS):
                 _replace_experts(self._module, path, self._waiting.pop(path))
             return
         weight, swaps = floats(tensor).to(self._dtype), self._swaps_experts
         if swaps and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
-        if part != "down":
+        if part in ("gate", "up"):
             waiting = self._waiting[target]
             waiting[part] = weight
             if len(waiting) < 2:
@@ -244,12 +249,14 @@ class _Loader:
     def _swaps_experts(self) -> bool:
         return ARCHITECTURES[self._file.architecture].swaps_experts
 
-    def _packed_experts(self, tensor: GgufTensor) -> Iterator[PackedLinear]:
+    def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
+        """Pack `parts` layers of each expert; the rows of its matrix are divided among them."""
+        rows = -(-tensor.shape[1] // parts) or 1
         for one in tensor.row_blocks(1):
-            matrix = GgufTensor(one.shape[1:], one.type, one.data)
-            packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
-            self._store.move(packed)
-            yield packed
+            for matrix in GgufTensor(one.shape[1:], one.type, one.data).row_blocks(rows):
+                packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
+                self._store.move(packed)
+                yield packed
 
     def _packed(
         self, tensor: GgufTensor, change: Change | None, wants_four: bool, is_alone: bool
@@ -306,8 +313,9 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
             f"the GGUF file lacks weights of some of its {layers} layers",
             hint="the file may be incomplete",
         )
-    columns = (values.get("num_attention_heads") or 0) * (values.get("head_dim") or 0)
-    if embedding.shape != (values["vocab_size"], hidden) or output.shape != (hidden, columns):
+    heads = values.get("num_attention_heads") or 0
+    size = values.get("head_dim", hidden // heads if hidden and heads else 0)
+    if embedding.shape != (values["vocab_size"], hidden) or output.shape != (hidden, heads * size):
         raise ModelError("the sizes of the GGUF file's weights do not match its header")
 
 
@@ -329,6 +337,12 @@ def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) 
         return _grouped(weight.neg().log(), values)
     if change in ("value rows", "head rows"):
         return _grouped(weight, values)
+    if change == "qkv heads":
+        groups, heads = values["num_kv_heads"], values["num_attention_heads"]
+        rows = weight.view(heads + 2 * groups, -1, *weight.shape[1:])  # [H + 2 G, D, ...]
+        query = rows[:heads].view(groups, -1, *rows.shape[1:])  # [G, H / G, D, ...]
+        key, value = rows[heads:].view(2, groups, 1, *rows.shape[1:])  # [G, 1, D, ...] each
+        return torch.cat((query, key, value), 1).reshape(weight.shape)
     if change == "qkv values":
         start = 2 * values["linear_num_key_heads"] * values["linear_key_head_dim"]
         return torch.cat((weight[:start], _grouped(weight[start:], values)))
@@ -353,8 +367,9 @@ def _may_have_four_bits(name: str) -> bool:
 def _can_pack_experts(name: str, file: GgufFile) -> bool:
     """Whether all matrices of the experts in the layer of the tensor `name` are in blocks."""
     layer = name.rpartition(".ffn_")[0]
-    parts = [file.tensors.get(f"{layer}.ffn_{one}_exps.weight") for one in _EXPERT_PARTS]
-    return all(one is not None and BLOCKS[one.type][1] > 1 for one in parts)
+    names = (f"{layer}.ffn_{one}_exps.weight" for one in (*_EXPERT_PARTS, "gate_up"))
+    parts = [file.tensors[one] for one in names if one in file.tensors]
+    return all(BLOCKS[one.type][1] > 1 for one in parts)
 
 
 def _most_packed(file: GgufFile) -> int:

@@ -132,6 +132,10 @@ def _split_of(name: str) -> Any:
     """
     if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
         return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
+    if name == "falcon":  # marks apart from letters; "1234" becomes "123", "4"
+        marks = splits.Split(Regex(r"[\p{P}$+<=>^~|`]+"), "isolated")
+        digits = splits.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+        return splits.Sequence([marks, splits.ByteLevel(False), digits])
     if name in _PATTERNS:
         parts = splits.Split(Regex(_PATTERNS[name]), "isolated")
         return splits.Sequence([parts, splits.ByteLevel(False, use_regex=False)])
