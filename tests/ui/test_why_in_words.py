@@ -127,7 +127,7 @@ def test_a_word_that_was_held_got_so_much_attention() -> None:
     assert paid.shares is not None
     times = [paid.shares[one.row.position] for one in chat.why("tree") if one.state == "held"][:1]
     said, held = _shown(chat, "What")
-    assert "an average token): " in said
+    assert "an average token)" in said
     assert held.startswith(("“What” is held", "Of the "))
     (rank,) = [one for one in chat.why("Lisbon") if one.row.turn == 2][:1]
     for share, how in (
