@@ -122,7 +122,7 @@ class KeyValueStore:
         """
         ledger, stored = self.ledger, self._archive.positions
         stored = stored[stored < ledger.seen]
-        is_there = np.zeros(ledger.seen, bool)  # 20 times as fast as to sort both
+        is_there = np.zeros(ledger.seen, bool)  # np.union1d takes hundreds of times as long
         is_there[stored] = ledger.column("state")[stored] == State.ARCHIVED
         is_there[ledger.held_positions] = True
         is_there &= ledger.column("flags") & Flag.EXCLUDED == 0
