@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attacking import MANY
 from chatting import answer, session
@@ -29,6 +29,7 @@ from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.small import causal_families, small_config
 from sirchat.paths import tiny_dir
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
@@ -46,7 +47,17 @@ def hybrid(name: str) -> LoadedModel:
     """A small hybrid model with random weights and the bundled tokenizer; it never ends a reply."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir())
     sizes = {"vocab_size": len(tokenizer), "tie_word_embeddings": False}
-    module = build(name, {**HYBRIDS[name], **sizes})
+    if name in HYBRIDS:
+        module = build(name, {**HYBRIDS[name], **sizes})
+    else:
+        config = small_config(name)
+        vars(config).update(sizes)
+        with torch.device("meta"):
+            outline = AutoModelForCausalLM.from_config(config)
+        if sum(weights.numel() for weights in outline.parameters()) > 20_000_000:
+            raise ValueError("too many weights even with small sizes")
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         module.get_output_embeddings().weight[:8] = 0.0  # control tokens
     return wrap_model(name, module, tokenizer)
@@ -103,6 +114,21 @@ def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
     found = search(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
     assert found is not None
     assert same(memory(talk), before)
+
+
+@pytest.mark.skipif(not MANY, reason="it builds all families of transformers")
+def test_random_sessions_of_every_hybrid_family_are_exact() -> None:
+    """`SIRCHAT_ATTACK=20` plays 20 sessions of each family that runs and has a state."""
+    played = set(HYBRIDS)
+    for name in causal_families():
+        try:
+            with_state = name not in played and chat(name).model.new_cache(8).has_state
+        except Exception:  # it can't be built small, or is refused: the census says why
+            continue
+        if with_state:
+            test_random_sessions_are_exact(name)
+            played.add(name)
+    assert len(played) > 15
 
 
 @pytest.mark.slow
