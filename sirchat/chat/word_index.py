@@ -343,10 +343,7 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """Where a term occurs: the k turns that have it, in ascending order, and how often.
-
-    `told` and `asked` [k] count it in the statements and in the questions of each of these turns.
-    """
+    """The k turns that have a term, ascending; how often in their statements and questions."""
 
     turns: array[int]
     told: array[float]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache_layers import LayerRotation
-from sirchat.memory.index import AUTO_INDEX_ROWS, Index, SurprisalOf, evenly, is_available, united
+from sirchat.memory.index import AUTO_INDEX_ROWS, Index, SurprisalOf, evenly, is_available
 from sirchat.memory.ledger import Ledger
 from sirchat.memory.recall import retriever
 from sirchat.memory.recall.base import Retriever
 from sirchat.memory.retrieval import Candidates, Query, RecallSettings, softened, weighted
-from sirchat.memory.segments import Positions
+from sirchat.memory.segments import Positions, united
 
 SAMPLE = 32_768
 """Number of sampled rows that represent, in the softmax of retriever `attention`, all rows that the

@@ -25,7 +25,7 @@ from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.recall import retriever
 from sirchat.memory.recall.base import SimilarityRetriever
 from sirchat.memory.retrieval import Query, RecallSettings, pair
-from sirchat.memory.segments import Positions, Rows
+from sirchat.memory.segments import Positions, Rows, united
 
 if TYPE_CHECKING:
     from sirchat.memory.archive import Archive
@@ -146,17 +146,6 @@ class Index:
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
             self._has = grown
-
-
-def united(parts: Sequence[Positions]) -> Positions:
-    """All positions that are in any of `parts`, once each and ascending.
-
-    This is ten times as fast as `np.unique`, which sorts.
-    """
-    mask = np.zeros(1 + max((int(part.max()) for part in parts if len(part)), default=-1), bool)
-    for part in parts:
-        mask[part] = True
-    return np.flatnonzero(mask)
 
 
 def evenly(positions: Positions, count: int) -> Positions:

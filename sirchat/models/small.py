@@ -99,8 +99,8 @@ def language_model_of(family: str) -> str | None:
     return name if inner is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else None
 
 
-def small_config(family: str) -> Any:
-    """The default configuration of a family, but with small sizes."""
+def small_config(family: str, **own: Any) -> Any:
+    """The default configuration of a family, but with small sizes, and with the settings `own`."""
     usual = CONFIG_MAPPING[family]().to_dict()
     sizes: dict[str, Any] = {
         name: size for size, names in _SIZES.items() for name in names.split() if name in usual
@@ -108,15 +108,17 @@ def small_config(family: str) -> Any:
     if "kv_lora_rank" in usual:
         sizes |= {name: size for name, size in _LATENT.items() if name in usual}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return CONFIG_MAPPING[family](**{**sizes, **tokens, **_OWN.get(family, {})})
+    return CONFIG_MAPPING[family](**{**sizes, **tokens, **_OWN.get(family, {}), **own})
 
 
-def build_small(family: str) -> Any:
+def build_small(family: str, **own: Any) -> Any:
     """A small model of the family with random weights, which are the same each time.
+
+    `own` are settings of its configuration.
 
     Raises any error of transformers, and ValueError if there are more than 20 million weights.
     """
-    config = small_config(family)
+    config = small_config(family, **own)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)
     count = sum(weights.numel() for weights in outline.parameters())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from attacking import MANY
 from chatting import answer, session
@@ -29,7 +29,7 @@ from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.small import causal_families, small_config
+from sirchat.models.small import build_small, causal_families
 from sirchat.paths import tiny_dir
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
@@ -50,14 +50,7 @@ def hybrid(name: str) -> LoadedModel:
     if name in HYBRIDS:
         module = build(name, {**HYBRIDS[name], **sizes})
     else:
-        config = small_config(name)
-        vars(config).update(sizes)
-        with torch.device("meta"):
-            outline = AutoModelForCausalLM.from_config(config)
-        if sum(weights.numel() for weights in outline.parameters()) > 20_000_000:
-            raise ValueError("too many weights even with small sizes")
-        torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(config).float().eval()
+        module = build_small(name, **sizes).float()
     with torch.no_grad():
         module.get_output_embeddings().weight[:8] = 0.0  # control tokens
     return wrap_model(name, module, tokenizer)
