@@ -1,5 +1,6 @@
 """The commands `sirchat doctor`, `paths`, `man` and `completion`."""
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from sirchat import __version__, paths
 from sirchat.cli.flags import complete_model, quick_start
 from sirchat.cli.registry import EXAMPLES, groups
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError
 from sirchat.models.hub import require
 from sirchat.ui.text import displayable
@@ -19,9 +21,14 @@ from sirchat.ui.text import displayable
 
 def doctor(
     model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="The model to check.", autocompletion=complete_model),
-    ] = "tiny",
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="The model to check; if left out, the one that a chat uses.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
     device_map: Annotated[
         str, typer.Option(metavar="auto|balanced|FILE", help="Spread the model over devices.")
     ] = "off",
@@ -31,6 +38,7 @@ def doctor(
 
     The results contain nothing of your chats. The exit code is 1 if there is a problem.
     """
+    model = resolve(None, {}, os.environ).model if model is None else model
     require(model)
     with quick_start():
         from sirchat.models.doctor import examine
@@ -40,7 +48,7 @@ def doctor(
         found.append(one)
         if not json:
             problem = f"  <- {one.problem}" if one.problem else ""
-            typer.echo(displayable(f"{one.name:<14}{one.value}{problem}"))
+            typer.echo(displayable(f"{one.name:<17}{one.value}{problem}"))
     if json:
         from dataclasses import asdict
         from json import dumps

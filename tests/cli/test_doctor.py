@@ -25,6 +25,11 @@ def test_a_healthy_installation_has_no_problem(tmp_path: Path) -> None:
     assert [one["name"] for one in found][-3:] == ["memory", "compiled step", "speed"]
 
 
+def test_the_model_that_a_chat_uses_is_checked(tmp_path: Path) -> None:
+    done = run("doctor", SIRCHAT_HOME=str(tmp_path), SIRCHAT_MODEL="tiny-anchor")
+    assert "tiny-anchor: float32 on" in done.stdout
+
+
 def test_problems_are_named_and_end_with_1(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o755)
     (tmp_path / "data").chmod(0o755)
