@@ -23,7 +23,7 @@ from sirchat.models.measuring import (
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.names import locate, unloadable
 from sirchat.models.packed import (
-    can_pack_four_bits,
+    four_bit_block,
 )
 from sirchat.models.packing import pack_module
 from sirchat.models.parts import folder_parts, gguf_parts, hub_parts
@@ -114,5 +114,5 @@ def load_model(
 def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
     """Whether the weights of a GGUF file stay packed; None means: only if they are in blocks."""
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
-        return None if can_pack_four_bits() else False
+        return None if four_bit_block() else False
     return quantize == "packed"

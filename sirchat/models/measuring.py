@@ -32,7 +32,7 @@ from sirchat.models.packed import (
     PackedLinear,
     Products,
     Unpacked,
-    can_pack_four_bits,
+    four_bit_block,
     products_of,
     set_products,
 )
@@ -157,7 +157,7 @@ def measure_products() -> Products:
     q = torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 16
     scale = torch.ones(_SIZE, _SIZE // GROUP)
     eight = Int8Linear(q.to(torch.int8), torch.ones(_SIZE, dtype=torch.bfloat16))
-    packs = can_pack_four_bits()  # if not, no layer has four bits
+    packs = four_bit_block() > 0  # if not, no layer has four bits
     four: PackedLinear = Int4Linear(q.to(torch.uint8), scale, scale) if packs else eight
     rows = torch.randn(_WIDE, _SIZE)
     few = rows[: _STEPS[0]].bfloat16()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self
@@ -22,7 +23,6 @@ from sirchat.models.shape import MOST_UNPACKED
 GROUP = 32
 """Number of neighbouring four-bit weights that share a scale and a minimum."""
 
-_BLOCK = 64  # rows that the four-bit kernel packs together on CPUs with AVX-512
 _VOCABULARY = 4096  # a larger eight-bit matrix is unpacked in parts of this many rows
 _LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
@@ -140,10 +140,10 @@ class Int4Linear(PackedLinear):
         The low four bits are the first 16 values of a group, the high four bits the others. This
         takes a third of the time that it takes to unpack the values first.
         """
-        groups = nibbles.shape[1]
-        halves = nibbles.view(-1, 2, _BLOCK // 2, groups, 16)  # the rows of each block
+        groups, half = nibbles.shape[1], four_bit_block() // 2
+        halves = nibbles.view(-1, 2, half, groups, 16)  # the rows of each block
         upper, lower = halves.permute(0, 1, 3, 4, 2).contiguous().unbind(1)
-        packed = torch.empty(len(upper), groups, 2, 16, _BLOCK // 2, dtype=torch.uint8)
+        packed = torch.empty(len(upper), groups, 2, 16, half, dtype=torch.uint8)
         torch.bitwise_or(upper & 15, lower << 4, out=packed[:, :, 0])
         torch.bitwise_or(upper >> 4, lower & 0xF0, out=packed[:, :, 1])
         layer = cls.__new__(cls)
@@ -178,7 +178,8 @@ class Int4Linear(PackedLinear):
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
         """Whether a matrix [rows, columns] can be packed in four bits on this machine."""
-        return rows % _BLOCK == 0 and columns % GROUP == 0 and can_pack_four_bits()
+        block = four_bit_block()
+        return block > 0 and rows % block == 0 and columns % GROUP == 0
 
     def forward(self, x: Tensor) -> Tensor:
         flat, how = x.reshape(-1, self.in_features), self.products
@@ -193,10 +194,10 @@ class Int4Linear(PackedLinear):
         return y
 
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        columns, rows = self.in_features, self.out_features
-        blocks = self.packed.view(-1, columns, _BLOCK // 2)  # [N / 64, K, 32], two rows a byte
+        columns, rows, size = self.in_features, self.out_features, four_bit_block() // 2
+        blocks = self.packed.view(-1, columns, size)  # [N / block, K, size], two rows a byte
         out = torch.empty(columns, rows, dtype=dtype)
-        halves = out.view(columns, -1, 2, _BLOCK // 2)  # [K, N / 64, 2, 32]
+        halves = out.view(columns, -1, 2, size)  # [K, N / block, 2, size]
         for half, q in enumerate((blocks & 15, blocks >> 4)):
             halves[:, :, half] = q.view(torch.int8).sub_(8).transpose(0, 1)
         grouped = out.view(-1, GROUP, rows)  # [K / 32, 32, N]
@@ -430,16 +431,22 @@ def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 
 @cache
-def can_pack_four_bits() -> bool:
-    """Whether torch, on this machine, packs four bits in the layout that `Int4Linear` expects."""
-    q = (torch.arange(_BLOCK)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
-    try:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
-        half = packed.view(1, GROUP, _BLOCK // 2)
-    except (RuntimeError, AttributeError):
-        return False
-    unpacked = torch.cat((half & 15, half >> 4), -1)[0].T
-    return torch.equal(unpacked.long(), q)
+def four_bit_block() -> int:
+    """Number of rows that torch's four-bit kernel packs together on this machine; 0 if unknown.
+
+    It is 64 with AVX-512 and 32 with AVX2. Two rows are in each byte: one of the first half of
+    these rows in the low four bits, and one of the second half in the high four bits. On other
+    processors the layout is another one, and `Int4Linear` can't be used.
+    """
+    q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
+    for block in (64, 32):
+        with suppress(RuntimeError, AttributeError):
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+            half = packed.view(-1, GROUP, block // 2)
+            unpacked = torch.cat((half & 15, half >> 4), -1).transpose(1, 2)  # [64 / block, ...]
+            if torch.equal(unpacked.reshape(64, GROUP).long(), q):
+                return block
+    return 0
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

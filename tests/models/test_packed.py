@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from sirchat.models.packed import (
     set_products,
 )
 from sirchat.models.packing import WeightStore, pack_module
+from sirchat.models.shape import packs_four_bits
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
 
@@ -293,6 +297,21 @@ def test_by_default_weights_stay_packed_unless_a_type_is_asked_for(file: Path) -
     assert load_model(str(file)).precision == "float32 with packed weights"
     assert load_model(str(file), dtype="bfloat16").precision == "bfloat16"
     assert load_model(str(file), dtype="float32").precision == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not packs_four_bits(), reason="needs a processor with AVX2")
+def test_on_processors_without_avx512_four_bits_are_packed_as_their_kernel_needs_them() -> None:
+    chosen = "four_bits_multiply_like or stays_packed"
+    code = f"""
+import pytest, sys
+from sirchat.models.packed import four_bit_block
+assert four_bit_block() == 32
+sys.exit(pytest.main([{__file__!r}, "-q", "-n0", "-pno:cacheprovider", "-k", {chosen!r}]))
+"""
+    env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 
 def test_it_chats(file: Path) -> None:
