@@ -243,8 +243,8 @@ def positions_of(
     """Find the tokens that a target names; returns their stream positions [k], ascending.
 
     A target that the user typed is `last` (the last user turn), `turn N` (the turn with index N),
-    or a text. A text, which may be in quotes, is searched in every turn, as whole words, ignoring
-    case. Tokens of the chat template never match.
+    or a text; anything in quotes is a text. A text is searched in every turn, as whole words,
+    ignoring case. Tokens of the chat template never match.
 
     Args:
         target: what the user typed, or stream positions; for positions, the result may be empty.
