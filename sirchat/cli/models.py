@@ -1,4 +1,4 @@
-"""The `sirchat models` commands."""
+"""The commands `sirchat models ...`, which list, measure, choose, download and check models."""
 
 import json as json_format
 import os

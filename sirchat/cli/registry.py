@@ -69,7 +69,7 @@ _LAB = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """The groups of commands in the overview, like `GROUPS`; commands not installed are left out."""
+    """The groups of commands in the overview, as `GROUPS`, without commands not installed."""
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
@@ -79,7 +79,7 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """All installed commands: for each name, the line of the overview that describes the command."""
+    """All installed commands: for each name, the overview's line that describes the command."""
     return {name: line for some in groups().values() for name, line in some.items()}
 
 

@@ -137,7 +137,10 @@ def _private_socket(model: str) -> Iterator[socket.socket | None]:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A new Unix socket at `path`, to which only its owner can connect; raises OSError."""
+    """A new Unix socket at `path`, to which only its owner can connect.
+
+    Raises OSError if the socket can't be made.
+    """
     paths.private_dir(path.parent)
     path.unlink(missing_ok=True)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""`sirchat --server`: a chat at the prompt, whose model and memory are on a running server."""
+"""Runs `sirchat --server`: a chat at the prompt, with the model and memory of a running server."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -154,7 +154,7 @@ class ServerChat:
         return name != "exit"
 
     def _back(self, *, is_retried: bool) -> None:
-        """Take back the last message and its reply; if `is_retried`, send the message again."""
+        """Undo the last message and its reply; if `is_retried`, send the message again instead."""
         if not self._said:
             raise UsageError("there is no message to take back")
         *before, asked, _ = self._said
@@ -198,7 +198,7 @@ class ServerChat:
     def _session(self, method: str, change: dict[str, Any] | None = None) -> Any:
         """Send a request about this conversation; returns the server's JSON about its memory.
 
-        `change` tells the server what to change in the memory, such as `{"budget": "512"}`.
+        `change` tells the server what to change in the memory, such as `{"budget": 512}`.
         """
         if not self._id:
             raise UsageError("nothing was said yet")

@@ -1,4 +1,4 @@
-"""The `sirchat sessions` commands."""
+"""The commands `sirchat sessions ...`, which list, search, print, delete and export saved chats."""
 
 import sys
 from contextlib import suppress

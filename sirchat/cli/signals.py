@@ -80,7 +80,7 @@ class _Leave:
     def _insist(self, number: int) -> None:
         """Send the signal again, unless the main thread is ending because of SystemExit.
 
-        It goes on if a library has caught the SystemExit.
+        The program goes on if a library has caught the SystemExit.
         """
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
@@ -155,7 +155,7 @@ def _exit(code: int) -> None:
 def leave_opening(leaving: SystemExit) -> None:
     """End the process at once if a thread still loads a model.
 
-    Otherwise Python would wait for this thread, which it can't stop. `leaving` has the exit code.
+    Python can't stop such a thread when the program ends. `leaving` has the exit code.
     """
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
