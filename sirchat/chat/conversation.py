@@ -1,4 +1,4 @@
-"""The part of a conversation's state outside the engine: turns, token counts, undo points."""
+"""The state of a conversation that the engine does not store: turns, counts, undo points."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
 
 @dataclass
 class TurnStats:
-    """Counts of one turn so far: tokens read, generated and evicted, and the time in seconds."""
+    """Counts of one turn: its tokens read, generated and evicted, and its time in seconds.
+
+    They increase until the turn is complete. `finish` is the reason why the turn ended.
+    """
 
     index: int
     role: str

@@ -141,7 +141,7 @@ class EventBuilder:
         )
 
     def ended(self, now: Conversation) -> Ended:
-        """The event that ends a session, with the totals of the conversation `now`."""
+        """The event `Ended`, which ends a session, with the totals of the conversation `now`."""
         return Ended(
             turns=len(now.turns),
             seen=self.engine.ledger.seen,

@@ -215,7 +215,10 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """Tokens were pinned, or, if `pinned` is false, unpinned; `tokens` is their number."""
+    """The user pinned or unpinned tokens; `tokens` is how many.
+
+    `pinned` is true if they were pinned, and false if they were unpinned.
+    """
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -234,7 +237,7 @@ class Erased(Event):
 
 @dataclass(frozen=True)
 class Undone(Event):
-    """The user turn of index `turn`, which says `text`, and all later turns were undone."""
+    """The user turn with index `turn` and all later turns were undone; `text` is its message."""
 
     kind: ClassVar[str] = "undo"
     turn: int

@@ -103,7 +103,7 @@ class Session:
 
     @property
     def turns(self) -> list[Turn]:
-        """All messages so far; callers must not change the list."""
+        """All messages of the conversation, in order; callers must not change the list."""
         return self._now.turns
 
     def save(self) -> EngineState:
@@ -115,7 +115,7 @@ class Session:
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
-        """The counted attention that these tokens received so far, to be saved in a file."""
+        """The counted attention that the tokens at `positions` received, to be saved in a file."""
         return self._engine.ledger.attention.checkpoint(positions)
 
     def load(
@@ -141,7 +141,7 @@ class Session:
 
     @property
     def seen(self) -> int:
-        """Number of tokens read or generated since the start."""
+        """Number of tokens read or generated since the conversation began."""
         return self._engine.ledger.seen
 
     @property
@@ -421,7 +421,7 @@ class Session:
         self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
 
     def _flush(self) -> list[Event]:
-        """Read the template ids that must follow a turn that was cut off; returns the events."""
+        """Read the pending template ids of a turn that was cut off; returns the events."""
         if self.seen == 0:  # nothing was read: the turn is treated as never begun
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()

@@ -62,7 +62,10 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Evict tokens before a user turn of `count` ids, if the setting `evict` asks for it."""
+        """Evict tokens before a user turn of `count` ids is read, as the setting `evict` says.
+
+        Returns an event for each eviction.
+        """
         records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 

@@ -50,11 +50,11 @@ class LazyCommand(TyperGroup):
         return self._command.make_context(*args, **options)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of the group's commands."""
+        """The names of the commands in this group."""
         return list(getattr(self._command, "commands", ()))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The group's command with the name `cmd_name`."""
+        """The command of this group with the name `cmd_name`; None if there is none."""
         return self._command.get_command(ctx, cmd_name)
 
 

@@ -150,14 +150,14 @@ def _complete_profile(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of usable models that begin with what is typed, for the shell's completion."""
+    """For the shell's completion: names of usable models that begin with the typed text."""
     from sirchat.models.listing import model_names
 
     return [name for name in model_names() if name.startswith(incomplete)]
 
 
 def complete_session(incomplete: str) -> list[str]:
-    """Names and ids of saved chats that begin with what is typed, for the shell's completion."""
+    """For the shell's completion: names and ids of saved chats that begin with the typed text."""
     from sirchat.saved.session_list import newest_sessions
 
     saved = newest_sessions(sessions_dir())[0].sessions
