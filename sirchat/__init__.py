@@ -1,7 +1,7 @@
 """sirchat: endless chat with local language models, under a KV-cache budget that you choose.
 
-From Python, `load_model`, `Profile` and `Session` hold a conversation; see chat/README.md. They are
-imported when first used, since torch takes seconds.
+For use from Python, this package has `load_model`, `Profile` and `Session`; chat/README.md has an
+example. They are imported when they are first used, because importing torch takes seconds.
 """
 
 from importlib import import_module

@@ -7,8 +7,8 @@
     ├── SessionError        a saved session can't be found, opened, read or written
     │   └── DamagedSessionError  the session's file is damaged
     ├── UndoError           a turn can't be undone
-    ├── ModelError          the model can't be loaded, or its cache can't be held under a budget
-    ├── LostRankError       a process that has a part of the model has ended
+    ├── ModelError          the model can't be loaded, or no tokens can be evicted from its cache
+    ├── LostRankError       a process that runs a part of the model has ended
     └── ContextFullError    no more tokens fit in the model's context, and none may be evicted
 
 An error's message is one line. It names the bad value and the allowed values; the attribute `hint`
@@ -29,11 +29,11 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: byte
 
 
 _LONGEST = 1000
-"""Maximum length of an error message, in characters: a library's message may quote a long value."""
+"""Maximum length of an error message, in characters: a longer message is cut."""
 
 
 def _on_one_line(text: str) -> str:
-    """The text as one line of at most `_LONGEST` characters, with control characters escaped."""
+    """Make `text` one line of at most `_LONGEST` characters, and escape its control characters."""
     line = _CONTROLS.sub(_escape, " ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
@@ -45,7 +45,8 @@ def _escape(found: re.Match[str]) -> str:
 class SirchatError(Exception):
     """Base class of all errors that sirchat raises on purpose.
 
-    `str(error)` is one line for the user. It ends with `hint`, which says what to do next.
+    `str(error)` is one line for the user: the message, then `hint` in parentheses, if given. The
+    hint says what the user can do next.
     """
 
     exit_code = 1
@@ -89,20 +90,20 @@ class DamagedSessionError(SessionError):
 class UndoError(SirchatError):
     """A turn can't be undone.
 
-    Either there is no turn, or tokens that were in the cache before it are no longer archived.
+    Either there is no turn, or a token that was in the cache before the turn is no longer archived.
     """
 
 
 class ModelError(SirchatError):
-    """A model can't be loaded, or has no per-token KV cache from which tokens can be evicted."""
+    """A model can't be loaded, or it has no KV cache from which single tokens can be evicted."""
 
 
 class LostRankError(SirchatError):
-    """One of the processes that share a model has ended or failed, so nothing can be computed."""
+    """One of the processes among which a model is split has ended, so the model can't run."""
 
 
 class ContextFullError(SirchatError):
-    """No more tokens fit in the model's context, and the settings allow no eviction."""
+    """No more tokens fit in the model's context, and the settings do not allow to evict any."""
 
 
 def terminal_has_gone(error: BaseException) -> bool:
@@ -111,11 +112,12 @@ def terminal_has_gone(error: BaseException) -> bool:
 
 
 def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
-    """A hint `did you mean X?` for a misspelt `name`, or an empty string.
+    """A hint `did you mean X?` for a misspelt `name`; empty if no allowed name is similar enough.
 
-    X is the one of `allowed` that is most like `name`: X contains all letters of `name` in the same
-    order, or `name` begins with X, or the two differ by a few typing errors. `alike`, from 0 to 1,
-    is the least similarity of X. In the hint, `prefix` (such as a slash) is put before X.
+    X is the name in `allowed` that is most similar to `name`. Its similarity, from 0 to 1, must be
+    at least `alike`. Besides, X must contain all letters of `name` in the same order, or `name`
+    must begin with X, or the two may differ only by a few typing errors. In the hint, `prefix`
+    (such as a slash) is put before X.
     """
     close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
     meant = [one for one in close if _may_be_meant(name.casefold(), one.casefold())]

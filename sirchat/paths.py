@@ -1,7 +1,7 @@
-"""Where sirchat's files are; and how to make folders and files that only their owner can read.
+"""Paths of sirchat's files; and functions that make folders and files only the owner can read.
 
-If the environment variable `SIRCHAT_HOME` is set, the folders `config`, `data` and `state` are in
-the folder that it names.
+If the environment variable `SIRCHAT_HOME` names a folder, the folders `config`, `data` and `state`
+are in this folder. Otherwise they are where the operating system puts such folders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sirchat.errors import UsageError, format_value
 
 
 def config_dir() -> Path:
-    """The folder of the user's settings; it contains the folder of profiles."""
+    """The folder of the user's settings; it contains the folder of the user's profiles."""
     return _under_home("config") or _usual("config")
 
 
@@ -29,17 +29,17 @@ def data_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """The folder of files that can be deleted without harm: typed lines, compiled programs."""
+    """The folder of files that can be deleted without harm, such as the history of typed lines."""
     return _under_home("state") or _usual("state")
 
 
 def user_profiles_dir() -> Path:
-    """The folder of the user's own profiles."""
+    """The folder of the user's own profiles, which are YAML files of settings."""
     return config_dir() / "profiles"
 
 
 def history_file() -> Path:
-    """The file of lines typed at the prompt, which the arrow keys show again."""
+    """The file with the history of lines typed at the prompt; the arrow keys show these lines."""
     return state_dir() / "history"
 
 
@@ -54,7 +54,10 @@ def served_dir() -> Path:
 
 
 def server_socket(model: str) -> Path:
-    """The Unix socket at which a server with this model answers programs of the same user."""
+    """The path of the Unix socket at which the user's server for this model answers.
+
+    `model` is the model's name or path, as in the setting `model`.
+    """
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
     return state_dir() / "servers" / f"{sha256(name.encode()).hexdigest()[:12]}.sock"
@@ -66,10 +69,10 @@ def models_dir() -> Path:
 
 
 def scorer_files(model: str) -> tuple[Path, Path]:
-    """Two paths at which the scorer of `model` can be: the user's folder, then sirchat's package.
+    """The two paths at which the scorer of `model` can be: in the user's data, in the package.
 
-    A scorer is a small file of weights for the policy `learned`. If `model` is a folder or a file,
-    the name of the scorer's file is made from the absolute path of the model.
+    A scorer is a small file of weights for the eviction policy `learned`. If `model` is a folder or
+    a file, the name of the scorer's file is made from the absolute path of the model.
     """
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
@@ -83,12 +86,15 @@ def archives_dir() -> Path:
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled programs that generate tokens; a deleted one is compiled again."""
+    """The folder of compiled programs that generate tokens; deleted ones are compiled again."""
     return state_dir() / "compiled"
 
 
 def shipped_profiles_dir() -> Path:
-    """The folder of the profiles that come with sirchat: in the package, or in the source tree."""
+    """The folder of the profiles that come with sirchat.
+
+    It is in the installed package or, if sirchat runs from its source tree, beside the package.
+    """
     packaged = _package() / "profiles"
     return packaged if packaged.is_dir() else _package().parent / "profiles"
 
@@ -99,7 +105,7 @@ def tiny_dir() -> Path:
 
 
 def abbreviated(path: Path) -> str:
-    """The path as text, with `~` for the home folder, so that it does not show the user's name."""
+    """The path as text, with `~` for the user's home folder, which would show the user's name."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):  # it is not in the home folder, or there is none
@@ -107,9 +113,9 @@ def abbreviated(path: Path) -> str:
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` and its missing parents with mode 0700; existing folders are not changed.
+    """Make the folder `path` and its missing parents, with mode 0700; returns `path`.
 
-    Raises OSError where a folder can't be made.
+    Existing folders keep their mode. Raises OSError if a folder can't be made.
     """
     for folder in reversed([path, *path.parents]):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -117,19 +123,19 @@ def private_dir(path: Path) -> Path:
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open `path` like `open()`, text as UTF-8; a file that it creates has mode 0600.
+    """Open the file `path` as `open()` does; a new file has mode 0600.
 
-    Raises OSError like `open()`.
+    Text is encoded in UTF-8. Raises OSError as `open()` does.
     """
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, encoding=encoding, opener=_owner_only)
 
 
 def write_private(path: Path, text: str, *, replaces: bool) -> None:
-    """Write `text` to a file that only its owner can read; a failure leaves no partial file.
+    """Write `text` to the file `path`, which only its owner can read.
 
-    If a file `path` exists, it is replaced if `replaces` is true; else FileExistsError is raised.
-    Raises OSError if writing fails.
+    An existing file is replaced if `replaces` is true; otherwise FileExistsError is raised. Raises
+    OSError if writing fails; then no partial file is left.
     """
     new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
     file = open_private(new, "x")

@@ -1,4 +1,4 @@
-"""The part of a conversation's state outside the engine: turns, token counts, undo points."""
+"""The state of a conversation that the engine does not store: turns, counts, undo points."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from sirchat.chat.events import Finish
 from sirchat.engine.records import EngineCheckpoint
 
 UNDO_DEPTH = 64
-"""The most user turns that can be undone; if the archive is off, only the last one can be."""
+"""The most user turns that can be undone; without an archive, only the last user turn can be."""
 
 UNDO_STATE_BYTES = 1 << 28
-"""The most bytes for the recurrent states that a hybrid model needs to undo turns."""
+"""The most bytes that all saved states of a hybrid model's recurrent layers take, for undo."""
 
 
 def undo_depth(has_archive: bool, state_bytes: int) -> int:
-    """The number of user turns that can be undone: 1 if there is no archive, else at most 64.
+    """The number of user turns that can be undone: 1 without an archive, else from 1 to 64.
 
-    It is less than 64 if a hybrid model's recurrent state is large: one state takes `state_bytes`
-    bytes (0 without such a state), and all saved states together take at most `UNDO_STATE_BYTES`.
+    For each of these turns, the state of a hybrid model's recurrent layers is saved. One saved
+    state takes `state_bytes` bytes (0 if no layer is recurrent), and the number of turns is chosen
+    so that all saved states together take at most `UNDO_STATE_BYTES`.
     """
     if not has_archive:
         return 1
@@ -28,7 +29,10 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
 
 @dataclass
 class TurnStats:
-    """Counts of one turn so far: tokens read, generated and evicted, and the time in seconds."""
+    """Counts of one turn: its tokens read, generated and evicted, and its time in seconds.
+
+    They increase until the turn is complete. `finish` is the reason why the turn ended.
+    """
 
     index: int
     role: str
@@ -51,21 +55,22 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The state of a conversation, except its tokens and cache, which the engine has.
+    """The state of a conversation, but not its tokens and KV cache: the engine stores those.
 
     Attributes:
-        turns: all messages; the last one may be incomplete.
+        turns: all messages in order; the last message may be incomplete.
         round: number of user turns so far.
         in_round: true until the reply to the last user turn is complete.
         system: stream positions of the current system prompt.
         prompt: text of the current system prompt.
-        reply: counts of tokens and seconds of the current reply, or of the last one.
-        pending_ids: ids of the chat template that must follow a turn that was cut off; they are
-            read before the next turn.
+        reply: counts of tokens and seconds of the current reply; between replies, of the last
+            reply.
+        pending_ids: if a turn was cut off, the token ids of the chat template that must follow it.
+            The engine reads these ids before the next turn.
         totals: number of generated tokens, and seconds, of the whole conversation.
         attempt: number of retries of the last turn.
-        repinned: two numbers, for a chat that was read anew: how many of the tokens that the user
-            had pinned are pinned again, and how many are not.
+        repinned: two numbers, for a chat whose text was read again from the start: how many of the
+            tokens that the user had pinned are pinned again, and how many are not.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -86,17 +91,23 @@ class Conversation:
 
     @property
     def last(self) -> int:
-        """Index of the last turn; 0 if there is none yet."""
+        """Index of the last turn in `turns`; 0 if there is no turn yet."""
         return max(0, len(self.turns) - 1)
 
     def begin(self, role: str) -> TurnStats:
-        """Begin a turn of this role; returns its counts of tokens and seconds, all 0 at first."""
+        """Append a turn, empty at first, which `role` writes.
+
+        Returns the counts of its tokens and seconds; all are 0, and the caller increases them.
+        """
         stats = TurnStats(len(self.turns), role)
         self.turns.append(Turn(role))
         return stats
 
     def finish(self, stats: TurnStats, text: str) -> None:
-        """Store the text of a turn, and add its tokens and seconds to the totals."""
+        """End the turn that has the counts `stats`: store its `text`, and add to the totals.
+
+        The turn's generated tokens and its seconds are added to `totals`.
+        """
         self.turns[stats.index] = Turn(stats.role, text, stats.finish)
         self.totals.tokens_out += stats.tokens_out
         self.totals.seconds_prefill += stats.seconds_prefill
@@ -105,10 +116,14 @@ class Conversation:
 
 @dataclass(frozen=True)
 class UndoPoint:
-    """The state just before a user turn, to which undo returns; `text` is that turn's message.
+    """The state of a chat just before a user turn; undoing this turn restores the state.
 
-    `pin_system` and `budget` are the settings at that time. `turns` is the number of earlier turns;
-    the turns themselves are not copied, because they never change.
+    Attributes:
+        checkpoint: the state of the engine.
+        state: the state of the conversation, with an empty list of turns.
+        turns: number of earlier turns. Their text is not copied, because it never changes.
+        text: the message of the user turn.
+        pin_system, budget: these settings, as they were before the turn.
     """
 
     checkpoint: EngineCheckpoint
@@ -122,7 +137,11 @@ class UndoPoint:
     def of(
         now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool, budget: int
     ) -> UndoPoint:
-        """Make an undo point of the present state: `now`, and the engine's `checkpoint`."""
+        """Make an undo point of the present state, before the user turn `text` is read.
+
+        `now` is the conversation, and `checkpoint` is the engine's state. `pin_system` and `budget`
+        are the present settings.
+        """
         turns = now.turns
         now.turns = []
         try:
@@ -131,5 +150,8 @@ class UndoPoint:
             now.turns = turns
 
     def conversation(self, now: Conversation) -> Conversation:
-        """The conversation as it was at this undo point; its turns are taken from `now`."""
+        """The conversation as it was at this undo point.
+
+        Its turns are the first turns of `now`, which is the present conversation.
+        """
         return replace(self.state, turns=now.turns[: self.turns])

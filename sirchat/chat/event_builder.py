@@ -1,4 +1,4 @@
-"""Makes the events of a session from the engine's reports and the conversation's counts."""
+"""Makes the events that a session yields, from the engine's records and the token counts."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class EventBuilder:
     """Makes the events of a session from the records that its engine returns.
 
     Args:
-        engine: the engine that the events are about.
-        texts: gives the text of each token.
-        with_tokens: whether events carry the tokens themselves and not only their positions.
+        engine: the session's engine.
+        texts: returns the text of each token id.
+        with_tokens: whether an event has, besides the stream positions of its tokens, a record
+            (`TokenRow`) of each token.
     """
 
     engine: Engine
@@ -50,12 +51,15 @@ class EventBuilder:
     with_tokens: bool
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
-        """A record of each token at these stream positions (ascending), in the cache or not."""
+        """A record of each token at these stream positions, which must be ascending.
+
+        The tokens may be in the cache or evicted.
+        """
         scores = policy_scores(self.engine, positions)
         return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
     def started(self, model: LoadedModel, profile: Profile) -> list[Event]:
-        """The event that begins a session; then notices of settings that do not suit this model."""
+        """The event `Started`, then a notice for each setting that does not suit this model."""
         opening = Started(
             version=__version__,
             model=model.name,
@@ -86,7 +90,10 @@ class EventBuilder:
         return Evicted(turn, **self._counts(record))
 
     def moved(self, turn: int, records: Sequence[EvictedRows | RestoredRows]) -> list[Event]:
-        """One event for each record of tokens that were evicted or restored after turn `turn`."""
+        """An event `Evicted` or `Restored` for each record of evicted or restored tokens.
+
+        `turn` is the index of the last turn before the tokens were evicted or restored.
+        """
         return [
             self.evicted(turn, record)
             if isinstance(record, EvictedRows)
@@ -103,10 +110,10 @@ class EventBuilder:
         turns: tuple[RecalledTurn, ...],
         seconds: float,
     ) -> Recalled:
-        """The event for archived tokens that were restored to the cache for a turn.
+        """The event for the archived tokens that recall restored to the cache for a turn.
 
-        `released` are the positions of the tokens that were restored for the turn before. The other
-        arguments are fields of `Recalled`.
+        `released` are the stream positions of the tokens that recall had restored for the turn
+        before. The other arguments are the fields of `Recalled` with the same names.
         """
         positions = self.engine.contents.recalled_positions
         return Recalled(
@@ -123,7 +130,7 @@ class EventBuilder:
         )
 
     def done(self, stats: TurnStats, text: str) -> TurnDone:
-        """The event for a finished turn with this `text`; `stats` has its tokens and seconds."""
+        """The event for a finished turn: its `text`, and its counts of tokens and seconds."""
         return TurnDone(
             text=text,
             resident=self.engine.resident,
@@ -134,7 +141,7 @@ class EventBuilder:
         )
 
     def ended(self, now: Conversation) -> Ended:
-        """The event that ends a session, with the totals of the conversation `now`."""
+        """The event `Ended`, which ends a session, with the totals of the conversation `now`."""
         return Ended(
             turns=len(now.turns),
             seen=self.engine.ledger.seen,
@@ -145,10 +152,11 @@ class EventBuilder:
         )
 
     def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
-        """One event for each changed setting, and notices of settings that have no effect.
+        """The events after a change of settings, from all settings `before` to all `after` it.
 
-        `before` and `after` are all settings before and after the change. The first event gives
-        `restored`, the number of archived tokens that the change restored.
+        Each changed setting has an event `Switched`; if a changed setting has no effect with the
+        policy, a notice follows. `restored` is the number of archived tokens that the change
+        restored: the first event has this number, and later events have 0.
         """
         events: list[Event] = []
         for name in type(before).model_fields:
@@ -166,9 +174,10 @@ class EventBuilder:
         return events
 
     def clamped(self, recall_n: int | str) -> list[Notice]:
-        """A notice if the budget leaves recall less room than the setting `recall_n` asks for.
+        """A notice if the budget leaves recall room for fewer tokens than `recall_n`.
 
-        Empty if `recall_n` is `auto`, or if recall has enough room.
+        `recall_n` is the setting for how many tokens recall may restore. The list is empty if
+        `recall_n` is `auto`, if recall is off, or if recall has enough room.
         """
         settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
         if settings.recall is None or not settings.policy.bounded:
@@ -183,7 +192,11 @@ class EventBuilder:
         ]
 
     def untrained(self, anchors: Anchors | None) -> list[Notice]:
-        """A notice if the policy needs anchor tokens, but the model was not trained with them."""
+        """A notice if the policy compresses text into anchor tokens, but the model can't do this.
+
+        `anchors` describes the anchor tokens that the model was trained with; None if it was not
+        trained with any. The list is empty if no notice is needed.
+        """
         if not self.engine.settings.policy.compacts_at_anchors or anchors is not None:
             return []
         return [
@@ -196,7 +209,10 @@ class EventBuilder:
         ]
 
     def uncounted(self, model: LoadedModel) -> list[Notice]:
-        """A notice if the policy uses attention weights, but the model does not expose them."""
+        """A notice if the policy uses attention weights, but the model does not expose them.
+
+        The list is empty if no notice is needed.
+        """
         if self.engine.settings.attention_stats is None or model.exposes_attention:
             return []
         policy = type(self.engine.settings.policy).__name__.lower()
@@ -205,11 +221,14 @@ class EventBuilder:
         ]
 
     def problems(self) -> list[Notice]:
-        """A notice for each error of the archive since the last call; these don't end the chat."""
+        """A notice for each error of the archive since the last call of this method.
+
+        The chat continues after such an error.
+        """
         return [Notice(text) for text in self.engine.store.take_problems()]
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:
-        """The fields that `Evicted` and `Restored` have in common."""
+        """The values, by name, of the fields that the events `Evicted` and `Restored` share."""
         return {
             "positions": tuple(record.positions.tolist()),
             "resident": record.resident,

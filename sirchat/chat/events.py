@@ -19,17 +19,20 @@ belong in a reply, and is neither shown nor held. `length`: the reply has `max_n
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token of the conversation, in the cache or not.
+    """One token of the conversation; it may be in the cache or evicted.
 
     Attributes:
-        position: index in the stream, from 0.
+        position: index in the stream of all tokens, from 0.
+        turn: index of the token's turn.
         surprisal: -log p(token), in nats; null for the first token of the stream.
-        decayed_surprisal: the surprisal times the decay factors of the rounds since, in nats.
+        decayed_surprisal: the surprisal times the decay factor of each round that has ended since
+            the token was read, in nats.
         score: the policy's score; tokens with low scores are evicted first. Null for a policy
             without scores.
         arrival_key: a random number drawn for this token, uniform in [0, 1).
         flags: names of the token's other properties, such as `sink` and `pinned`.
-        attention: attention that the token has received so far; null if it was never counted.
+        attention: sum of the attention weights that the token has received, reduced by the decay;
+            null if attention was never counted.
     """
 
     position: int
@@ -46,7 +49,7 @@ class TokenRow:
 
     @property
     def rank_key(self) -> float:
-        """The number by which tokens are ordered: `score`, or, if null, `decayed_surprisal`."""
+        """The number by which tokens are ordered: `score`; if null, `decayed_surprisal`."""
         return self.decayed_surprisal if self.score is None else self.score
 
     @property
@@ -63,8 +66,8 @@ class TokenRow:
 class Event:
     """Base class of all events.
 
-    `kind` is the value of the field "event" in the JSON; it is empty if `--json` prints no line for
-    such events.
+    `kind` is the value of the field "event" in the JSON. If `kind` is empty, `--json` prints no
+    line for the event.
     """
 
     kind: ClassVar[str] = ""
@@ -89,7 +92,8 @@ class Delta(Event):
 class Choosing(Event):
     """The next token of the reply is sampled, but the model has not read it yet.
 
-    Such events come only if `Session.together` is true.
+    A session yields this event only if `Session.together` is true: then the caller can let the
+    model read the tokens of several sessions in one batch.
     """
 
     token: ChosenToken
@@ -97,7 +101,7 @@ class Choosing(Event):
 
 @dataclass(frozen=True)
 class Started(Event):
-    """A session begins; gives the model and every setting."""
+    """A session begins; the event names the model and every setting."""
 
     kind: ClassVar[str] = "session"
     version: str
@@ -112,9 +116,10 @@ class Started(Event):
 class TurnDone(Event):
     """A turn was read or generated completely, up to the end tokens of the chat template.
 
-    In this turn, `tokens_in` tokens were read, `tokens_out` generated and `evicted` evicted. Now
-    `resident` tokens are held, of which recall restored `recalled` for this round; `seen` tokens
-    were read or generated since the start. `finish` is the reason why the turn ended.
+    During this turn, `tokens_in` tokens were read, `tokens_out` tokens were generated, and
+    `evicted` tokens were evicted. Now `resident` tokens are in the cache; recall restored
+    `recalled` of them for this round. Since the chat began, `seen` tokens were read or generated.
+    `finish` is the reason why the turn ended.
     """
 
     kind: ClassVar[str] = "turn"
@@ -159,10 +164,13 @@ class Restored(Event):
 
 @dataclass(frozen=True)
 class RecalledTurn:
-    """An earlier turn, of index `turn`; recall restored `tokens` tokens of it.
+    """An earlier turn of which recall restored tokens, for a new turn.
 
-    `words` are words that this turn has in common with the new turn, the rarest first; empty if
-    recall did not compare words.
+    Attributes:
+        turn: index of the earlier turn.
+        tokens: how many of its tokens recall restored.
+        words: words that the earlier and the new turn have in common, the rarest first; empty if
+            recall did not compare words.
     """
 
     turn: int
@@ -175,9 +183,9 @@ class Recalled(Event):
     """Archived tokens at these stream positions were restored for turn `turn` and its reply.
 
     `scores` has one number for each position: how well the token fits the turn. `released` are the
-    positions of tokens that had been restored for the turn before. `turns` are the turns of the
-    restored tokens, in order. `seconds` is the time that the search and the restoring took. If the
-    setting `recall_scope` is layer, a token may be restored in some layers only.
+    positions of the tokens that recall had restored for the turn before. `turns` are the turns of
+    the restored tokens, in order. `seconds` is the time for searching and restoring the tokens. If
+    the setting `recall_scope` is `layer`, some layers may restore a token and others not.
     """
 
     kind: ClassVar[str] = "recall"
@@ -207,7 +215,10 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """Tokens were pinned, or, if `pinned` is false, unpinned; `tokens` is their number."""
+    """The user pinned or unpinned tokens; `tokens` is how many.
+
+    `pinned` is true if they were pinned, and false if they were unpinned.
+    """
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -226,7 +237,7 @@ class Erased(Event):
 
 @dataclass(frozen=True)
 class Undone(Event):
-    """The user turn of index `turn`, which says `text`, and all later turns were undone."""
+    """The user turn with index `turn` and all later turns were undone; `text` is its message."""
 
     kind: ClassVar[str] = "undo"
     turn: int
@@ -245,7 +256,10 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends; gives its turns and tokens, and the seconds of reading and of generating."""
+    """A session ends; the event has the totals of its turns, tokens and seconds.
+
+    `seconds_prefill` is the time for reading, `seconds_decode` the time for generating.
+    """
 
     kind: ClassVar[str] = "end"
     turns: int
@@ -260,7 +274,10 @@ _RENAMED = {"old": "from", "new": "to"}
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """The event as a dictionary for JSON; the field `tokens` is left out if it is None."""
+    """The event as a dictionary that can be written as JSON.
+
+    A field `tokens` that is None is left out.
+    """
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)

@@ -1,4 +1,4 @@
-"""Shows what the last reply attended to, and answers its message again under other settings."""
+"""Shows which tokens the last reply attended to, and replaces the reply under other settings."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:  # that module imports this one
     from sirchat.chat.session import Session
 
 SUMMARY = "Summary of our conversation so far, by the assistant: "
-"""The beginning of every summary; a summary is a user turn that `/summarize` adds."""
+"""The first words of every summary; a summary is a user turn that `/summarize` adds."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply that was generated: its token ids, and the reason why it ended."""
+    """A reply that the model generated: its token ids, and the reason why it ended."""
 
     ids: tuple[int, ...]
     finish: Finish
 
 
 def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
-    """The indices of the last user turn that has a reply, and of this reply; None if there is none.
+    """The indices of the last user turn with a reply, and of this reply; None if no turn has one.
 
-    Summaries, which are user turns that the user did not write, are skipped.
+    A summary, which is a user turn that `/summarize` added, is skipped together with its reply.
     """
     for index in range(len(turns) - 1, 0, -1):
         asked = turns[index - 1]
@@ -51,7 +51,10 @@ def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
 
 
 def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
-    """The last of these turns as a `Reply`; None if the model did not write it."""
+    """The last turn as a `Reply`; None if there is no turn, or if its role is not `assistant`.
+
+    The token ids of the reply are taken from the `ledger`.
+    """
     if not turns or turns[-1].role != "assistant":
         return None
     is_said = ledger.column("role") == Role.ASSISTANT
@@ -61,13 +64,13 @@ def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
 
 @dataclass(frozen=True)
 class AttentionPaid:
-    """The attention that a reply paid to the tokens said before it.
+    """The attention that the tokens of a reply paid to earlier tokens.
 
     Attributes:
         start: stream position of the reply's first token.
-        held: positions of the tokens in the cache when the reply ended; None if not known.
-        shares: by position, the attention that each held token got, divided by the mean of these
-            tokens. None if the model does not expose its attention weights.
+        held: stream positions of the tokens in the cache when the reply ended; None if not known.
+        shares: by stream position, the attention that each earlier held token received, divided by
+            the mean over these tokens. None if the model does not expose its attention weights.
     """
 
     start: int
@@ -80,11 +83,14 @@ def attention_paid(
 ) -> AttentionPaid:
     """The attention that the reply with turn index `turn` paid to each held token before it.
 
-    To measure it, the model reads the reply once more; no state changes. The first `sinks` tokens
-    and the chat template's tokens are left out: models attend to these whatever the text is.
-    `at_reply` has the number of tokens seen when the last reply ended, and the positions held at
-    that time. If nothing was read or undone since then, only these positions count; otherwise all
-    tokens that are held now count.
+    To measure the attention, the model reads the reply once more; no state changes. The first
+    `sinks` tokens and the chat template's tokens are left out: models attend to these tokens
+    whatever the text is.
+
+    `at_reply` has two values from the end of the chat's last reply: the number of tokens seen until
+    then, and the stream positions of the tokens held then. If nothing was read or undone after
+    that reply, the model attends only to the tokens held then. Otherwise it attends to all tokens
+    that are held now.
     """
     ledger, (seen, held_then) = engine.ledger, at_reply
     then = frozenset(held_then.tolist()) if seen == engine.ledger.seen else None
@@ -108,9 +114,9 @@ def attention_paid(
 def related_turn(turns: Sequence[Turn], asked: int) -> tuple[int, tuple[str, ...]] | None:
     """Find the turn before turn `asked` that has the most words in common with it.
 
-    Returns the turn's index and the common words. Rare words count more, and come first; common
-    English words do not count. A turn that ends with a question mark counts half. None if no
-    earlier turn shares a word.
+    Returns the index of this earlier turn, and the words that both turns have, the rarest first.
+    Rare words count more; stop words such as `the` do not count. The words of a turn that ends with
+    a question mark count half. Returns None if no earlier turn shares a word.
     """
     texts = [_telling(turn.text) for turn in turns[:asked]]
     wanted = _telling(turns[asked].text)
@@ -132,11 +138,12 @@ def _telling(text: str) -> set[str]:
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
-    """The settings to change so that `/retry full` holds as many tokens as the context allows.
+    """The settings with which `/retry full` answers, so that the cache holds the whole chat.
 
-    Also returns a note, which is empty unless the chat is longer than the model's context. The
-    settings are empty if every token is held now. Raises UsageError if the archive is off, because
-    evicted tokens then can't be restored.
+    Returns two things. The first are the settings to change, by name; empty if every token is held
+    now. The second is a note for the user: if the chat is longer than the model's context, it says
+    that not all tokens can be held; otherwise it is empty. Raises UsageError if some tokens were
+    evicted and the archive is off, because these tokens can't be restored.
     """
     profile, model = session.profile, session.model
     if session.resident == session.seen:
@@ -159,14 +166,15 @@ def retry_under(
     describe: Callable[[Session], str],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Answer the user's last message again, under the settings `updates`, for this reply only.
+    """Answer the user's last message again, with the settings `updates` for this one reply.
 
-    The new reply replaces the old one. Afterwards the settings are as before. The message is then
-    read again, and the new reply's tokens are generated again, under these settings, so that the
-    cache is as if the model had given the new reply under them. `describe` is called while
-    `updates` hold; its text becomes a notice.
+    The new reply replaces the old reply. First the model answers with the changed settings; this is
+    a trial, which is undone. Then, with the usual settings, the message is read again, and so are
+    the tokens of the new reply. So the cache is as if the new reply had been given with the usual
+    settings. `describe` is called during the trial; the text that it returns becomes a notice.
 
-    Raises UndoError and SettingError, changing nothing. If answering fails, the old reply stays.
+    Raises UndoError if there is no message to undo, and SettingError if a setting is not allowed;
+    both change nothing. If answering fails, the old reply is restored.
     """
     text, attempt = session.last_said, session.conversation.attempt
     switched(session.profile, session.model, "/retry", updates)
@@ -189,9 +197,10 @@ def retry_under(
 
 
 def retriever_for_retry(session: Session, name: str) -> str:
-    """The name of the retriever for `/retry recall NAME`: `name`, if it is not empty.
+    """The name of the retriever, the method that finds archived tokens, for `/retry recall NAME`.
 
-    Otherwise it is the chat's retriever or, if recall is off, `recall.BEST`.
+    It is `name`, unless this is empty. Then it is the retriever that the chat uses or, if recall is
+    off in the chat, the default retriever `recall.BEST`.
     """
     usual = session.profile.recall
     return name or (recall.BEST if usual == "off" else usual)

@@ -1,4 +1,4 @@
-"""Defaults that depend on the model: sampling, budget and recall, where the user set none."""
+"""Defaults that depend on the model, for sampling, budget and recall; what the user sets wins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLING_PARAMETERS = (
     "repetition_penalty",
     "repetition_window",
 )
-"""Settings of sampling; if the user sets any of them, none is taken from the model's files."""
+"""The sampling settings. If the user sets any of them, those in the model's files are ignored."""
 
 
 SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
@@ -31,12 +31,15 @@ MOST_BUDGET = 4096
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
-    """This profile, with this model's defaults for all settings that the user did not set.
+    """This profile, in which settings that the user did not set have this model's defaults.
 
-    The bundled models keep the built-in defaults. For other models, the budget becomes half of the
-    model's context, but at most 4,096 tokens. It is not less than the built-in budget, if the
-    context is that long. Recall is switched on, unless the policy, the archive or the settings of
-    recall rule it out.
+    A bundled model keeps the built-in defaults. For any other model, the following settings change,
+    unless the user set them:
+
+    - The budget becomes half of the model's context, but at most 4,096 tokens. It is at least the
+      built-in budget, or the whole context if the context is shorter.
+    - Recall is switched on, if it can work with the policy, the archive and its other settings.
+    - Sampling uses the settings in the model's files, or `SOUND` if the files have none.
     """
     if model.name in BUNDLED:
         return profile
@@ -49,7 +52,11 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
 
 
 def _can_recall(profile: Profile) -> bool:
-    """Whether recall can work: the policy evicts words, which are archived and can be searched."""
+    """Whether recall can be switched on with these settings.
+
+    The policy must evict whole words, not only compress them into anchors; evicted tokens must be
+    archived; and recall must search for the text of the new turn in all layers at once.
+    """
     searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
     evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
     return evicts_words and searches_turns and profile.archive != "off"
@@ -58,8 +65,9 @@ def _can_recall(profile: Profile) -> bool:
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
     """The budget, in tokens, for the model `name`, whose context has `context_length` tokens.
 
-    This is the budget that the user set. If the user set none, and the model is not bundled, it is
-    about half of the context: `with_model_defaults` gives the limits.
+    It is the budget that the user set. If the user set none, a bundled model has the built-in
+    budget, and any other model has about half of its context (`with_model_defaults` gives the exact
+    limits).
     """
     if not follows_model(profile, name):
         return profile.budget
@@ -68,9 +76,9 @@ def budget_for(profile: Profile, name: str, context_length: int) -> int:
 
 
 def follows_model(profile: Profile, name: str) -> bool:
-    """Whether the budget depends on the length of the model's context.
+    """Whether the default budget follows from the length of the model's context.
 
-    It does, if the user set no budget and the model `name` is not a bundled one.
+    This is true if the user set no budget, and the model `name` is not bundled with sirchat.
     """
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
@@ -83,7 +91,10 @@ def most_rows(profile: Profile, name: str, context_length: int) -> int:
 
 
 def _own_drawing(model: LoadedModel) -> dict[str, Any]:
-    """The sampling settings in the model's files; empty if there are none or they are invalid."""
+    """The sampling settings in the model's generation config, by name.
+
+    Empty if the config has none, if it does not switch on sampling, or if a value is not allowed.
+    """
     config = getattr(model.module, "generation_config", None)
     said = {} if config is None else config.to_diff_dict()
     if not said.get("do_sample"):

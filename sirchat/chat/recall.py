@@ -1,4 +1,4 @@
-"""Recall: searches the archive, by keys and by words, and restores tokens relevant to a turn."""
+"""Recall: searches the archived tokens, by keys or words, and restores those relevant to a turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sirchat.text.template import TurnIds
 
 
 class Recall:
-    """Restores to one engine's cache the archived tokens that are relevant to a new turn."""
+    """Restores archived tokens that are relevant to a new turn, to the KV cache of one engine."""
 
     def __init__(self, engine: Engine, model: LoadedModel, builder: EventBuilder) -> None:
         self._engine, self._model, self._builder = engine, model, builder
@@ -34,9 +34,10 @@ class Recall:
 
     @property
     def scores(self) -> dict[int, float]:
-        """Scores of the tokens that recall restored and that are held now, by stream position.
+        """The tokens that recall restored and that are still held: their scores by stream position.
 
-        All scores are 0 after an undo or a resume, because they are not saved.
+        The score says how well a token fits the new turn. Scores are not saved, so all are 0 after
+        an undo, or after a saved chat was loaded.
         """
         return {
             at: self._scores.get(at, 0.0)
@@ -45,10 +46,10 @@ class Recall:
 
     @property
     def turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns of the tokens that recall restored and that are held now, in order.
+        """The turns whose tokens recall restored and which are still held, in order.
 
-        Each has the words that it shares with the new turn; none after an undo or a resume, because
-        they are not saved.
+        Each record also has the words that this turn and the new turn have in common. These words
+        are not saved, so there are none after an undo, or after a saved chat was loaded.
         """
         of_rows = self._engine.ledger.column("turn")[self._engine.contents.recalled_positions]
         turns, counts = np.unique(of_rows, return_counts=True)
@@ -58,25 +59,23 @@ class Recall:
         )
 
     def undo(self) -> None:
-        """Drop what the last recall found, because its turn was undone.
-
-        That is the score of each token, and the words that each found turn shares with the message.
-        """
+        """Drop the scores and the shared words that the last recall found: its turn was undone."""
         self._scores, self._shared = {}, {}
 
     def erase_words(self) -> None:
-        """Drop the index of the turns' words; it is built again when it is needed."""
+        """Drop the index of all words of the chat; the next search by words builds it again."""
         self._index, self._shared, self._indexed = WordIndex(), {}, ([], [])
 
     def renew(self, turn: OpenTurn, ids: TurnIds, text: str, turns: list[Turn]) -> list[Event]:
-        """Restore the archived tokens that are relevant to a turn.
+        """Restore the archived tokens that are relevant to a new turn.
 
-        The tokens that were restored for the turn before are evicted.
+        Tokens that recall restored for the turn before are evicted, unless they are found again.
+        Nothing happens if recall is off.
 
         Args:
-            turn: the turn that is about to be read.
-            ids, text: the turn's token ids and its text.
-            turns: all messages so far, this one included.
+            turn: the new turn, which is read after this.
+            ids, text: the new turn's token ids and its text.
+            turns: all messages of the chat; the last is the new turn.
 
         Returns the events to yield: `Recalled`, and a notice if the retriever can't search.
         """
@@ -121,14 +120,14 @@ class Recall:
         return events
 
     def _index_for(self, needs: Retriever) -> TurnIndex:
-        """The word index for a retriever; a new one if the present index is of another class."""
+        """The word index that a retriever searches; it replaces an index of another class."""
         wanted = WideIndex if needs.wide_words else WordIndex
         if not isinstance(self._index, wanted):
             self._index = WideIndex(self._model.word_vectors) if needs.wide_words else WordIndex()
         return self._index
 
     def _texts(self, turns: list[Turn]) -> list[str]:
-        """The texts of all turns; those of unchanged finished turns come from the last search."""
+        """The texts of all turns; those of turns that did not change come from the last search."""
         finished, (known, texts) = turns[:-1], self._indexed
         if finished[: len(known)] != known:
             known, texts = [], []
@@ -138,7 +137,10 @@ class Recall:
 
 
 def _scores(found: SearchResult | None, positions: Positions) -> tuple[float, ...]:
-    """The scores of these positions, which must all be in `found`; empty if `found` is None."""
+    """The scores of the tokens at these stream positions, as the search result `found` has them.
+
+    `found` must contain all the positions; if it is None, the result is empty.
+    """
     if found is None or not len(positions):
         return ()
     at = np.searchsorted(found.positions, positions)

@@ -1,7 +1,8 @@
-"""Reads a conversation again, all of it or up to an earlier turn; or copies a session.
+"""Lets the model read a conversation again, whole or up to an earlier turn; or copies a session.
 
-After the reading, the parts of the text that the user had pinned are pinned again. They are found
-by their place in the text, because the text's tokens may differ now. Each turn keeps its number.
+While a conversation is read again, the parts of the text that the user had pinned are pinned again.
+They are found by their place in the text, because another model has other tokens. Each turn keeps
+its index.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class SaidTurn(Protocol):
 
 @dataclass(frozen=True)
 class PinnedText:
-    """A part of turn `turn` that the user pinned: its characters from `start` to `end` - 1.
+    """A part of a turn's text that the user pinned.
 
-    Blanks are not counted, because chat templates and tokenizers may change them.
+    It has the characters from index `start` to `end` - 1 of the turn with index `turn`. Blanks are
+    not counted, because chat templates and tokenizers may change them.
     """
 
     turn: int
@@ -48,7 +50,10 @@ class PinnedText:
 
 
 def own_pins(session: Session) -> Positions:
-    """Stream positions of the tokens that the user pinned, without those that `pin_system` pins."""
+    """Stream positions of the tokens that the user pinned.
+
+    They do not include the system prompt, which the setting `pin_system` pins.
+    """
     pinned, prompt = session.limits.ledger.pinned_positions, session.conversation.system
     if not session.profile.pin_system:
         return pinned
@@ -56,9 +61,9 @@ def own_pins(session: Session) -> Positions:
 
 
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """The parts of the text that are spelled by the tokens at `pinned`.
+    """The parts of the chat's text that the tokens at the stream positions `pinned` spell.
 
-    None stands for the tokens that the user pinned.
+    If `pinned` is None, these are the tokens that the user pinned.
     """
     at = own_pins(session) if pinned is None else pinned
     found = []
@@ -75,15 +80,15 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
 
 @dataclass(frozen=True, eq=False)
 class _Spelled:
-    """One turn, without blanks: its tokens, except those of the template, and its text.
+    """One turn's tokens, without those of the chat template, and its text, both without blanks.
 
     Attributes:
         positions: stream positions [n] of the tokens.
-        bounds: [n + 1], the index in `spelled` at which each token begins, and then the length of
-            `spelled`.
+        bounds: [n + 1], the index in `spelled` at which each token begins, and at the end the
+            length of `spelled`.
         spelled: the text of the tokens, joined.
-        text: the turn's text. It may differ from `spelled`, where words were erased from only one
-            of the two.
+        text: the turn's text. It differs from `spelled` if words were erased from only one of the
+            two.
     """
 
     positions: Positions
@@ -104,7 +109,10 @@ class _Spelled:
         )
 
     def positions_of(self, one: PinnedText) -> Positions:
-        """Positions of the tokens that spell the pinned text `one`; empty if it is not there."""
+        """Stream positions of the tokens that spell the pinned text `one`.
+
+        Empty if the tokens of this turn do not contain the text.
+        """
         part = self.text[one.start : one.end]
         start = _counterpart(part, self.text, one.start, self.spelled)
         if not part or start < 0:
@@ -113,10 +121,11 @@ class _Spelled:
 
 
 def _counterpart(part: str, text: str, at: int, other: str) -> int:
-    """The index in `other` of the text `part`, which `text` has at index `at`; -1 if not found.
+    """Find the text `part`, which `text` has at index `at`, in the similar text `other`.
 
-    If `part` occurs several times in both texts, the first occurrence in one corresponds to the
-    first in the other, and so on.
+    Returns its index in `other`; -1 if it is not found. If `part` occurs several times in both
+    texts, its first occurrence in `text` corresponds to its first in `other`, the second to the
+    second, and so on.
     """
     if text == other:
         return at
@@ -134,12 +143,12 @@ def read_again(
 ) -> None:
     """Let the new session `session` read `turns` again, and pin the texts `pins` again.
 
-    Each turn keeps its index. If there are several system prompts, each is read at its place, and
-    evicted when the next one is read. In place of the last one, the session's own prompt is read,
-    if the session has one. Nothing is generated.
+    Each turn keeps its index, and no reply is generated. If `turns` has several system prompts,
+    each is read at its place, and evicted when the next system prompt is read. If the session's
+    settings have a system prompt, it is read in place of the last one in `turns`.
 
-    `session.conversation.repinned` gets two numbers: how many tokens are pinned again, and how many
-    could not be pinned. `progress` is called after each turn. Raises the same errors as
+    Two numbers are stored in `session.conversation.repinned`: how many tokens are pinned again, and
+    how many could not be pinned. `progress` is called after each turn. Raises the same errors as
     `Session.read_user`.
     """
     wanted, lost, done = session.profile, 0, 0
@@ -171,9 +180,10 @@ def read_again(
 
 
 def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
-    """Replace the system prompt by `prompt`, pinned or not; None for no prompt.
+    """Evict the session's system prompt, and read `prompt` instead; None for no prompt.
 
-    Returns how many of the tokens that the user had pinned were unpinned to make room for it.
+    The new prompt is pinned if `pinned` is true. Returns how many of the tokens that the user had
+    pinned were unpinned to make room for the prompt.
     """
     session.switch("system", system=None)  # else the same prompt would not be read again
     size = len(session.template.system(prompt).ids) if prompt and pinned and session.seen else 0
@@ -183,9 +193,10 @@ def _read_prompt(session: Session, prompt: str | None, *, pinned: bool) -> int:
 
 
 def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int:
-    """Pin these parts of turn `index`; returns how many of the user's pinned tokens are lost.
+    """Pin these parts of the text of turn `index`, which was just read again.
 
-    A token is lost if its text is no longer there, or if there is no more room for pinned tokens.
+    Returns how many of the user's pinned tokens are lost. A token is lost if the turn does not
+    contain its text, or if the cache has no more room for pinned tokens.
     """
     if not parts:
         return 0
@@ -197,9 +208,10 @@ def _pin_again(session: Session, index: int, parts: Sequence[PinnedText]) -> int
 
 
 def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
-    """Make `wanted` the tokens that the user pinned; if not all have room, only the newest.
+    """Pin the tokens at positions `wanted`, and unpin all others that the user pinned.
 
-    Room for `more` other pinned tokens is left free. Returns how many of `wanted` are not pinned.
+    If the cache has no room for so many pinned tokens, only the newest are pinned. Room for `more`
+    other pinned tokens is left free. Returns how many of `wanted` are not pinned.
     """
     limits, own = session.limits, own_pins(session)
     free = wanted[wanted >= limits.sinks]
@@ -215,7 +227,7 @@ def _pin_newest(session: Session, wanted: Positions, more: int = 0) -> int:
 
 
 def pins_note(session: Session) -> str:
-    """A line that says how many tokens were pinned again when the chat was read anew.
+    """A line for the user: how many tokens were pinned again when the chat's text was read again.
 
     The line is empty if the user had pinned nothing.
     """
@@ -228,7 +240,10 @@ def pins_note(session: Session) -> str:
 
 
 def check_rewind(session: Session, count: int) -> list[int]:
-    """Indices of all user turns; raises UndoError if there are fewer than `count` user turns."""
+    """The indices of all user turns, ascending.
+
+    Raises UndoError if the chat has fewer than `count` user turns.
+    """
     asked = [index for index, turn in enumerate(session.turns) if turn.role == "user"]
     if count > len(asked):
         raise UndoError(f"only {len(asked)} of your messages can be taken back, not {count}")
@@ -236,10 +251,10 @@ def check_rewind(session: Session, count: int) -> list[int]:
 
 
 def own_message(session: Session) -> str:
-    """Text of the user's last message that can be undone; the model's summaries are skipped.
+    """The text of the user's last message that can be undone.
 
-    If no message can be undone, returns the text of the user's last message. Raises UndoError if
-    there is no message of the user.
+    If no message can be undone, it is the text of the user's last message. Summaries, which are
+    user turns that `/summarize` added, are skipped. Raises UndoError if the user wrote no message.
     """
     said = [one.text for one in session.undoable] or [
         turn.text for turn in session.turns if turn.role == "user"
@@ -251,9 +266,10 @@ def own_message(session: Session) -> str:
 
 
 def undo_summaries(session: Session) -> None:
-    """Undo the summaries after the user's last message.
+    """Undo the summaries (turns that `/summarize` added) after the user's last message.
 
-    Raises UndoError if the user wrote no message, or if no turn can be undone.
+    If a summary was undone, the summary before it is pinned again. Raises UndoError if the user
+    wrote no message, or if no turn can be undone.
     """
     own_message(session)
     before = len(session.turns)
@@ -264,12 +280,12 @@ def undo_summaries(session: Session) -> None:
 
 
 def rewind(session: Session, count: int) -> bool:
-    """Undo the last `count` user turns, and everything after the first of them.
+    """Undo the last `count` user turns and all replies to them.
 
-    If possible, the exact state before these turns is restored. Otherwise the session is reset and
-    reads the text of all earlier turns again. Returns whether the session was reset.
+    If these turns can be undone exactly, the state before them is restored. Otherwise the session
+    is reset, and reads the text of all earlier turns again. Returns whether the session was reset.
 
-    Raises UndoError, changing nothing, if there are fewer than `count` user turns.
+    Raises UndoError, changing nothing, if the chat has fewer than `count` user turns.
     """
     asked = check_rewind(session, count)
     try:
@@ -287,9 +303,10 @@ def rewind(session: Session, count: int) -> bool:
 
 
 def read_before_last(session: Session, progress: Progress | None = None) -> Session:
-    """A new session, with the same settings, that has read all turns before the last user turn.
+    """A new session with the same settings, which has read all turns before the last user turn.
 
-    `session` stays as it is. Raises UndoError if there is no user turn.
+    Its system prompt is the one in force before that turn. `session` does not change. Raises
+    UndoError if there is no user turn.
     """
     start = check_rewind(session, 1)[-1]
     point = session.undoable[-1].checkpoint.cache if session.undoable else None
@@ -302,9 +319,9 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
 
 
 def read_whole(session: Session, progress: Progress | None = None) -> Session:
-    """A new session, with the same settings, that has read all turns of `session` again.
+    """A new session with the same settings, which has read all turns of `session` again.
 
-    So the last turn can be undone in the new session. `session` stays as it is.
+    In the new session, the last turns can be undone. `session` does not change.
     """
     again = Session(session.model, session.profile)
     read_again(again, session.turns, pinned_text(session), progress)
@@ -313,7 +330,7 @@ def read_whole(session: Session, progress: Progress | None = None) -> Session:
 
 
 def _profile_at(session: Session, start: int) -> Profile:
-    """The session's settings, but with the system prompt in force when turn `start` began."""
+    """The session's settings, with the system prompt that was in force when turn `start` began."""
     prompts = [turn.text for turn in session.turns[:start] if turn.role == "system"]
     if len(prompts) == start or all(turn.role != "system" for turn in session.turns[start:]):
         return session.profile  # nothing was said yet, or no other prompt came later
@@ -321,11 +338,11 @@ def _profile_at(session: Session, start: int) -> Profile:
 
 
 def copied(session: Session, limit: int | None = None) -> Session | None:
-    """A copy of the session in the same state, made without reading any text again.
+    """A copy of the session in the same state; the model reads no text again.
 
-    Later changes of one session do not affect the other. If the keys and values of the held and
-    archived tokens take more than `limit` bytes, the copy has only the held tokens. Returns None if
-    even these take more.
+    Later changes of one session do not affect the other. If the keys and values of all held and
+    archived tokens are larger than `limit` bytes, the copy has only those of the held tokens; if
+    these alone are larger, the function returns None.
     """
     copy = Session(session.model, session.profile)
     if not session.seen:

@@ -1,9 +1,9 @@
 """A conversation with one model: it reads and answers turns, and yields events.
 
-`ask`, `retry`, `read_user` and `read_reply` are generators of events, and work while the caller
-takes events; other methods work at once. The ids that the chat template puts at the end of a turn
-are always read: at once if a reply was interrupted or had no more room, and before the next turn
-if an error cut a turn off.
+`ask`, `retry`, `read_user` and `read_reply` are generators: they do their work while the caller
+iterates over the events. Other methods work at once. The ids that the chat template puts at the end
+of a turn are always read: at once if a reply was interrupted or had no more room, and before the
+next turn if an error cut a turn off.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Session:
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
         self.allowed: Allowed | None = None
-        """Which tokens may follow in a reply; None if all may."""
+        """Says which tokens may come next in a reply; None if all tokens may."""
         self.together = False
-        """Whether `Choosing` comes before a token, so that the caller reads tokens together."""
+        """Whether to yield `Choosing` before each token, so that sessions can share a batch."""
         self.epoch = 0
         """Number of conversations begun in this session; each `reset` begins a new one."""
         self.erasures = 0
@@ -103,7 +103,7 @@ class Session:
 
     @property
     def turns(self) -> list[Turn]:
-        """All messages so far; callers must not change the list."""
+        """All messages of the conversation, in order; callers must not change the list."""
         return self._now.turns
 
     def save(self) -> EngineState:
@@ -111,11 +111,11 @@ class Session:
         return self._engine.save()
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """Keys and values of held and archived tokens; `limit` as in `KeyValueStore.rows`."""
+        """Keys and values of held and archived tokens; `KeyValueStore.rows` explains `limit`."""
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
-        """The counted attention that these tokens received so far, to be saved in a file."""
+        """The counted attention that the tokens at `positions` received, to be saved in a file."""
         return self._engine.ledger.attention.checkpoint(positions)
 
     def load(
@@ -141,17 +141,17 @@ class Session:
 
     @property
     def seen(self) -> int:
-        """Number of tokens read or generated since the start."""
+        """Number of tokens read or generated since the conversation began."""
         return self._engine.ledger.seen
 
     @property
     def recalled(self) -> dict[int, float]:
-        """Scores by position of the tokens that recall restored; all are 0 after an undo."""
+        """By position, the scores of the tokens that recall restored; all 0 after an undo."""
         return self._recall.scores
 
     @property
     def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """The turns whose tokens recall restored, in order; after an undo without shared words."""
+        """A record of each turn of which recall restored tokens that are still held, in order."""
         return self._recall.turns
 
     @property
@@ -175,7 +175,7 @@ class Session:
         return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
 
     def start(self) -> list[Event]:
-        """The event that begins a session; then notices of settings that do not suit this model."""
+        """The event `Started`, then a notice for each setting that does not suit this model."""
         return self._events.started(self.model, self.profile)
 
     def ask(
@@ -208,7 +208,7 @@ class Session:
 
     @contextmanager
     def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
-        """Context manager: apply `updates` to the settings; at its end, undo all that happened."""
+        """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
         profile, points = self.profile, self._undo_points
         with undone(self._engine) as checkpoint:
             start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system, self.budget)
@@ -222,11 +222,11 @@ class Session:
 
     @property
     def last_reply(self) -> Reply | None:
-        """The last turn, if it is a reply, complete or not; None if it is not a reply."""
+        """The last turn, if it is a reply (complete or not); None if it is no reply."""
         return reply_at_end(self._engine.ledger, self.turns)
 
     def attention_paid(self, turn: int) -> AttentionPaid:
-        """The attention that the reply of index `turn` paid to held tokens; changes no state."""
+        """The attention that the reply with turn index `turn` paid to the held tokens before it."""
         return attention_paid(self._engine, turn, self._at_reply, self.profile.sinks)
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
@@ -256,7 +256,7 @@ class Session:
         yield from self._events.problems()
 
     def read_reply(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
-        """Read a reply from a transcript instead of generating one."""
+        """Read `text`, from a transcript, as the reply, instead of generating a reply."""
         text = without_surrogates(text)
         ids, closing = self.template.assistant(text), self.template.closing
         self._engine.require(len(ids.ids) + len(closing))
@@ -267,13 +267,13 @@ class Session:
         yield from self._events.problems()
 
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """Log-probabilities of each reply's tokens; for an empty reply, those of the end tokens."""
+        """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
         return self._engine.reader.score_continuations(written)
 
     @property
     def undoable(self) -> tuple[UndoPoint, ...]:
-        """Undo points of the user turns that can be undone, the last turn at the end."""
+        """An undo point for each user turn that can be undone, in the order of the turns."""
         return tuple(self._undo_points)
 
     @property
@@ -286,10 +286,11 @@ class Session:
         return self._undo_points[-1].text
 
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
-        """Undo the last user turn and everything after it, pins included.
+        """Undo the last user turn, and all that was read, generated or pinned after it began.
 
-        The settings stay, and with `keep_pins` the pins, too. Raises UndoError, changing nothing,
-        if there is no user turn, or if the archive no longer has a token evicted since that turn.
+        The settings stay, but the system prompt becomes what it was before the turn. If `keep_pins`
+        is true, all pins stay. Raises UndoError, changing nothing, if there is no user turn, or if
+        a token that was evicted since the turn began is no longer archived.
         """
         text, point = self.last_said, self._undo_points[-1]
         try:
@@ -310,7 +311,7 @@ class Session:
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
 
-        If such tokens are archived, they are restored. Raises UsageError if nothing matches, and
+        Archived tokens are restored when they are pinned. Raises UsageError if nothing matches, and
         SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
@@ -321,9 +322,10 @@ class Session:
         return events
 
     def erase(self, target: str) -> list[Event]:
-        """Erase the tokens that `target` names in cache, archive and text; drop all undo points.
+        """Erase the tokens that `target` names from the cache, the archive and the turns' text.
 
-        Later tokens, which attended to erased ones, stay. Raises UsageError if nothing matches.
+        After this, no earlier turn can be undone. Later tokens stay, although they attended to the
+        erased tokens. Raises UsageError if nothing matches.
         """
         system = self.profile.system
         positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
@@ -336,10 +338,7 @@ class Session:
         return [Erased(len(positions), self.resident)]
 
     def why(self, target: str) -> list[TokenRank]:
-        """Score, rank and state of the tokens that `target` names, in the cache or not.
-
-        Raises UsageError if nothing matches.
-        """
+        """Score, rank and state of each token that `target` names; UsageError if none matches."""
         at, now = self._positions_of(target, np.arange(self.seen)), self.snapshot(strongest=0)
         return token_ranks(self._engine, self._texts, at, now, sinks=self.profile.sinks)
 
@@ -350,11 +349,11 @@ class Session:
     def switch(
         self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
     ) -> list[Event]:
-        """Change settings at once, and evict or restore tokens as the new settings require.
+        """Change the settings `updates`, and evict or restore tokens as the new settings require.
 
-        A new system prompt is read at once, and pinned if `pin_system` is set; an interrupt ends
-        the reading. The old prompt is evicted. Raises SettingError, changing nothing; its message
-        names `source`, such as "/budget".
+        If the system prompt of a begun chat changes, the old one is evicted, and the new one is
+        read and, if `pin_system` is set, pinned; an interrupt ends the reading. Raises SettingError
+        for a value that is not allowed, changing nothing; its message begins with `source`.
         """
         before, profile = self.profile, switched(self.profile, self.model, source, updates)
         settings = build_cache_settings(profile, self._folder)
@@ -386,7 +385,7 @@ class Session:
         return self._events.ended(self._now)
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
-        """A snapshot of the cache; with `strongest`, a short one that has so many tokens."""
+        """A snapshot of the cache; if `strongest` is given, a short one with so many tokens."""
         return take_snapshot(
             self._engine,
             self.profile,
@@ -400,7 +399,7 @@ class Session:
         )
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
-        """A record of each token at these stream positions (ascending), in the cache or not."""
+        """A record of each token, held or evicted, at these stream positions (ascending)."""
         return self._events.tokens(np.asarray(positions, np.int64))
 
     def _answer(self, interrupted: Interrupted, reply: Reply | None = None) -> Iterator[Event]:
@@ -422,7 +421,7 @@ class Session:
         self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
 
     def _flush(self) -> list[Event]:
-        """Read the template ids that must follow a turn that was cut off; returns the events."""
+        """Read the pending template ids of a turn that was cut off; returns the events."""
         if self.seen == 0:  # nothing was read: the turn is treated as never begun
             self._now.pending_ids, self._now.turns = [], []
         return self._turn(TurnStats(self._now.last, "")).flush()
@@ -437,7 +436,7 @@ class Session:
         yield turn.done(self.profile.system or "")
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
-        """Raise SettingError or ContextFullError for a turn that can't fit; reads nothing."""
+        """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
             self._engine.contents.check_pins(before)

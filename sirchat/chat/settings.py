@@ -1,4 +1,4 @@
-"""Checks settings against a model, builds an engine from them, and changes them in a chat."""
+"""Checks whether settings suit a model, builds an engine with them, and changes them in a chat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from sirchat.text.detokenizer import WordContinuation
 
 
 def build_policy(profile: Profile) -> Policy:
-    """The policy of a profile, with its options; raises SettingError for a wrong option."""
+    """Make the eviction policy that a profile names, with the options that the profile sets.
+
+    Raises SettingError if the policy has no option of a given name, or can't have its value.
+    """
     made = policy_class(profile.policy)
     known = {field.name: field for field in fields(made)}
     options: dict[str, Any] = dict(profile.policy_options)
@@ -53,14 +56,17 @@ def build_policy(profile: Profile) -> Policy:
 
 
 def _fits(value: object, default: object) -> bool:
-    """Whether `value` has the type of the option's `default`, and is not negative."""
+    """Whether a policy's option may have this `value`.
+
+    If the option's `default` is a boolean, `value` must be one; else, a whole number from 0.
+    """
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     return isinstance(value, int) and value >= 0
 
 
 def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError if a setting would change that can't change in a running chat.
+    """Raise SettingError if `before` and `after` differ in a setting that is fixed during a chat.
 
     The message begins with `source`, the command that changes the settings, such as "/set".
     """
@@ -71,14 +77,14 @@ def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
 
 
 def hint_for_fixed(name: str, wanted: object) -> str:
-    """A hint for a setting that can't change in a running chat: how to get the value `wanted`."""
+    """A hint for the user: how to get the value `wanted` of a setting that a chat can't change."""
     if name == "save":
         return "/save saves this chat from now on" if wanted else "start sirchat with --no-save"
     return f"start sirchat with --{name}"
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
-    """Whether the setting named `setting` has any effect with the profile's policy."""
+    """Whether the setting named `setting` changes anything under the policy of the profile."""
     made = policy_class(profile.policy)
     if setting not in ("budget", "sinks", "recent", "decay"):
         return True
@@ -88,12 +94,18 @@ def has_effect(profile: Profile, setting: str) -> bool:
 
 
 def options_of(policy: str) -> list[Field[Any]]:
-    """The options of a policy, except `recent`, which is a separate setting."""
+    """The options of the policy named `policy`, as dataclass fields.
+
+    `recent` is not among them, because it is a setting of its own.
+    """
     return [f for f in fields(policy_class(policy)) if f.name != "recent"]
 
 
 def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
-    """The engine's settings for a profile; `folder` is for an archive on disk, if there is one."""
+    """The settings of the engine that follow from a profile.
+
+    If the profile puts the archive on disk, its files are stored in `folder`.
+    """
     return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,
@@ -110,7 +122,7 @@ def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheS
 
 
 def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> Engine:
-    """A new engine for this model, with an empty cache; `seed` sets its random numbers."""
+    """A new engine for this model, with an empty cache; `seed` is for its random numbers."""
     return Engine(
         model,
         settings,
@@ -142,7 +154,10 @@ def build_sampling(profile: Profile) -> Sampling:
 
 
 def check_profile(profile: Profile, model: LoadedModel) -> None:
-    """Raise SettingError for a profile that this model does not allow."""
+    """Raise SettingError if a setting of the profile does not work with this model.
+
+    The checked settings are the budget, recall, attention and the policy.
+    """
     check_budget(profile, model, "budget")
     check_recall(profile, model, "recall")
     check_attention(profile, model, "policy")
@@ -152,9 +167,12 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
 
 
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if recall can't work with this model on this machine.
+    """Raise SettingError if recall is on but can't work.
 
-    The message begins with `source`, the setting or command that caused the check.
+    Recall can't work if it requires the library faiss, which is not installed; if each layer
+    recalls its own tokens while the setting `positions` is `stream`; or if it requires queries, and
+    the model's queries can't be compared with its cached keys. The message begins with `source`,
+    the setting or command that caused the check.
     """
     if profile.recall != "off" and profile.recall_index == "on" and not is_available():
         raise SettingError(
@@ -192,7 +210,7 @@ def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the policy needs plain keys, but the model caches compressed keys.
+    """Raise SettingError if the policy uses cached keys or values, but the model compresses them.
 
     The message begins with `source`, the setting or command that caused the check.
     """
@@ -205,7 +223,7 @@ def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the policy needs a scorer file for this model, and there is none.
+    """Raise SettingError if the policy needs a trained scorer for this model, and there is none.
 
     The message begins with `source`, the setting or command that caused the check.
     """
@@ -217,11 +235,11 @@ def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
 
 
 def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the policy hides tokens from others, and the model is recurrent.
+    """Raise SettingError if the policy compresses text into anchors, but the model is recurrent.
 
-    With such a policy, an anchor attends to its own sequence only. But the state of a recurrent
-    layer has read all tokens. The message begins with `source`, the setting or command that caused
-    the check.
+    An anchor is a token that attends only to its own sequence and then stands for it. A recurrent
+    layer can't do this: its state depends on all tokens. The message begins with `source`, the
+    setting or command that caused the check.
     """
     if model.has_state and build_policy(profile).compacts_at_anchors:
         raise SettingError(
@@ -253,10 +271,10 @@ if TYPE_CHECKING:  # that module imports this one
 
 
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
-    """The settings `before`, changed by `updates`.
+    """A copy of the settings `before`, with the new values `updates`.
 
-    Raises SettingError for a value that is never allowed, or not with this model, or not in a
-    running chat. The message begins with `source`, such as "/budget".
+    Raises SettingError if a new value is not allowed, does not work with this model, or can't be
+    set during a chat. The message begins with `source`, such as "/budget".
     """
     after = changed(before, source, **updates)
     refuse_fixed(before, after, source)
@@ -274,7 +292,7 @@ def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str
 
 @contextmanager
 def all_or_nothing(engine: Engine) -> Iterator[None]:
-    """Context manager: restore the engine's pins and settings if the `with` block fails."""
+    """Context manager: if the `with` block fails, restore the engine's pins and settings."""
     settings, pinned = engine.settings, engine.ledger.pinned_positions
     try:
         yield
@@ -286,9 +304,10 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
-    """Context manager: all that happens to the engine in the `with` block is undone at its end.
+    """Context manager: at the end of the `with` block, undo every change of the engine in it.
 
-    Yields the checkpoint of the state before the block. Use it only between two rounds.
+    Yields a checkpoint of the engine's state before the block. The block must begin between two
+    rounds.
     """
     settings, checkpoint = engine.settings, engine.checkpoint()
     with engine.store.unlimited():
@@ -301,7 +320,10 @@ def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
 
 @contextmanager
 def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: change settings for a `with` block; error messages name `source`."""
+    """Context manager: the settings `updates` hold inside the `with` block, the old ones after it.
+
+    Error messages begin with `source`, the command that changes the settings.
+    """
     before = {name: getattr(session.profile, name) for name in updates}
     if updates:
         session.switch(source, **updates)

@@ -1,4 +1,4 @@
-"""The cache at one moment, as plain values to draw or print: tokens, scores and ranks."""
+"""Describes the KV cache at one moment, by values to draw or print: tokens, scores and ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LARGEST = float(np.finfo(np.float64).max)
 
 
 def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
-    """The policy's scores [n] of the tokens at stream `positions` [n], ascending.
+    """The eviction policy's score [n] of each token at the stream `positions` [n], ascending.
 
-    The tokens with the lowest scores are evicted first. A token outside the cache is scored as if
-    it were held. None for a policy without scores.
+    The tokens with the lowest scores are evicted first. A token that is not in the cache is scored
+    as if it were. Returns None if the policy has no scores.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
@@ -40,7 +40,10 @@ def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
 
 
 def shown_scores(engine: Engine, scores: Floats) -> Floats:
-    """Scores [n] in the form that users see: finite, and converted if they are logarithms."""
+    """Convert a policy's scores [n] to the numbers that users see.
+
+    If the policy's scores are logarithms, the exponential is taken. All results are finite.
+    """
     policy = engine.settings.policy
     if isinstance(policy, ScorePolicy) and policy.log_scale:
         return finite_exp(scores)
@@ -48,15 +51,16 @@ def shown_scores(engine: Engine, scores: Floats) -> Floats:
 
 
 def score_unit(engine: Engine) -> str:
-    """Unit of the shown scores, such as "nats"; empty for a plain number."""
+    """The unit of the policy's scores, such as "nats"; empty if they have no unit."""
     policy = engine.settings.policy
     return policy.unit if isinstance(policy, ScorePolicy) else ""
 
 
 def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """The factors of which the policy's scores are products: by name, one array [n] each.
+    """The factors whose product is the policy's score, for the tokens at `positions` [n].
 
-    They are those of the tokens at `positions` [n]. Empty for a policy without such factors.
+    Returns one array [n] for each factor, by the factor's name; empty if the policy's scores are
+    not such products.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
@@ -75,11 +79,12 @@ def finite_exp(logarithms: Floats) -> Floats:
 def _as_if_held(
     engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
 ) -> dict[str, Floats]:
-    """The arrays [n] that `compute` returns for the rows at `positions` [n], by name.
+    """Compute values of the rows (tokens) at `positions` [n] as if all were in the cache.
 
-    A score may depend on the other held rows, so `compute` gets a whole table of rows. For a held
-    row, this table has all held rows except those that recall restored. For a row that recall
-    restored, it has all held rows. For any other row, it has the held rows and all of `positions`.
+    Returns, by name, the arrays [n] that `compute` returns. A score may depend on the other held
+    rows, so `compute` gets a whole table of rows. For a held row, this table has all held rows
+    except those that recall restored. For a row that recall restored, it has all held rows. For an
+    evicted row, it has the held rows and all rows at `positions`.
     """
     held = engine.ledger.held_positions
     own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
@@ -97,18 +102,22 @@ def _as_if_held(
 
 
 EDGES = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, float("inf"))
-"""Edges of the histogram's bins: surprisal in nats; a bin includes its lower edge."""
+"""Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge."""
 
 _LEAVING = 6
-"""A snapshot has the words of at most this many of the tokens to be evicted next."""
+"""A snapshot names the words of at most this many of the tokens that will be evicted next."""
 
 
 @dataclass(frozen=True)
 class HeldShare:
-    """How much of one turn is in the cache: `held` of its `tokens` tokens.
+    """How much of one turn is in the cache.
 
-    `held_said` is the number of held tokens that do not belong to the chat template. `surprisal` is
-    the mean surprisal, in nats, of all tokens of the turn, held or not; null if it is not known.
+    Attributes:
+        index, role: the turn's index, and who wrote it.
+        tokens: number of the turn's tokens, held or evicted.
+        held: how many of these tokens are in the cache.
+        surprisal: mean surprisal of these tokens, in nats; null if it is not known.
+        held_said: how many held tokens belong to the message, not to the chat template.
     """
 
     index: int
@@ -121,7 +130,10 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Numbers of held and of evicted tokens in each bin of surprisal; `EDGES` are the edges."""
+    """Number of held tokens, and of evicted tokens, in each bin of surprisal.
+
+    `EDGES` has the edges of the bins.
+    """
 
     held: tuple[int, ...]
     evicted: tuple[int, ...]
@@ -129,15 +141,19 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The cache at one moment, as a panel draws it; `take_snapshot` says what a short snapshot is.
+    """The KV cache at one moment, as a panel draws it.
+
+    A short snapshot, for the compact panel, leaves out what takes long to compute.
 
     Attributes:
         model, policy, decay, budget: the current settings; the budget in tokens.
-        resident, seen: tokens held now, and ever read.
+        resident: number of tokens held now.
+        seen: number of tokens read or generated since the chat began.
         recalled: number of held tokens that recall restored for this round.
         speed: tokens per second of the current or the last reply; 0 before the first reply.
         threshold: a token with at most this score would be evicted if room were needed now; null if
-            all tokens are held, if there is plenty of room, or if the policy has no scores.
+            every token ever read is held, if there is plenty of room, or if the policy has no
+            scores.
         unit: unit of the scores, such as "nats"; empty for a plain number.
         evicted_next: positions of the tokens that would be evicted next, ascending; empty while
             there is plenty of room.
@@ -145,8 +161,8 @@ class Snapshot:
             surprising first.
         rows: the held tokens in stream order; in a short snapshot those with the highest scores.
         slots: index of each row of `rows` among all held tokens.
-        turns: for every turn so far, how many of its tokens are held.
-        histogram: surprisal of held and of evicted tokens; null in a short snapshot.
+        turns: for every turn of the chat, how many of its tokens are held.
+        histogram: numbers of held and of evicted tokens by surprisal; null in a short snapshot.
         in_single_layers: number of held tokens that only some layers hold.
         recalled_turns: the turns of the tokens that recall restored for this round.
     """
@@ -172,12 +188,12 @@ class Snapshot:
 
     @property
     def in_all_layers(self) -> int:
-        """Number of tokens that all layers hold."""
+        """Number of tokens that the caches of all layers hold."""
         return self.resident - self.in_single_layers
 
     @property
     def evicted(self) -> int:
-        """Number of tokens that were read and are no longer held by all layers."""
+        """Number of tokens that were read, and that at least one layer no longer holds."""
         return self.seen - self.in_all_layers
 
 
@@ -193,11 +209,11 @@ def take_snapshot(
     strongest: int | None = None,
     recalled_turns: tuple[RecalledTurn, ...] = (),
 ) -> Snapshot:
-    """Take a snapshot of the memory as it is now; `roles` has the role of each turn.
+    """Take a snapshot of the cache as it is now; `roles` has the role of each turn.
 
-    If `strongest` is given, it is a short snapshot for the compact panel. A short snapshot has only
-    `strongest` tokens: those with the highest scores outside the chat template. It leaves out
-    everything whose computation takes longer in a longer conversation.
+    If `strongest` is None, the snapshot has all held tokens. If it is a number, the snapshot is
+    short, for the compact panel: it has only this many tokens, those with the highest scores
+    outside the chat template, and neither a histogram nor the turns' mean surprisals.
     """
     ledger = engine.ledger
     held = ledger.held_positions
@@ -234,7 +250,10 @@ def token_rows(
     sinks: int,
     scores: Floats | None,
 ) -> tuple[TokenRow, ...]:
-    """Records of the tokens at these positions [n] (ascending); `scores` [n] are the policy's."""
+    """A record of each token at these stream positions [n], which are ascending.
+
+    `scores` [n] are the policy's scores of the tokens; None if the policy has no scores.
+    """
     ledger, at = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:
@@ -272,10 +291,11 @@ def _at(scores: Floats | None, slots: Positions) -> Floats | None:
 
 
 def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None) -> Positions:
-    """The slots [k] (indices among the held tokens) that a snapshot shows, ascending.
+    """Choose the held tokens that a snapshot shows.
 
-    If `strongest` is None, these are all slots. Otherwise they are this many of the tokens outside
-    the chat template: those with the highest values in `order` [n].
+    Returns their indices [k] among the n held tokens, ascending. If `strongest` is None, all are
+    chosen. Otherwise this many are chosen: of the tokens outside the chat template, those with the
+    highest values in `order` [n].
     """
     if strongest is None:
         return np.arange(len(held))
@@ -286,9 +306,10 @@ def _slots(ledger: Ledger, order: Floats, held: Positions, strongest: int | None
 
 
 def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int) -> tuple[str, ...]:
-    """A few words that have a token in `leaving`, the positions to be evicted next.
+    """A few of the words whose tokens will be evicted next, the most surprising first.
 
-    Each word is complete, even if some of its tokens are evicted already.
+    `leaving` are the stream positions of these tokens. A word is shown whole, even if some of its
+    tokens are already evicted.
     """
     ledger = engine.ledger
     others = leaving[ledger.column("role")[leaving] != Role.TEMPLATE]
@@ -303,9 +324,10 @@ def _leaving_words(engine: Engine, leaving: Positions, texts: Texts, sinks: int)
 def _threshold(
     engine: Engine, scores: Floats | None, held: Positions, leaving: Positions
 ) -> float | None:
-    """The highest score, as users see it, of the tokens `leaving`, which are evicted next.
+    """The highest score, as users see it, of the tokens that will be evicted next.
 
-    None if there are no such tokens, if all tokens are held, or if the policy has no scores.
+    `leaving` are the stream positions of these tokens. Returns None if `leaving` is empty, if every
+    token ever read is held, or if the policy has no scores.
     """
     ledger = engine.ledger
     if scores is None or not len(leaving) or ledger.seen == ledger.held_count:
@@ -316,7 +338,10 @@ def _threshold(
 def _turns(
     ledger: Ledger, held: Positions, roles: Sequence[str], *, whole: bool
 ) -> tuple[HeldShare, ...]:
-    """How much of each turn is held; the mean surprisals are computed only if `whole` is true."""
+    """For each turn, how many of its tokens are held.
+
+    The turns' mean surprisals are computed only if `whole` is true; else they are None.
+    """
     turn = ledger.column("turn")
     bounds = np.searchsorted(turn, np.arange(len(roles) + 1))
     counts = np.bincount(turn[held], minlength=len(roles)).tolist()
@@ -361,14 +386,16 @@ class TokenRank:
 
     Attributes:
         row: the token, with its score.
-        state: `held`, `archived` (it can be restored) or `gone` (it can't).
-        decayed_to: product of the decay factors since the token was read; 1 if there were none.
+        state: `held`, `archived` (evicted, but can be restored) or `gone` (can't be restored).
+        decayed_to: product of the decay factors of all rounds that ended since the token was read;
+            1 if there is no decay.
         factors: by name, the factors of the score, except surprisal and decay.
-        rank: 1 for the highest score of the held tokens; a token that is not held has the rank it
-            would get if held; null for a policy without scores.
+        rank: the token's place among the held tokens by score; 1 is the highest score. An evicted
+            token has the rank that it would have if it were held. Null for a policy without scores.
         held: number of held tokens.
-        threshold: a token with at most this score would be evicted now, as in `Snapshot`.
-        leaves: whether the token is among those that are evicted next.
+        threshold: a token with at most this score would be evicted if room were needed now; null as
+            in `Snapshot`.
+        leaves: whether the token is among those that will be evicted next.
     """
 
     row: TokenRow
@@ -384,7 +411,10 @@ class TokenRank:
 def token_ranks(
     engine: Engine, texts: Texts, positions: Positions, now: Snapshot, *, sinks: int
 ) -> list[TokenRank]:
-    """Score, rank and state of the tokens at `positions` (ascending); `now` is a new snapshot."""
+    """Score, rank and state of each token at the stream `positions`, which are ascending.
+
+    `now` is a snapshot of the present cache. The first `sinks` tokens get the flag `sink`.
+    """
     ledger = engine.ledger
     among = np.union1d(ledger.held_positions, positions)
     asked = np.searchsorted(among, positions)

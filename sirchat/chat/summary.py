@@ -1,4 +1,7 @@
-"""Summaries of the whole chat, extracted or written by the model, and read as a pinned turn."""
+"""Makes a summary of the whole chat, and lets the model read it as a pinned turn.
+
+The summary has sentences of the chat, or is written by the model.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ def summary(
 ) -> Generator[Event, None, str]:
     """Make a summary of the whole chat, including text that is no longer in the cache.
 
-    The session does not change. `way` is a key of `WAYS`. Yields progress, and returns the text of
-    the summary; the text is empty if `interrupted` returned true, or if no sentence fits. A summary
-    has at most a quarter of the budget's tokens. It also has at most a third of the chat's tokens,
-    or at most 64 if that is more. Raises UsageError if nothing was said yet, and SettingError if
-    the budget is too small.
+    The session does not change. `way` is a key of `WAYS`. Yields events of progress, and returns
+    the text of the summary; the text is empty if `interrupted` returned true, or if no sentence
+    fits. A summary takes at most a quarter of the budget. In a short chat it is shorter: its text
+    has at most a third of the chat's tokens, but may always have 64. Raises UsageError if the chat
+    has no messages yet, and SettingError if the budget is too small.
     """
     said = [turn for turn in _said(session) if turn.text.strip()]
     if not said:
@@ -61,10 +64,10 @@ def summary(
 
 
 def pin_summary(session: Session, text: str) -> Iterator[Event]:
-    """Let the session read a summary as a pinned turn; earlier summaries are unpinned.
+    """Let the session read the summary `text` as a pinned user turn; yields the events.
 
-    One `undo` takes back the turn and the change of pins. Raises SettingError, changing nothing, if
-    the pins would leave too little room.
+    Earlier summaries are unpinned. One `undo` removes the new turn, and pins the earlier summary
+    again. Raises SettingError, changing nothing, if the pins would leave too little room.
     """
     index, held = len(session.turns), session.snapshot().rows
     former = {row.turn for row in held if "pinned" in row.flags} & set(_summaries(session))
@@ -86,7 +89,10 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
 
 
 def pin_last_summary(session: Session) -> None:
-    """Pin the last summary, if there is one; to be called after a later summary was undone."""
+    """Pin the last summary of the chat, if there is one.
+
+    This is to be called after a later summary was undone: that one had unpinned this one.
+    """
     if indices := _summaries(session):
         with suppress(UsageError):  # it is no longer archived, or other pins take the room
             session.pin(f"turn {indices[-1]}")
@@ -97,19 +103,19 @@ def _summaries(session: Session) -> list[int]:
 
 
 def _quietly(events: Iterator[Event]) -> Iterator[Event]:
-    """The events except `TurnDone`, which is only for messages of the user and the model."""
+    """The same events without `TurnDone`: a summary is not shown as a message."""
     return (event for event in events if not isinstance(event, TurnDone))
 
 
 def _size(session: Session, text: str) -> int:
-    """Number of tokens that are pinned for a summary with this text."""
+    """How many tokens a summary with this text takes in the cache, where they are pinned."""
     start, end = session.template.user(SUMMARY + text).content
     return end - start
 
 
 @dataclass(frozen=True)
 class _Said:
-    """One message of the user or the model: its tokens, in the cache or not, and their text."""
+    """One message of the user or the model: its tokens, held or evicted, and their text."""
 
     role: str
     rows: list[TokenRow]
@@ -117,7 +123,10 @@ class _Said:
 
 
 def _said(session: Session) -> list[_Said]:
-    """The messages of user and model in order, without summaries, reasoning and erased words."""
+    """All messages of the user and the model, in order; reasoning and erased words are left out.
+
+    Earlier summaries, and the replies to them, are left out, too.
+    """
     rows: dict[int, list[TokenRow]] = {}
     summaries = set(_summaries(session))
     made = summaries | {at + 1 for at in summaries}
@@ -141,14 +150,14 @@ def _text(rows: Sequence[TokenRow]) -> str:
 
 
 def _ends(rows: Sequence[TokenRow]) -> NDArray[np.int64]:
-    """For each row, the index just after its last character in the text of all rows."""
+    """For each row (token), the index at which its text ends in the joined text of all rows."""
     return np.cumsum([len(row.text) for row in rows], dtype=np.int64)
 
 
 _SENTENCE = re.compile(
     r"\S.*?(?:(?<!\b[A-Z])(?<!\b[A-Z][a-z])(?<!\bMrs)[.!?…]+[\"'”’)\]]*(?=\s|$)|[。！？]+|(?=\n)|$)"
 )
-"""A sentence: ends with its line, or at `.!?…` before a blank, but not after `Mr` or an initial."""
+"""Finds sentences; each ends with its line, or at `.!?…` before a blank, but not after `Mr.`."""
 
 _WORDS = 3  # number of a sentence's most surprising words that make its score
 _REPEATED, _QUESTION, _USER, _NUMBER = 0.3, 0.5, 1.5, 2.0  # chosen on seed 1 of the study
@@ -160,9 +169,11 @@ class _Sentence:
     """A sentence of the chat.
 
     Attributes:
-        text, size: its text, and its length in tokens.
+        text: the sentence itself.
+        size: its length in tokens.
         weight: factor by which its score is multiplied.
-        words: the summed surprisal of each of its words, in nats, by the word in lower case.
+        words: for each of its words, in lower case, the sum of its tokens' surprisals, in nats;
+            doubled for a word with digits. Stop words are left out.
     """
 
     text: str
@@ -171,21 +182,22 @@ class _Sentence:
     words: dict[str, float]
 
     def score(self, told: set[str]) -> float:
-        """The surprisal of its three most surprising words, in nats, divided by its size.
+        """The sentence's score: how much its most surprising words would add to a summary.
 
-        Words in `told`, which the summary already has, count less. The result is multiplied by
-        `weight`.
+        It is the summed surprisal of its three most surprising words, divided by its length, times
+        `weight`. Words in `told`, which the summary already has, count less.
         """
         values = (nats * (_REPEATED if word in told else 1) for word, nats in self.words.items())
         return self.weight * sum(nlargest(_WORDS, values)) / (self.size + _LENGTH)
 
 
 def _extract(session: Session, said: Sequence[_Said], most: int) -> str:
-    """The sentences with the highest scores that fit in `most` tokens, in the order of the chat.
+    """A summary of at most `most` tokens, made of sentences of the chat, in the chat's order.
 
-    A sentence's score is the surprisal of its three most surprising words, divided by its length in
-    tokens. Numbers and the user's sentences count more; questions, and words that the summary
-    already has, count less; common English words do not count.
+    The sentences with the highest scores are chosen. A sentence's score is the surprisal of its
+    three most surprising words, divided by its length in tokens. Numbers and the user's sentences
+    count more; questions, and words that the summary already has, count less; stop words do not
+    count. The text is empty if no sentence fits.
     """
     sentences = dict[str, _Sentence]()
     for turn in said:
@@ -240,10 +252,11 @@ _SHARE = 32  # each part's summary may have at least this many tokens
 def _written(
     session: Session, said: Sequence[_Said], most: int, interrupted: Interrupted
 ) -> Generator[Event, None, str]:
-    """A summary's text, which the model writes in another session, one part of the chat at a time.
+    """Let the model write a summary, in a session of its own, one part of the chat at a time.
 
-    If the summaries of the parts have more than `most` tokens together, the model summarizes them
-    in the same way, until they fit. The text is empty if `interrupted` returned true.
+    If the summaries of the parts have more than `most` tokens together, the model summarizes these
+    summaries in the same way, until the result fits. Yields events of progress, and returns the
+    text of the summary; it is empty if `interrupted` returned true.
     """
     lines = [f"{turn.role.capitalize()}: {turn.text.strip()}" for turn in said]
     room = most - _size(session, "")
@@ -276,7 +289,10 @@ def _written(
 
 
 def _reader(session: Session, reply_tokens: int) -> Session:
-    """A new session with the same model; it evicts nothing and limits the length of replies."""
+    """A new session with the same model, in which the model writes a summary.
+
+    It evicts nothing, and a reply has at most `reply_tokens` tokens.
+    """
     updates = {"policy": "full", "policy_options": {}, "recall": "off"}
     updates |= {"evict": "when-full", "archive": "off"}
     return Session(
@@ -305,7 +321,7 @@ def _finished(session: Session, reply: TurnDone, most: int) -> str:
 
 
 def _parts(session: Session, lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Join lines to parts that can be read at once; yields each part and its size in tokens."""
+    """Join lines to parts that fit in the model's context; yields each part and its token count."""
     most = min(_PART, max(_LEAST_PART, session.model.context_length // 2))
     part, total = "", 0
     for line in lines:
@@ -318,7 +334,7 @@ def _parts(session: Session, lines: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _pieces(session: Session, text: str, most: int) -> Iterator[tuple[str, int]]:
-    """Cut a text into pieces of at most `most` tokens; yields each piece and its size in tokens."""
+    """Cut a text into pieces of at most `most` tokens; yields each piece and its token count."""
     size = len(session.template.as_text(text)) + 1  # and a line break
     if size <= most:
         yield text, size

@@ -1,8 +1,8 @@
-"""One turn while it is read or generated: its ids go to the engine, and its events are yielded.
+"""Lets the engine read or generate the ids of one turn, and yields the turn's events.
 
-The chat template ends each turn with certain ids, which are *pending* until they are read. If an
-error cuts the turn off, these ids are read before the next turn, so that the chat always follows
-its template.
+The chat template ends each turn with certain ids, which are *pending* until the engine has read
+them. If an error cuts the turn off, the pending ids are read before the next turn, so that the chat
+always follows its template.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class OpenTurn:
         now: the conversation that the turn belongs to.
         engine: reads and generates its ids.
         events: makes the events.
-        stats: counts of this turn's tokens and seconds so far; those of the last turn, if only its
-            pending ids are read.
+        stats: counts of this turn's tokens and seconds, which the methods increase.
         evicts_thinking: whether a reply's reasoning is evicted when the reply is complete.
     """
 
@@ -63,7 +62,10 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Evict tokens before a user turn of `count` ids, if the setting `evict` asks for it."""
+        """Evict tokens before a user turn of `count` ids is read, as the setting `evict` says.
+
+        Returns an event for each eviction.
+        """
         records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
@@ -75,11 +77,11 @@ class OpenTurn:
         pinned: bool = False,
         after: Sequence[int] = (),
     ) -> Iterator[Event]:
-        """Read a turn's ids; yields progress and evictions.
+        """Let the engine read the ids of `turn`; yields events of progress and evictions.
 
-        If `interrupted` returns true, the rest of the text is skipped, and only the template's ids
-        after it are read. `after` are the ids that must be read later in this round; if the reading
-        of `turn` fails, they are pending, too.
+        If `interrupted` returns true, the ids of the text that are not read yet are skipped, and
+        only the template's ids after the text are read. `after` are ids that the caller reads later
+        in this round; if the reading of `turn` fails, they become pending, too.
         """
         done, end = 0, len(turn.ids)
         self._note_pending(turn, done, after)
@@ -113,9 +115,9 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Yield the events of a reply while it is generated, then read the `closing` ids after it.
 
-        The reply also ends at a control token: a stop id that is not one of the `end_ids`. If an
-        error cuts the reply off, the text so far is kept, and the ids `closing` are read before the
-        next turn.
+        `records` are what the engine generates. If the stop id that ends the reply is not one of
+        the `end_ids`, the reply has ended at a control token. If an error cuts the reply off, its
+        text until then is stored, and the `closing` ids are read before the next turn.
         """
         said: list[str] = []
         self._now.reply, self._now.pending_ids = self.stats, list(closing)
@@ -137,9 +139,10 @@ class OpenTurn:
             yield Notice(str(failure))
 
     def ending_as(self, records: Iterator[Generated], finish: Finish) -> Iterator[Generated]:
-        """Yield the records of a reply that is generated again, without the record of its end.
+        """Yield the engine's records of a reply whose known tokens are read again.
 
-        `finish` is recorded as the reason why the reply ended.
+        The record of the reply's end is left out: `finish` is the reason why the reply ended when
+        it was first generated, and is stored instead.
         """
         for record in records:
             if isinstance(record, Stopped):
@@ -173,7 +176,10 @@ class OpenTurn:
         yield Delta(said[-1])
 
     def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the ids `closing` that end a reply; end the round; evict reasoning if wanted."""
+        """Read the template ids `closing` after a reply, and end the round; returns the events.
+
+        If the reasoning of replies is to be evicted, that of this reply is evicted now.
+        """
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:
@@ -184,7 +190,7 @@ class OpenTurn:
         return [event for event in events if not isinstance(event, Reading)]
 
     def flush(self) -> list[Event]:
-        """Read the template ids that must follow a turn that was cut off; returns the events."""
+        """Read the pending ids, which must follow a turn that was cut off; returns the events."""
         if not self._now.pending_ids:
             return []
         events = list(self.read(_template_ids(self._now.pending_ids)))
@@ -198,7 +204,7 @@ class OpenTurn:
         return self._events.done(self.stats, text)
 
     def _timed(self, records: Iterator[Generated]) -> Iterator[Generated]:
-        """Yield the records; add the seconds that the engine takes to `stats.seconds_decode`."""
+        """Yield the engine's `records`, and count its time for them in `stats.seconds_decode`."""
         while True:
             start = time.perf_counter()
             record = next(records, None)
@@ -211,9 +217,9 @@ class OpenTurn:
             yield record
 
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Set the pending ids: the unread ids that follow the text of `turn`, and then `after`.
+        """Set the pending ids: those that follow the text of `turn` and are unread, then `after`.
 
-        `done` is the number of ids of `turn` that are read.
+        `done` is the number of ids of `turn` that the engine has read.
         """
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
@@ -227,20 +233,21 @@ class OpenTurn:
 
 
 def _template_ids(ids: Sequence[int]) -> TurnIds:
-    """A turn made of template ids alone, without text."""
+    """The ids of a turn that has only chat-template `ids` and no text."""
     return TurnIds(list(ids), [Role.TEMPLATE] * len(ids), (0, 0))
 
 
 OPEN, CLOSE = "<think>", "</think>"
 
 _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
-"""Reasoning with its tags; the first tag may be missing, because some templates write it."""
+"""Finds the reasoning in a reply, tags included; some templates, not the reply, have `<think>`."""
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of the reasoning in reply `turn`.
+    """Stream positions [k], ascending, of the reasoning tokens in the reply with index `turn`.
 
-    Empty if the reply has no `</think>`.
+    The tokens of the tags `<think>` and `</think>` are included. Empty if the reply has no
+    `</think>`.
     """
     in_turn = ledger.column("turn") == turn
     said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
@@ -250,10 +257,10 @@ def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
 
 
 def thought(reply: str, *, is_open: bool = False) -> str:
-    """The reasoning in a reply, without the tags; empty if there is none.
+    """The reasoning in a reply, without its tags `<think>` and `</think>`; empty if there is none.
 
-    `is_open` says whether the chat template writes the first tag; then a reply without any tag is
-    all reasoning.
+    `is_open` says whether the chat template writes `<think>` before the reply. If it does, a reply
+    without `</think>` is reasoning as a whole.
     """
     found = "\n\n".join(one[0] for one in _THOUGHT.finditer(reply))
     if not found and (is_open or reply.lstrip().startswith(OPEN)):
@@ -262,7 +269,7 @@ def thought(reply: str, *, is_open: bool = False) -> str:
 
 
 class FinalAnswer:
-    """Separates the answer from the reasoning before it, while a reply is generated.
+    """Splits a reply, while it is generated, into the reasoning and the answer after it.
 
     Args:
         is_open: whether the reply begins inside reasoning, because the chat template wrote
@@ -279,7 +286,7 @@ class FinalAnswer:
         self._has_begun = False
 
     def push(self, text: str) -> str:
-        """Add a piece of the reply; returns the part of the answer that was not returned before."""
+        """Add the next text of the reply; returns the new text of the answer, or an empty text."""
         self._held += text
         if self._thinks is None and not OPEN.startswith(start := self._held.lstrip()):
             self._thinks = self.has_thought = start.startswith(OPEN)
@@ -294,5 +301,5 @@ class FinalAnswer:
         return answer
 
     def end(self) -> str:
-        """At the end of the reply, the part of the answer that `push` has not returned yet."""
+        """At the end of the reply, return the text of the answer that `push` has not returned."""
         return self._held if self._thinks is None else ""

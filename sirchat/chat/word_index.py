@@ -1,7 +1,4 @@
-"""Indexes of the words in a conversation; they score how well earlier turns fit a new turn.
-
-A turn is split into words once. Turns that are undone are removed from the end of the index.
-"""
+"""Indexes of the words in a conversation; they score how well earlier turns fit a new turn."""
 
 from __future__ import annotations
 
@@ -37,22 +34,23 @@ class TurnIndex(ABC):
 
     @abstractmethod
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
-        """Scores [n] of the `texts` [n]: how well each text, with its neighbours, fits `wanted`.
+        """Scores [n] of the turns with the `texts` [n]: how well each turn fits the text `wanted`.
 
-        Words that occur in few of the `texts` count more. A text without any match has score 0.
+        Words of the turns before and after a turn count, too. Words that few turns have count more.
+        The score is 0 if no word matches.
         """
 
     @abstractmethod
     def _add(self, at: int, text: str) -> None:
-        """Add a text, number `at`, at the end of the index."""
+        """Add the turn with index `at` and this text at the end of the word index."""
 
     @abstractmethod
     def _remove(self, text: str) -> None:
-        """Remove the last text of the index; it must be `text`."""
+        """Remove the last turn from the word index; `text` must be its text."""
 
     @abstractmethod
     def _turns_with(self, term: str) -> array[int]:
-        """The numbers of the texts that contain a term, ascending, as 32-bit integers."""
+        """The indices of the turns that contain a term, ascending, as 32-bit integers."""
 
     def shared(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
         """For each turn, up to three words of `wanted` that it has, in the same or a similar form.
@@ -82,9 +80,10 @@ class TurnIndex(ABC):
     def _named(
         self, asked: Mapping[str, list[str]], terms: Set[str], counts: Mapping[str, int]
     ) -> tuple[str, ...]:
-        """Up to three words of which more than half of the terms are in `terms`, the rarest first.
+        """Up to three words of `asked`, the rarest first, with more than half of their terms known.
 
-        `asked` maps each word to its `terms_of`; `counts` says how many turns have each of `terms`.
+        `asked` maps each word to its terms (`terms_of`). Known are the terms in `terms`; `counts`
+        maps each of these to the number of turns that have it.
         """
         rarity = dict[str, int]()
         for word, own in asked.items():
@@ -98,7 +97,7 @@ class TurnIndex(ABC):
         return (rarest, *others[: _NAMED - 1])
 
     def _update(self, texts: Sequence[str]) -> None:
-        """Remove texts that changed or no longer exist from the index, then add the new texts."""
+        """Make the index that of `texts`: remove the turns that changed, and add the new ones."""
         known, least, step = self._texts, min(len(self._texts), len(texts)), 1
         while known[:least] != texts[:least]:  # mostly, only the last text has changed
             least, step = max(0, least - step), 8 * step
@@ -115,7 +114,7 @@ _K1, _B = 1.5, 0.75
 
 
 class WordIndex(TurnIndex):
-    """Scores turns by BM25.
+    """Scores turns by BM25 for the words of a new turn, the query.
 
     It is Lucene's variant of BM25, with k1 = 1.5 and b = 0.75 (Robertson and Zaragoza 2009,
     https://doi.org/10.1561/1500000019), computed as in the library bm25s (Lù 2024,
@@ -142,7 +141,7 @@ class WordIndex(TurnIndex):
         return scores.astype(np.float64)
 
     def _scores_of(self, term: str, norms: NDArray[np.float64]) -> Floats:
-        """One term's part of each turn's score [n]; `norms` [n] correct for the turns' lengths."""
+        """What one term adds to the BM25 score of each turn [n]; `norms` [n] correct for length."""
         found = self._found[term]
         counts = np.zeros(len(norms), np.float32)
         counts[np.array(found.turns)] = np.array(found.counts)
@@ -173,7 +172,7 @@ class WordIndex(TurnIndex):
 
 
 class _Postings(NamedTuple):
-    """The turns [k] that have a term, ascending, and how often each has it."""
+    """For one term: indices [k] of the turns that have it, ascending, and its count in each."""
 
     turns: array[int]
     counts: array[float]
@@ -222,9 +221,10 @@ class WideIndex(TurnIndex):
     - A term's rarity (inverse document frequency) is raised to the power of 1.5.
     - For each word of the query, the 20 words of the conversation with the nearest vectors count
       together as one term of weight 4; each is counted with its cosine as weight.
-    - A document is a turn and its neighbours: words count 1 in its statements and 0.5 in its
-      questions, 0.5 and 1 in the turn before, and 0.5 in the turn after.
-    - Each sentence of the query is scored alone; the score is the root of the sum of the squares.
+    - A document is a turn with the turns beside it. A word counts 1 in the turn's statements, 0.5
+      in its questions, 0.5 and 1 in those of the turn before, and 0.5 in the turn after.
+    - Each sentence of the query is scored alone, and half of the scores of the turns beside it is
+      added to a turn's score. The result is the root of the sum of the squares over the sentences.
     """
 
     def __init__(self, vectors: WordVectors) -> None:
@@ -261,9 +261,9 @@ class WideIndex(TurnIndex):
         return np.sqrt(total).astype(np.float64)
 
     def _longest_postings(self, asked: Sequence[Sequence[str]]) -> int:
-        """The limit above which a term is ignored: the number of turns that have the term.
+        """The largest number of turns that may have a term; a search ignores more frequent terms.
 
-        With this limit, a search for `asked` reads at most `_MOST` entries of the index.
+        With this limit, a search for the words `asked` reads at most `_MOST` entries of the index.
         """
         terms = [self._terms.get(term) for words in asked for term in _terms(words)]
         known = [*terms, *(self._words.get(word) for words in asked for word in words)]
@@ -275,7 +275,7 @@ class WideIndex(TurnIndex):
         return len(self._texts)
 
     def _similar(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """For each word, the words of the chat with the nearest vectors, and their cosines."""
+        """For each word: the words of the chat with the nearest vectors, and the cosines."""
         new = [word for word in words if word not in self._near]
         for word, vector in zip(new, self._vectors.of(new) if new else (), strict=True):
             self._near[word] = _Near(vector, 0, {})
@@ -316,7 +316,7 @@ class WideIndex(TurnIndex):
             self._add_vectors(new)
 
     def _add_vectors(self, new: Sequence[str]) -> None:
-        """Add the vectors of new words to the array; if it is too short, at least double it."""
+        """Append the vectors of the words `new` to the array, which is enlarged if needed."""
         vectors, known = self._vectors.of(new), len(self._names)
         self._names += new
         if len(self._names) > len(self._of_names):
@@ -343,7 +343,7 @@ class WideIndex(TurnIndex):
 
 
 class _Fields(NamedTuple):
-    """The k turns that have a term, ascending; how often in their statements and questions."""
+    """For one term: the k turns that have it, ascending; its counts in statements and questions."""
 
     turns: array[int]
     told: array[float]
@@ -351,14 +351,14 @@ class _Fields(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """Numbers of words of each turn [n]: in its statements, and in its questions."""
+    """For each of the n turns: the number of words in its statements, and in its questions."""
 
     told: array[float]
     asked: array[float]
 
 
 class _Near(NamedTuple):
-    """A word's vector, its cosines to the nearest of the first `compared` words of the index."""
+    """A word's vector, and its cosines to the nearest of the index's first `compared` words."""
 
     vector: Floats
     compared: int
@@ -366,9 +366,9 @@ class _Near(NamedTuple):
 
 
 class _Sums:
-    """Counts how often turns have a term, each turn together with the turns before and after it.
+    """Counts how often each turn has a term; the turns before and after it count with less weight.
 
-    `WideIndex` says how much these neighbours count. No other turns are computed.
+    The class `WideIndex` tells these weights. Turns whose count is 0 take no time.
     """
 
     def __init__(self, turns: int) -> None:
@@ -376,7 +376,7 @@ class _Sums:
         self._order = np.zeros(turns + 2, np.int64)
 
     def of(self, found: Sequence[tuple[_Fields, float]]) -> tuple[NDArray[np.int64], Floats]:
-        """Turns [k], unordered, with or beside the words `found`; their weighted counts [k]."""
+        """The turns [k], unordered, that have or are beside a word of `found`; their counts [k]."""
         at = np.concatenate([fields.turns for fields, _ in found]).astype(np.int64) + 1
         told, asked = (
             np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])
@@ -412,7 +412,7 @@ def _accumulate(
 
 
 def _pooled(told: Floats, asked: Floats) -> Floats:
-    """The counts [n] of a word in each turn, plus shares of the counts in its neighbours."""
+    """Weighted lengths [n] of the turns, in words, with shares of the turns before and after."""
     own, after, before = _shares(told, asked)
     own[1:] += after[:-1]
     own[:-1] += before[1:]
@@ -420,13 +420,13 @@ def _pooled(told: Floats, asked: Floats) -> Floats:
 
 
 def _shares(told: Floats, asked: Floats) -> tuple[Floats, Floats, Floats]:
-    """Shares of each turn's counts [n]: for the turn itself, the turn after, the turn before."""
+    """What the counts [n] in each turn add to the turn itself, to the turn after, and before it."""
     half = np.float32(0.5)
     return told + half * asked, half * told + asked, half * (told + asked)
 
 
 def _terms(words: Sequence[str]) -> Iterator[str]:
-    """The groups of letters of a sentence's words, and its pairs of neighbouring words."""
+    """Yield a sentence's terms: groups of letters in its words, and pairs of neighbouring words."""
     for word in words:
         yield from _letters(word)
     for pair in pairwise(words):
@@ -437,7 +437,7 @@ _Counts = dict[str, tuple[int, int]]
 
 
 def _counted(text: str) -> tuple[_Counts, _Counts]:
-    """For each term, and each word, how often a text's statements and its questions have it."""
+    """By term, and by word, how often a text has it: in its statements, and in its questions."""
     terms, words = (Counter[str](), Counter[str]()), (Counter[str](), Counter[str]())
     for sentence in _SENTENCE.findall(text):
         found, is_question = words_of(sentence), sentence.rstrip().endswith(("?", "？"))

@@ -41,27 +41,28 @@ STOP_WORDS = frozenset(
 """English words that tell little by themselves, in lower case."""
 
 _LONGEST = 16
-"""The most tokens that a word can have; in some scripts, long passages have no blanks."""
+"""A word is cut after this many tokens, because some scripts have no blanks between words."""
 
 _REACH = 5
-"""How many tokens on each side of a token are searched for the rest of its word."""
+"""To find the whole word of a token, this many tokens on each side of the token are read."""
 
 
 def is_mark(text: str) -> bool:
-    """Whether a text has only punctuation and blanks."""
+    """Whether a text has nothing but punctuation and blanks."""
     return not text.strip(_MARKS)
 
 
 def spelled(word: Sequence[TokenRow]) -> str:
-    """A word's text without the punctuation and the blanks around it."""
+    """The text of a word, given as its tokens, without the punctuation and blanks around it."""
     return "".join(row.text for row in word).strip(_MARKS)
 
 
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
-    """Split rows, in stream order, into words; each keeps the blanks and punctuation around it.
+    """Split tokens, in stream order, into words; yields the tokens of each word.
 
-    A word begins at a blank, after a position that `rows` lack, and at the start of each turn; a
-    wide (East Asian) character is a word of its own.
+    A new word begins at a blank, after a stream position that is missing in `rows`, and at the
+    start of each turn. A wide (East Asian) character is a word of its own. The blank before a word
+    and the punctuation around it belong to the word.
     """
     word: list[TokenRow] = []
     for row in rows:
@@ -74,7 +75,7 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
 
 
 def _is_apart(before: TokenRow, row: TokenRow) -> bool:
-    """Whether a word ends between two consecutive rows."""
+    """Whether a new word begins at the token `row`, which follows the token `before`."""
     if row.position != before.position + 1 or row.turn != before.turn:
         return True
     left, right = before.text, row.text
@@ -90,7 +91,10 @@ def _is_wide(char: str) -> bool:
 
 
 def around(positions: Collection[int], seen: int) -> list[int]:
-    """These positions, and `_REACH` more on both sides of each, in a stream of length `seen`."""
+    """These stream positions and up to `_REACH` positions on each side of each, ascending.
+
+    The stream has `seen` tokens.
+    """
     near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
     return sorted(at for at in near if 0 <= at < seen)
 
@@ -98,9 +102,10 @@ def around(positions: Collection[int], seen: int) -> list[int]:
 def words_at(
     positions: Collection[int], rows: Sequence[TokenRow], known: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Distinct words of `rows` that have a token at these positions, the most surprising first.
+    """The words of `rows` that have a token at one of these positions, the most surprising first.
 
-    Words that have only punctuation, and words in `known` (lower case), are left out.
+    Each word is named once. Tokens that are only punctuation do not count. The words in `known`, in
+    lower case, are left out.
     """
     wanted = set(positions)
     found: dict[str, float] = {}
@@ -114,26 +119,29 @@ def words_at(
 
 
 def words_of(rows: Sequence[TokenRow]) -> set[str]:
-    """The words of these rows, in lower case; rows of the chat template are left out."""
+    """The words of these tokens, in lower case; tokens of the chat template are left out."""
     return {spelled(word).casefold() for word in split_words(said(rows))}
 
 
 def said(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The rows without those of the chat template."""
+    """The tokens that belong to messages; tokens of the chat template are left out."""
     return [row for row in rows if row.role != "template"]
 
 
 _LATEST = 8
-"""Number of tokens for which `latest_words` finds the words."""
+"""The function `latest_words` finds the words of this many tokens."""
 
 
 @dataclass(frozen=True)
 class EvictedText:
     """A turn of which some tokens are not in the cache.
 
-    It has `tokens` tokens, not counting the template's; `held` of them are held. `words` are the
-    words with an evicted token, the most surprising first; a word that is held elsewhere in the
-    chat is left out.
+    Attributes:
+        index, role: the turn's index, and who wrote it.
+        tokens: number of the turn's tokens, without those of the chat template.
+        held: how many of these tokens are in the cache.
+        words: the words that have an evicted token, the most surprising first; a word that is still
+            in the cache at another place is left out.
     """
 
     index: int
@@ -144,7 +152,7 @@ class EvictedText:
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
-    """Yield, in order, the turns of which some tokens are not in the cache."""
+    """Yield a record of each turn of which some tokens are not in the cache, in order."""
     snapshot = session.snapshot()
     held = {row.position for row in snapshot.rows}
     known = words_of(snapshot.rows)
@@ -161,10 +169,10 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The user's words that have tokens at these positions, but do not occur in the cache now.
+    """The words of the user's messages that were evicted with the tokens at these positions.
 
-    The most surprising word is the first. Common English words, and words that most of the user's
-    messages have, are left out.
+    The most surprising word comes first. Words that are still in the cache at another place,
+    English stop words, and words that most of the user's messages have, are left out.
     """
     rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
     if not rows:
@@ -179,7 +187,10 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
 
 
 def _common_words(session: Session) -> set[str]:
-    """The words that most of the user's messages have, in lower case; none in a short chat."""
+    """The words, in lower case, that more than half of the user's last messages contain.
+
+    The last `_RECENT` messages are searched. Empty if the user wrote fewer than `_FEW` messages.
+    """
     said = [turn.text for turn in session.turns if turn.role == "user"][-_RECENT:]
     if len(said) < _FEW:
         return set()
@@ -192,16 +203,16 @@ def _spelled_words(text: str) -> Iterator[str]:
 
 
 _FEW, _RECENT = 4, 64
-"""Common words are those of the last `_RECENT` user messages, if there are at least `_FEW`."""
+"""`_common_words` needs at least `_FEW` user messages, and searches the last `_RECENT` of them."""
 
 
 def latest_words(
     session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
-    """A few words, of the user or the model, that have tokens at these positions (ascending).
+    """A few words, of the user or the model, that have tokens at these ascending positions.
 
-    The most surprising word is the first. Words that occur in the rows `held` are left out. This
-    function takes much less time than `evicted_words`.
+    The most surprising word comes first. Words that occur in the held tokens `held` are left out.
+    This function takes much less time than `evicted_words`, which returns all words.
     """
     rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
     best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
@@ -214,7 +225,7 @@ _WITHOUT_BLANKS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-"""Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+"""Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese: no blanks between words."""
 
 
 Target = str | Positions
@@ -229,19 +240,20 @@ def positions_of(
     among: Positions,
     around: int = 0,
 ) -> Positions:
-    """Positions [k], ascending, of the tokens that `target` names, chosen from `among`.
+    """Find the tokens that a target names; returns their stream positions [k], ascending.
 
-    `last` is the last user turn, `turn N` the turn of index N. Everything else, and anything in
-    quotes, is a text, which is searched in every turn for whole words, ignoring case. Tokens of the
-    chat template never match.
+    A target that the user typed is `last` (the last user turn), `turn N` (the turn with index N),
+    or a text; anything in quotes is a text. A text is searched in every turn, as whole words,
+    ignoring case. Tokens of the chat template never match.
 
     Args:
         target: what the user typed, or stream positions; for positions, the result may be empty.
-        ledger: the conversation's ledger.
-        texts: gives the text of each token.
+        ledger: the table of all tokens.
+        texts: returns the text of each token id.
         roles: role of each turn.
-        among: positions [n] to choose from.
-        around: number of tokens of the same turn, before and after each, to include.
+        among: positions [n] of the tokens that may be returned.
+        around: this many tokens before and after each found token are returned, too, if they belong
+            to the same turn.
 
     Raises:
         UsageError: nothing matches what the user typed.
@@ -264,7 +276,7 @@ def positions_of(
 
 
 def _is_anywhere(target: str, ledger: Ledger, texts: Texts, roles: Sequence[str]) -> bool:
-    """Whether the target, a text or a turn, was ever read, even if it can't be restored."""
+    """Whether any tokens of the chat, even lost ones, match the target, a text or a turn."""
     try:
         return bool(len(positions_of(target, ledger, texts, roles, np.arange(ledger.seen))))
     except UsageError:
@@ -280,9 +292,10 @@ def _with_neighbours(
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """Stream positions of the tokens of every occurrence of `text` in the tokens at `said`.
+    """Find every occurrence of `text` in the tokens at the stream positions `said`.
 
-    An occurrence in which a token is missing does not count.
+    Returns the positions of the tokens of all occurrences. If `said` lacks one of the tokens of an
+    occurrence, this occurrence does not count.
     """
     if not text:
         raise UsageError("expected text, last, or turn N", hint="some words of the chat")
@@ -297,14 +310,14 @@ def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Po
 
 
 def with_target_removed(target: str, text: str) -> str:
-    """`text` without the words `target`, wherever they occur; `target` must not name a turn."""
+    """Remove every occurrence of the words `target` from `text`, and return the result."""
     return whole_words(without_quotes(target)).sub("", text)
 
 
 def whole_words(text: str) -> re.Pattern[str]:
-    """A pattern that finds a text where it is not part of a longer word, ignoring case.
+    """A regular expression that finds `text` as whole words, ignoring case.
 
-    In scripts that put no blanks between words, it finds the text anywhere.
+    In scripts without blanks between words, such as Chinese, the text is found anywhere.
     """
     if not text:
         return re.compile("(?!)")  # matches nothing
@@ -318,9 +331,9 @@ def _ends_word(character: str) -> bool:
 
 
 def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """Index of the turn that `target` names; None if it names a text.
+    """The index of the turn that `target` (`last` or `turn N`) names.
 
-    -1 if `target` is `last` and there is no user turn.
+    Returns None if `target` is a text, and -1 if it is `last` but there is no user turn.
     """
     found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
     if found is None:
@@ -330,7 +343,7 @@ def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
 
 
 def without_quotes(target: str) -> str:
-    """A text without the quotes around it, if any."""
+    """The text `target` without the double quotes around it; unchanged if it has none."""
     text = target.strip()
     quoted = len(text) > 2 and text[0] == text[-1] == '"'
     return text[1:-1] if quoted else text
@@ -339,11 +352,11 @@ def without_quotes(target: str) -> str:
 def tokens_to_erase(
     target: str, engine: Engine, texts: Texts, now: Conversation, system: str | None
 ) -> Positions:
-    """Positions of the tokens that `target` names, in the cache or not.
+    """Stream positions of the tokens, held or evicted, that `target` (a text or a turn) names.
 
-    `system` is the system prompt. The result is empty if the text is in the chat, but was never
-    read: in an interrupted turn, or in a system prompt before the first turn. Raises UsageError if
-    nothing matches.
+    `system` is the system prompt. The result is empty if the chat has the text, but the model did
+    not read it: the text is in an interrupted turn, or in a system prompt before the first turn.
+    Raises UsageError if nothing matches.
     """
     ledger, roles = engine.ledger, now.roles
     try:
@@ -357,9 +370,9 @@ def tokens_to_erase(
 
 
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
-    """Remove the words or the turn that `target` names from the text of all turns.
+    """Remove the words, or the turn, that `target` names from the stored text of all turns.
 
-    Returns the system prompt without them; None if nothing is left of it.
+    Returns the system prompt `system` after the removal; None if it is empty then.
     """
     turn = turn_of_target(target, now.roles)
     if turn is not None:

@@ -10,7 +10,7 @@ __all__ = ("main",)
 
 
 def main() -> None:
-    """Run the command line and exit with its exit code."""
+    """Run the command that the user typed, and exit with its exit code."""
     try:
         _run()
     except KeyboardInterrupt:  # before the commands, which handle it themselves, are imported
@@ -33,7 +33,10 @@ def _run() -> None:
 
 
 def _interrupted() -> int:
-    """Print that the program was interrupted, if standard error works; returns the exit code."""
+    """Print that the program was interrupted; returns the exit code, 130.
+
+    A closed standard error is ignored.
+    """
     with suppress(OSError):
         sys.stderr.write("sirchat: interrupted\n")
         sys.stderr.flush()

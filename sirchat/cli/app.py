@@ -28,9 +28,9 @@ from sirchat.ui.text import displayable_line
 
 
 class LazyCommand(TyperGroup):
-    """A command or group of commands that is imported when it is used.
+    """A command, or group of commands, whose module is imported only when the command is used.
 
-    The module `module` defines it under the name `NAME_app`.
+    The variable `NAME_app` of this module is the command; NAME is the command's name.
     """
 
     def __init__(self, name: str, module: str, help: str) -> None:
@@ -50,11 +50,11 @@ class LazyCommand(TyperGroup):
         return self._command.make_context(*args, **options)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of the group's commands."""
+        """The names of the commands in this group."""
         return list(getattr(self._command, "commands", ()))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The group's command with the name `cmd_name`."""
+        """The command of this group with the name `cmd_name`; None if there is none."""
         return self._command.get_command(ctx, cmd_name)
 
 
@@ -66,11 +66,14 @@ _OTHER_COMMANDS = {
     "ls": "models lists them",
     "show": "sessions show last prints a chat",
 }
-"""For each command of Ollama, llm or llama.cpp: which command of sirchat does the same."""
+"""For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same."""
 
 
 class _Commands(TyperGroup):
-    """The group of all commands; for an unknown command, the error says how to ask a question."""
+    """The group of all commands of `sirchat`.
+
+    If a command does not exist, the error names a similar command, or says how to ask a question.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -79,11 +82,11 @@ class _Commands(TyperGroup):
             self.add_command(LazyCommand(name, module, lines[name]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the overview, one screen long; `--help-settings` writes the rest."""
+        """Write the overview of all commands; `--help-settings` shows the settings."""
         formatter.write(overview())
 
     def format_settings(self, ctx: Any) -> None:
-        """Print every flag and command."""
+        """Print the long help, with every flag and every command."""
         super().format_help(ctx, ctx.make_formatter())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -149,11 +152,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies a
 
 
 def main() -> None:
-    """Run the command line and exit with its exit code.
+    """Run the command that the user typed, and exit with its exit code.
 
-    If torchrun has started several processes, only the first one runs the command line; the others
-    take part in its computations. The exception is `train`, which runs in each process, with
-    different data.
+    If torchrun has started several processes, only the first process runs the command; the others
+    compute their parts of the model for it. The exception is `train`, which runs in each process,
+    with different data.
     """
     ranks = False
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -176,7 +179,10 @@ def main() -> None:
 
 
 def _end_ranks() -> None:
-    """End the other processes of torchrun; if one has ended early, say so and exit with code 1."""
+    """End the other processes that torchrun has started.
+
+    If one of them has failed or ended too early, print this, and exit with code 1.
+    """
     from sirchat.models.sharded import end
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a process has ended
@@ -227,13 +233,13 @@ _OTHER_NAMES = {
     "--repeat-last-n": "repetition-window",
     "--conversation": "resume",
 }
-"""Names that Ollama, llm and llama.cpp give to settings of sirchat; they are not in the help."""
+"""For a flag of Ollama, llm or llama.cpp: the name of the flag of sirchat that does the same."""
 
 
 def _with_defaults(arguments: list[str]) -> list[str]:
-    """The arguments, with option names of other programs replaced by those of sirchat.
+    """The command-line arguments, with flags of other programs replaced by those of sirchat.
 
-    A `--resume` without a value becomes `--resume=last`, if it stands before the command.
+    A `--resume` without a value, before the command's name, becomes `--resume=last`.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     named = [_with_own_name(one) for one in arguments[:end]] + arguments[end:]

@@ -1,4 +1,4 @@
-"""`sirchat ask` through a running server that has loaded the model: client and answer.
+"""Runs `sirchat ask` through a running server, which has loaded the model: client and server side.
 
 The client imports no heavy libraries such as torch, so that the reply begins at once.
 """
@@ -49,12 +49,12 @@ class _SocketConnection(HTTPConnection):
 def ask_server(
     server: str, profile: Profile, text: str, screen: "Screen", *, is_piped: bool, as_json: bool
 ) -> bool:
-    """Let a server answer the question `text`, and print what it sends.
+    """Let a server answer the question `text`, and print what the server sends.
 
-    `server` is a URL, or `auto` for the server that this user runs with the same model. For `auto`,
-    returns False if there is no such server, or if it refuses, for example because its model has
-    other settings. Raises SirchatError if the server at a URL refuses, and KeyboardInterrupt after
-    Ctrl-C, which ends the reply.
+    `server` is a URL, or `auto` for the server that this user runs with the same model. Returns
+    True if a server has answered. With `auto`, returns False if there is no such server, or if the
+    server refuses, for example because its model has other settings. Raises SirchatError if the
+    server at a URL refuses, and KeyboardInterrupt after Ctrl-C has ended the reply.
     """
     connect = connection_to(server, profile)
     if connect is None or (server == "auto" and is_path(profile.policy)):
@@ -92,9 +92,10 @@ def ask_server(
 
 
 def connection_to(server: str, profile: Profile) -> Callable[[], HTTPConnection] | None:
-    """A function that makes a connection to the server; None for `auto`, if there is no server.
+    """A function that makes a connection to the server.
 
-    Raises UsageError if `server` is not a URL.
+    `server` is a URL, or `auto` for the server that this user runs with the profile's model. None
+    if `server` is `auto` and no such server runs. Raises UsageError for any other text.
     """
     if server == "auto":
         path = server_socket(profile.model)
@@ -118,7 +119,7 @@ def headers() -> dict[str, str]:
 
 
 def why_refused(response: HTTPResponse) -> str:
-    """The server's reason for refusing a request."""
+    """The reason that a server's response gives for refusing a request, as text."""
     try:
         return str(json.loads(response.read(65536))["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -126,9 +127,9 @@ def why_refused(response: HTTPResponse) -> str:
 
 
 class _Stopping(Interrupt):
-    """Context manager: the first Ctrl-C makes the server end the reply.
+    """Context manager: the first Ctrl-C asks the server to end the reply.
 
-    The server then still sends the end of its output.
+    The server then stops generating, and sends what remains of its output.
     """
 
     def __init__(self, connect: Callable[[], HTTPConnection]) -> None:
@@ -150,10 +151,10 @@ class _Stopping(Interrupt):
 
 
 def _answers(response: HTTPResponse) -> Iterator[Any]:
-    """Yield the JSON value in each line that a server sends.
+    """Yield the JSON value in each line of a server's response.
 
-    Raises SirchatError after the last line, because the caller stops reading when a reply is
-    complete.
+    When a reply is complete, the caller stops reading. So if the lines come to an end, the server
+    has ended too early: SirchatError is raised.
     """
     with suppress(OSError, HTTPException, ValueError):
         yield from map(json.loads, response)
@@ -161,7 +162,10 @@ def _answers(response: HTTPResponse) -> Iterator[Any]:
 
 
 def _print(answers: Iterator[Any], screen: "Screen", stopping: _Stopping) -> None:
-    """Print what a server sends, until the item `end`; raises SirchatError for an item `error`."""
+    """Print the items that a server sends, until the item `end`.
+
+    Raises SirchatError for an item `error`.
+    """
     stopping.path = f"{_ENDPOINT}/{next(answers)['id']}"
     for how, *what in chain.from_iterable(answers):
         match how:
@@ -182,7 +186,7 @@ def _print(answers: Iterator[Any], screen: "Screen", stopping: _Stopping) -> Non
 
 
 class _Recorder:
-    """Takes the place of a screen, and records what would be printed."""
+    """Takes the place of a screen on the server, and records what would be printed."""
 
     def __init__(self) -> None:
         self._printed: list[list[Any]] = []
@@ -206,7 +210,7 @@ class _Recorder:
         self._printed.append(["error", str(error), error.exit_code])
 
     def take(self) -> list[list[Any]]:
-        """The items that were recorded since the last call, such as `["line", "Hello"]`."""
+        """Return the items recorded since the last call, such as `["line", "Hello"]`."""
         printed, self._printed = self._printed, []
         return printed
 
@@ -216,7 +220,8 @@ def answer_question(
 ) -> Iterator[list[list[Any]]]:
     """Answer a question on the server, in a new session; yields lists of items to print.
 
-    `interrupted` is a function that returns whether to stop.
+    An item is what the client prints, such as `["line", "Hello"]`. `interrupted` is a function that
+    returns whether to stop the reply.
     """
     from sirchat.chat.model_defaults import with_model_defaults
     from sirchat.chat.session import Session

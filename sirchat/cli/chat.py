@@ -36,12 +36,19 @@ def open_chat(
     quiet: bool = False,
     server: str = "off",
 ) -> None:
-    """Open a chat; returns when the user leaves it.
+    """Open a chat; returns when the user leaves the chat.
 
-    A saved chat (`resume`: its id or name) opens with its own settings, then switches to those in
-    `flags`; with `rebuild`, its text is read again with the settings of `flags`. If `branch` is
-    given, the saved chat is copied first; the copy gets this name and is opened. `server` is the
-    URL of a server that runs the model, `auto` for a running server of this user, or `off`.
+    Args:
+        flags: settings that the user gave, by name.
+        resume: id or name of a saved chat to continue; None for a new chat. The saved chat opens
+            with its own settings, then switches to those in `flags`.
+        branch: if given, the saved chat is copied; the copy gets this name and is opened.
+        rebuild: whether the model reads the saved chat again, with the settings in `flags`.
+        trust: whether code that comes with the model may run.
+        debug: whether errors show a traceback.
+        quiet: whether status notes are left out.
+        server: URL of a server that runs the model, `auto` for a running server of this user, or
+            `off`.
     """
     _check_server(server, resume, trust)
     later: dict[str, Any] = {}
@@ -76,7 +83,7 @@ def open_chat(
 
 
 def _check_server(server: str, resume: str | None, trust: bool) -> None:
-    """Raise UsageError if `server` is a URL and an option is given that servers don't support."""
+    """Raise UsageError if `server` is a URL, and an option is given that has no effect with it."""
     if server not in ("auto", "off") and (resume is not None or trust):
         what = "--resume" if resume is not None else "--trust-remote-code"
         raise UsageError(f"--server has no effect with {what}", hint="give one of the two")
@@ -91,7 +98,11 @@ def open_saved(
     *,
     rebuild: bool = False,
 ) -> "Session":
-    """Open a session, load the chat saved in `store`, if any, and switch to settings `later`."""
+    """Load the model, and open a session with the settings in `profile`.
+
+    If `store` is given, the chat that is saved in this file is loaded; with `rebuild`, the model
+    reads its text again. Then the session switches to the settings `later`, by name.
+    """
     session = open_session(profile, trust, report)
     if store is not None:
         from sirchat.saved.autosave import resume_session
@@ -106,17 +117,18 @@ _AT_ONCE = (
     *("model", "device", "device_map", "dtype", "quantize", "unpack_dtype", "cache_dtype"),
     *("compile", "save", "save_kv", "panel", "theme", "markdown", "thinking"),
 )
-"""Settings that flags change before a saved chat is opened; others change after it is loaded."""
+"""Settings that flags change before a saved chat is loaded; other settings change after that."""
 
 
 def saved_settings(
     ident: str, flags: dict[str, Any], *, at_once: bool, branch: str | None = None
 ) -> "tuple[Profile, SessionStore, dict[str, Any]]":
-    """Open the file of the saved chat `ident`, and combine its settings with `flags`.
+    """Open the file of the saved chat `ident`, and combine the chat's settings with `flags`.
 
-    Returns the settings with which to open the chat, the open file, and the settings to switch to
-    afterwards. The former include all of `flags` if `at_once`, else only those in `_AT_ONCE`. If
-    `branch` is given, the file is a copy of the chat with this name.
+    Returns three things: the settings with which to open the chat; the open file; and the settings,
+    by name, to switch to after the chat is loaded. If `at_once`, the chat is opened with all
+    settings in `flags`; otherwise only those in `_AT_ONCE` apply at its opening. If `branch` is
+    given, the chat is first copied, and the file of the copy, which gets this name, is opened.
     """
     from sirchat.config.profile_files import load_profile
     from sirchat.paths import sessions_dir
@@ -152,7 +164,10 @@ def saved_settings(
 
 @contextmanager
 def meanwhile(what: str) -> Iterator[None]:
-    """Context manager: show `what` on a terminal while libraries are imported, then remove it."""
+    """Context manager: show the text `what` in the terminal while the `with` block runs.
+
+    It tells the user that libraries are imported. The text is removed at the end.
+    """
     err = sys.stderr
     if not err.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         yield
@@ -168,7 +183,7 @@ def meanwhile(what: str) -> Iterator[None]:
 
 @contextmanager
 def _closed_terminal_ends_chat() -> Iterator[None]:
-    """Context manager: end the chat without an error message if the terminal was closed."""
+    """Context manager: if the terminal was closed, the command ends without an error message."""
     try:
         yield
     except OSError as error:
@@ -239,9 +254,10 @@ def ask_once(
 
 
 def hold_all(session: "Session", text: str) -> None:
-    """Raise the budget so that all tokens of message and reply are held, if this is possible.
+    """Raise the session's budget so that the cache can hold the message `text` and its reply.
 
-    The limits are the model's context length, and half of the free memory for the KV cache.
+    The budget is at most the model's context length, and such that the KV cache takes at most half
+    of the free memory. The budget is never lowered.
     """
     from sirchat.models.shape import free_memory
 
@@ -257,10 +273,10 @@ def hold_all(session: "Session", text: str) -> None:
 
 
 def _message(question: str) -> tuple[str, bool]:
-    """The message, and whether text of standard input is in it.
+    """The message to ask, and whether it contains text from standard input.
 
-    The message is the text of standard input, if any, then the question. Raises UsageError if both
-    are empty, or if the text can't be used.
+    The message is the text from standard input, if any, followed by the question. Raises UsageError
+    if both are empty, or if standard input is too long or not UTF-8.
     """
     given = ""
     if not sys.stdin.isatty():
@@ -290,9 +306,10 @@ def replay_transcript(
     trust: bool,
     quiet: bool,
 ) -> None:
-    """Replay a file, or standard input where `name` is "-" or "standard input".
+    """Replay a transcript: the file `name`, or standard input if `name` is "-".
 
-    Raises TranscriptError for a file that can't be read, before the model is loaded.
+    "standard input" is another name for "-". Raises TranscriptError before the model is loaded if
+    the file can't be opened.
     """
     from sirchat.text.transcript import iter_turns, one_conversation
 

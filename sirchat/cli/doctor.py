@@ -87,7 +87,7 @@ def show_paths() -> None:
 
 
 def size_of(path: Path) -> str:
-    """The size of a file or a folder, and its number of files, as text."""
+    """The size and the number of files of a file or folder, as text: `1.5 MiB in 3 files`."""
     if not path.exists():
         return "nothing yet"
     files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
@@ -178,6 +178,9 @@ def _page() -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """A line escaped for roff, which takes a dot or quote at its start for a command."""
+    """Escape a line of text for roff, the format of manual pages.
+
+    Without this, roff would take a dot or quote at the start of the line for a command.
+    """
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

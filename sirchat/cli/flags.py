@@ -1,4 +1,4 @@
-"""Command-line flags for all settings; makes a profile, a model or a session from flags."""
+"""Makes a command-line flag for each setting; and a profile, model or session from the flags."""
 
 import gc
 import inspect
@@ -24,9 +24,9 @@ _NUMBERS = {int: "INT", float: "FLOAT"}
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for every setting to a command.
+    """Decorator: add a flag for every setting to a command.
 
-    The command gets the values that the user gave in its argument `flags`, by name of the setting.
+    The command gets its argument `flags`: a dictionary of the settings that the user gave, by name.
     """
     own = inspect.signature(command).parameters
     extra = _parameters()
@@ -107,12 +107,18 @@ def _flag(*names: str, **options: Any) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """The type of a flag: bool, or else str, because the profile parses and checks the text."""
+    """The type of the flag for a setting with this annotation.
+
+    It is bool for a boolean setting, and else str: the profile parses and checks the text later.
+    """
     return bool if annotation is bool else str
 
 
 def _metavar(annotation: Any) -> str | None:
-    """The placeholder for a flag's value in the help."""
+    """The placeholder for a flag's value in the help, such as `INT` or `ram|disk|off`.
+
+    None for a boolean setting, whose flag takes no value.
+    """
     kinds = typing.get_args(annotation) or (annotation,)
     if all(isinstance(kind, str) for kind in kinds):
         return "|".join(kinds)
@@ -144,14 +150,14 @@ def _complete_profile(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of usable models that begin with what is typed, for the shell's completion."""
+    """For the shell's completion: names of usable models that begin with the typed text."""
     from sirchat.models.listing import model_names
 
     return [name for name in model_names() if name.startswith(incomplete)]
 
 
 def complete_session(incomplete: str) -> list[str]:
-    """Names and ids of saved chats that begin with what is typed, for the shell's completion."""
+    """For the shell's completion: names and ids of saved chats that begin with the typed text."""
     from sirchat.saved.session_list import newest_sessions
 
     saved = newest_sessions(sessions_dir())[0].sessions
@@ -171,15 +177,15 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def misplaced_flag(flag: str, command: str) -> UsageError:
-    """The error for a flag that was given before its subcommand, where it has no effect."""
+    """The error for a flag that stands before a subcommand but must stand after it."""
     return UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after {command}")
 
 
 def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
-    """The settings from flags, environment variables and profile files; flags take precedence.
+    """Make a profile from flags, environment variables and profile files; flags take precedence.
 
     If `loads_model`, and a flag or variable names a model, the function first checks that this
-    model exists: so a wrong name fails before slow imports.
+    model exists. So a wrong name causes an error before any slow import.
     """
     model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
     if model and loads_model:
@@ -192,7 +198,11 @@ def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
 def open_session(
     profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
 ) -> "Session":
-    """Load the model and open a session; a wrong policy name fails before slow imports."""
+    """Load the model of a profile, and open a session with it.
+
+    Settings that the user did not set get the model's defaults. A wrong name of a policy causes an
+    error before any slow import.
+    """
     with quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
@@ -206,7 +216,7 @@ def open_session(
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Context manager: inside, Python does not collect garbage.
+    """Context manager: inside the `with` block, Python's garbage collection is off.
 
     While a model loads, garbage collection would take 1/6 of the time, and free nothing.
     """
@@ -228,7 +238,8 @@ def load(
 ) -> "LoadedModel":
     """Load the model of a profile; `report` is called with its progress.
 
-    With `for_hub`, module and tokenizer are always those of transformers, never those of sirchat.
+    If `for_hub`, the module and the tokenizer are always classes of transformers; otherwise
+    sirchat may use classes of its own.
     """
     with interruptible_imports():
         from sirchat.memory.segments import sweep

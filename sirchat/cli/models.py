@@ -1,4 +1,4 @@
-"""The `sirchat models` commands."""
+"""The commands `sirchat models ...`, which list, measure, choose, download and check models."""
 
 import json as json_format
 import os
@@ -171,7 +171,10 @@ def models_fit(
 def _fit_devices(
     name: str, devices: str, budget: str | None, *, balanced: bool, json: bool
 ) -> None:
-    """Print how the model's layers would be spread over GPUs; exit code 1 if they don't fit."""
+    """Print how the layers of the model `name` would be spread over GPUs.
+
+    `devices` gives the GPUs' memory, such as `2x24GB`. The exit code is 1 if the layers don't fit.
+    """
     from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
     from sirchat.models.fit import layout_of, parse_devices
     from sirchat.models.listing import find_model
@@ -194,7 +197,7 @@ def _fit_devices(
 
 
 def _layout_data(layout: "Layout") -> dict[str, object]:
-    """The output of `sirchat models fit --devices` as a JSON object."""
+    """How a model would lie on several GPUs, as an object for JSON output."""
     return {
         "budget": layout.budget,
         "precision": layout.precision,
@@ -214,7 +217,7 @@ def _layout_data(layout: "Layout") -> dict[str, object]:
 
 
 def _choice_data(one: "Choice") -> dict[str, object]:
-    """One row of `sirchat models fit` as a JSON object."""
+    """The memory that a model takes with one choice of settings, as an object for JSON output."""
     return {
         "setting": one.setting,
         "precision": one.precision,
@@ -343,7 +346,10 @@ def models_families(
 
 
 def _by_result(found: "list[FamilyCheck]") -> str:
-    """A Markdown table with a row for each result: first the families that run."""
+    """A Markdown table of model families, grouped by the result of their check.
+
+    Each row has one result and the families with this result; families that run come first.
+    """
     families: dict[str, list[str]] = {}
     for one in found:
         families.setdefault(one.in_words, []).append(f"`{one.family}`")
@@ -354,7 +360,7 @@ def _by_result(found: "list[FamilyCheck]") -> str:
 
 
 def _data(one: "ListedModel") -> dict[str, object]:
-    """One model of the list as a JSON object."""
+    """One model of `sirchat models list`, as an object for JSON output."""
     found, shape = one.found, one.found.shape
     return {
         "name": found.name,

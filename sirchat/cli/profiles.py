@@ -1,4 +1,4 @@
-"""The `sirchat profiles` and `sirchat policies` commands."""
+"""The commands `sirchat profiles ...` and `sirchat policies ...`: profiles, eviction policies."""
 
 from dataclasses import fields
 from typing import Annotated, Any

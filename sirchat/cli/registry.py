@@ -1,7 +1,8 @@
-"""The commands of `sirchat`: for each its module, its line in the overview, and an example.
+"""The list of sirchat's commands: for each its module, its line in the overview, and an example.
 
-A command is imported when it is used. The commands of `sirchat.lab` are named only here, and left
-out if that package is missing. Nothing heavy is imported, so that `--help` is fast.
+The module of a command is imported only when the command is used. The commands of `sirchat.lab` are
+left out if that package is not installed. This module imports nothing heavy, so that `--help` is
+fast.
 """
 
 import textwrap
@@ -62,13 +63,13 @@ GROUPS: dict[str, dict[str, str]] = {
         "man": "print a manual page of all commands and settings",
     },
 }
-"""For each group of the overview, its commands: by name, the line that describes the command."""
+"""The commands in each group of the overview: for each name, a line that describes the command."""
 
 _LAB = ("compare", "eval", "bench", "train")
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """`GROUPS` without the commands that are not installed."""
+    """The groups of commands in the overview, as `GROUPS`, without commands not installed."""
     if find_spec("sirchat.lab") is not None:
         return GROUPS
     return {
@@ -78,12 +79,15 @@ def groups() -> dict[str, dict[str, str]]:
 
 
 def commands() -> dict[str, str]:
-    """The installed commands: by name, the line of the overview that describes the command."""
+    """All installed commands: for each name, the overview's line that describes the command."""
     return {name: line for some in groups().values() for name, line in some.items()}
 
 
 def lazy_commands() -> dict[str, str]:
-    """The commands that are imported when used: by name, the module that defines `NAME_app`."""
+    """The commands whose modules are imported only when they are used: for each name, the module.
+
+    The module has the command as the variable `NAME_app`.
+    """
     modules = {
         "serve": "sirchat.cli.serve",
         "sessions": "sirchat.cli.sessions",
@@ -177,7 +181,7 @@ EXAMPLES: dict[str, str] = {
 
 
 def with_example(command: Any, name: str) -> Any:
-    """Put a command's example at the beginning of its help; returns the command."""
+    """Put the example for the command `name` at the beginning of its help; returns the command."""
     example = f"Example: {EXAMPLES.get(name, '')}"
     if name in EXAMPLES and not (command.help or "").startswith(example):
         command.short_help = command.short_help or (command.help or "").split("\n\n")[0]

@@ -1,4 +1,4 @@
-"""The command `sirchat serve`: the socket, the model, the server, and how they end."""
+"""The command `sirchat serve`: opens sockets, loads the model, runs the server until it ends."""
 
 import logging
 import math
@@ -94,7 +94,7 @@ def serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that is bound to this host and port; raises SirchatError if it can't be bound."""
+    """A new TCP socket bound to this host and port; raises SirchatError if this fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -112,10 +112,11 @@ def _listening(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _private_socket(model: str) -> Iterator[socket.socket | None]:
-    """Context manager: a Unix socket by which this user's programs, such as `ask`, find the server.
+    """Context manager: yields a Unix socket by which `ask`, for example, finds the server.
 
-    Yields None if the system has no Unix sockets, if the path is too long, or if another server
-    listens there.
+    Only the user who runs the server can connect to this socket; it is removed at the end. Yields
+    None if the system has no Unix sockets, if the socket can't be made, or if another server with
+    this `model` listens at its path.
     """
     path = paths.server_socket(model)
     listener = None
@@ -136,7 +137,10 @@ def _private_socket(model: str) -> Iterator[socket.socket | None]:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A Unix socket at `path` that only its owner can open; raises OSError if it can't be made."""
+    """A new Unix socket at `path`, to which only its owner can connect.
+
+    Raises OSError if the socket can't be made.
+    """
     paths.private_dir(path.parent)
     path.unlink(missing_ok=True)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX)
@@ -152,7 +156,7 @@ def _bound(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Whether a server listens at a Unix socket."""
+    """Whether a server listens at the Unix socket `path`."""
     with socket.socket(socket.AF_UNIX) as one:
         one.settimeout(1)
         try:
@@ -163,7 +167,10 @@ def _answers(path: Path) -> bool:
 
 
 def _seconds(text: str) -> float:
-    """The time in `text`, such as 90s, 10m or 2h, in seconds; infinity for 0."""
+    """Parse a time such as 90s, 10m or 2h; returns the number of seconds.
+
+    0 means never, and returns infinity. Raises UsageError for any other text.
+    """
     found = re.fullmatch(r"(\d{1,6})([smh]?)", text)
     if found is None or (found[2] == "" and found[1] != "0"):
         raise UsageError(
@@ -178,7 +185,8 @@ def _open(
 ) -> "ChatServer":
     """Load the model, and make the server; raises SirchatError for a setting that is not allowed.
 
-    `limits`: how many conversations are in memory, how many on disk, and how many requests wait.
+    `limits` are three numbers: the most conversations in memory, the most on disk, and the most
+    requests that wait for a conversation.
     """
     from sirchat.ui.progress import loading_bar
     from sirchat.ui.screen import Screen
@@ -206,8 +214,8 @@ def _open(
 class _Activity:
     """ASGI middleware that measures how long the server has had no request.
 
-    GET requests do not count, so that a page that only shows conversations does not keep the server
-    running.
+    GET requests do not count: a web page that only shows conversations sends them regularly, and
+    must not keep the server from ending.
     """
 
     def __init__(self, app: Any) -> None:
@@ -225,16 +233,16 @@ class _Activity:
 
     @property
     def idle(self) -> float:
-        """Number of seconds since the last request ended; 0 while there is a request."""
+        """Number of seconds since the last request ended; 0 while a request is being answered."""
         return 0.0 if self._active else time.monotonic() - self._since
 
 
 def _run(
     server: "ChatServer", sockets: list[socket.socket], host: str, *, idle: float, debug: bool
 ) -> None:
-    """Serve until a signal comes, or until there was no request for `idle` seconds.
+    """Run the server until a signal comes, or until no request has come for `idle` seconds.
 
-    After SIGTERM, the program ends with exit code 0.
+    The signal SIGTERM ends the program with exit code 0.
     """
     import uvicorn
 

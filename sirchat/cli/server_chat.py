@@ -1,4 +1,4 @@
-"""`sirchat --server`: a chat at the prompt, whose model and memory are on a running server."""
+"""Runs `sirchat --server`: a chat at the prompt, with the model and memory of a running server."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -42,10 +42,12 @@ _COMMANDS = {
 
 
 def chat_over_server(server: str, profile: Profile, given: set[str], screen: Screen) -> bool:
-    """Chat over a server until the user leaves; returns False if `auto` finds no server.
+    """Chat over a server until the user leaves; returns True afterwards.
 
-    `given` are the names of settings on the command line. Raises SirchatError if `server` is a URL
-    and this server does not respond.
+    `server` is a URL, or `auto` for a running server of this user; if `auto` finds no server,
+    returns False at once. `given` are the names of the settings on the command line; a note lists
+    those that have no effect over a server. Raises SirchatError if the server at a URL does not
+    respond.
     """
     connect = connection_to(server, profile)
     if connect is None:
@@ -70,13 +72,13 @@ def chat_over_server(server: str, profile: Profile, given: set[str], screen: Scr
 class ServerChat:
     """A chat at the prompt, whose model and memory are on a server.
 
-    All earlier messages are sent with each message, so that the server finds the conversation.
+    Each request has all messages of the chat; by these, the server finds its conversation.
 
     Args:
         connect: function that makes a connection to the server.
-        profile: settings; sampling and memory settings that the user set go with each request.
-        screen: where replies are shown.
-        entry: keyboard, history and prompt.
+        profile: all settings; each request has the sampling and memory settings that the user set.
+        screen: shows the replies.
+        entry: the keyboard, the history of typed lines, and the prompt.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class ServerChat:
         entry.prompt.serve(completer, lambda: self._status)
 
     def run(self) -> None:
-        """Read and run lines until the user leaves."""
+        """Read lines at the prompt, and run or send each, until the user leaves."""
         while True:
             try:
                 self._entry.keyboard.keep_typed()
@@ -111,7 +113,7 @@ class ServerChat:
                 self._screen.note("Ctrl-D or /exit leaves")
 
     def _act_on(self, line: Line) -> bool:
-        """Run a command or send a message; returns False if the user leaves."""
+        """Run the command, or send the message, in `line`; returns False if the user leaves."""
         try:
             if line.is_command:
                 return self._do(line.text)
@@ -152,7 +154,7 @@ class ServerChat:
         return name != "exit"
 
     def _back(self, *, is_retried: bool) -> None:
-        """Take back the last message and its reply; if `is_retried`, send the message again."""
+        """Undo the last message and its reply; if `is_retried`, send the message again instead."""
         if not self._said:
             raise UsageError("there is no message to take back")
         *before, asked, _ = self._said
@@ -163,7 +165,7 @@ class ServerChat:
             self._screen.note(f"taken back: {shorten(displayable_line(asked['content']), 60)}")
 
     def _ask(self, said: list[dict[str, str]]) -> None:
-        """Send these messages, of which the last is the user's, and show the reply.
+        """Send the messages `said`, whose last is the user's new message, and show the reply.
 
         Ctrl-C or Esc ends the reply.
         """
@@ -194,16 +196,19 @@ class ServerChat:
         self._status = f"{memory['policy']} · {counts}, {memory['evicted']:,} evicted"
 
     def _session(self, method: str, change: dict[str, Any] | None = None) -> Any:
-        """Send a request about the conversation; returns the JSON that describes its memory.
+        """Send a request about this conversation; returns the server's JSON about its memory.
 
-        `change` is what to change in the memory, if anything.
+        `change` tells the server what to change in the memory, such as `{"budget": 512}`.
         """
         if not self._id:
             raise UsageError("nothing was said yet")
         return _asked(self._connect, method, f"/v1/sirchat/sessions/{self._id}", change)
 
     def _changed(self, memory: dict[str, Any]) -> None:
-        """Show the memory after a change, and the notices that the server sent about the change."""
+        """Show the server's notices about a change of the memory, and how much is held now.
+
+        `memory` is the server's JSON about the memory.
+        """
         for event in memory["events"]:
             if event["event"] == "notice":
                 self._screen.note(event["text"])
@@ -215,7 +220,7 @@ class ServerChat:
 
 
 def _asked(connect: Callable[[], HTTPConnection], method: str, path: str, body: Any = None) -> Any:
-    """Send a request; returns the response's JSON.
+    """Send a request to the server; returns the JSON value of its response.
 
     Raises SirchatError if the server refuses or does not respond.
     """
@@ -229,7 +234,10 @@ def _asked(connect: Callable[[], HTTPConnection], method: str, path: str, body: 
 
 
 def _response(connection: HTTPConnection, method: str, path: str, body: Any) -> HTTPResponse:
-    """Send a request; returns the response. Raises SirchatError if the server refuses."""
+    """Send a request to the server; returns its response.
+
+    Raises SirchatError if the server refuses.
+    """
     data = None if body is None else json.dumps(body)
     connection.request(method, path, data, headers())
     response = connection.getresponse()
@@ -239,7 +247,10 @@ def _response(connection: HTTPConnection, method: str, path: str, body: Any) -> 
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[Any]:
-    """Yield the JSON of each event in a stream; raises SirchatError if it ends too early."""
+    """Yield the JSON value of each event in the lines of a server's event stream.
+
+    Raises SirchatError if the stream ends before the reply is complete.
+    """
     with suppress(OSError, HTTPException, ValueError):
         for line in lines:
             if line == b"data: [DONE]\n":
@@ -250,7 +261,7 @@ def _events(lines: Iterator[bytes]) -> Iterator[Any]:
 
 
 def _held(rows: list[dict[str, Any]]) -> str:
-    """The text of the held tokens, with ` ... ` wherever tokens between them were evicted."""
+    """The text of the held tokens; ` ... ` stands where tokens were evicted."""
     text, last = "", -1
     for row in rows:
         text += " ... " * (row["position"] > last + 1) + row["text"]

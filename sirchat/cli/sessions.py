@@ -1,4 +1,4 @@
-"""The `sirchat sessions` commands."""
+"""The commands `sirchat sessions ...`, which list, search, print, delete and export saved chats."""
 
 import sys
 from contextlib import suppress
@@ -164,13 +164,13 @@ def sessions_export(
 
 @dataclass(frozen=True)
 class _Removal:
-    """A saved chat that is to be removed.
+    """A saved chat that is to be deleted.
 
     Attributes:
-        path: its file.
-        description: one line about the chat, for the question whether to remove it.
-        messages: what the user said in the chat; empty if it can't be read.
-        relatives: number of other chats branched (`/branch`) from the same first chat.
+        path: the chat's file.
+        description: one line about the chat, for the question whether to delete it.
+        messages: the user's messages in the chat; empty if the file can't be read.
+        relatives: number of other saved chats that `/branch` made from the same first chat.
     """
 
     path: Path
@@ -179,9 +179,9 @@ class _Removal:
     relatives: int
 
     def what_stays(self, lines: int) -> list[str]:
-        """Sentences that tell the user what is not deleted: typed lines, and related chats.
+        """Sentences for the user about what is not deleted: typed lines, and related chats.
 
-        `lines` is the number of lines of the input history that stay.
+        `lines` is how many lines of the chat stay in the input history. Empty if nothing stays.
         """
         stays = []
         if lines:
@@ -200,7 +200,11 @@ class _Removal:
 
 
 def _removal(ident: str) -> _Removal:
-    """The chat with this id or name; raises SessionError if there is none, or `last` is in use."""
+    """The saved chat with this id or name.
+
+    Raises SessionError if there is no such chat, or if `ident` is `last` and the last chat is open
+    in another process.
+    """
     from sirchat.saved.session_list import find_session, list_sessions
     from sirchat.saved.store import SessionStore
 
@@ -226,7 +230,10 @@ def _removal(ident: str) -> _Removal:
 
 
 def _typed_lines(messages: frozenset[str]) -> tuple["Typed | None", int]:
-    """The input history, if there is one, and the number of its lines that are in `messages`."""
+    """The history of lines typed at the prompt, and how many of its lines are in `messages`.
+
+    The history is None, and the number 0, if there is no history file.
+    """
     if not paths.history_file().is_file():
         return None, 0
     from sirchat.ui.typed_input import input_history

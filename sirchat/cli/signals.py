@@ -1,4 +1,4 @@
-"""Handles closed standard streams, and the signals SIGTERM and SIGHUP, which end the program."""
+"""Handles closed standard streams, and ends the program in order after SIGTERM or SIGHUP."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ def prepare_streams() -> str:
     """Replace closed standard streams, and make printing work in any locale.
 
     Returns an error text if standard output is closed, else "". A closed standard input is replaced
-    by an empty one; errors to a closed standard error are not shown. Characters that the locale
-    lacks become question marks.
+    by an empty one. Text printed to a closed standard output or standard error is dropped.
+    Characters that the locale lacks are printed as question marks.
     """
     closed = sys.stdout is None
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -28,7 +28,10 @@ def prepare_streams() -> str:
 
 
 def _nothing(number: int, mode: str) -> Any:
-    """Open the null device as file descriptor `number`, so that no other file gets this number."""
+    """Open the null device with the file descriptor `number`; returns the open file.
+
+    Without this, a file opened later could get the number of a closed standard stream.
+    """
     opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
     if opened != number:
         os.dup2(opened, number)
@@ -41,9 +44,9 @@ _SECONDS = 1.0  # from a signal to the check whether the program is ending
 
 
 def end_in_order() -> None:
-    """From now on, SIGTERM and SIGHUP raise SystemExit, with the code 128 + signal number.
+    """Install handlers by which SIGTERM and SIGHUP raise SystemExit(128 + signal number).
 
-    A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
+    If the program ignores one of these signals, as `nohup` does with SIGHUP, it stays ignored.
     """
     leave = _Leave()
     sys.unraisablehook = leave.send_again
@@ -75,7 +78,10 @@ class _Leave:
         sys.exit(128 + number)
 
     def _insist(self, number: int) -> None:
-        """Send the signal again if the program goes on; a library may have caught SystemExit."""
+        """Send the signal again, unless the main thread is ending because of SystemExit.
+
+        The program goes on if a library has caught the SystemExit.
+        """
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
         while error is not None:  # an error raised later has the SystemExit as its context
@@ -86,7 +92,10 @@ class _Leave:
         os.kill(os.getpid(), number)
 
     def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Send a signal again if it came where Python ignores exceptions, such as in `__del__`."""
+        """Send a signal again whose exception Python has ignored, as it does in `__del__`.
+
+        This is the hook `sys.unraisablehook`; `ignored` describes the exception.
+        """
         code = getattr(ignored.exc_value, "code", None)
         if _is_ending(code):
             number = int(code)  # type: ignore[arg-type]
@@ -103,8 +112,8 @@ class _Leave:
 def leave_terminal() -> None:
     """Show the cursor again, which an interrupted progress bar may have left hidden.
 
-    This is the last step of every command, also after an error: from here on, a signal ends the
-    process at once, without a traceback.
+    This is the last step of every command, also after an error. After it, a signal ends the process
+    at once, without a traceback.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -127,7 +136,7 @@ def _show_cursor() -> None:
 
 
 def _is_ending(code: object) -> bool:
-    """Whether an exit code is the one that `end_in_order` uses for SIGTERM or SIGHUP."""
+    """Whether `code` is the exit code of a program that SIGTERM or SIGHUP has ended."""
     return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
 
 
@@ -144,7 +153,10 @@ def _exit(code: int) -> None:
 
 
 def leave_opening(leaving: SystemExit) -> None:
-    """End the process at once if a thread still loads a model: Python can't stop that thread."""
+    """End the process at once if a thread still loads a model.
+
+    Python can't stop such a thread when the program ends. `leaving` has the exit code.
+    """
     opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
     if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
         return

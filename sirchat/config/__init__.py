@@ -1,1 +1,1 @@
-"""The settings of sirchat: their types and limits, and the files and flags that set them."""
+"""The settings of sirchat: their types and limits, and the flags, variables and files for them."""

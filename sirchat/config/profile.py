@@ -33,20 +33,23 @@ _OF_THE_MODEL = (
     "threads",
 )
 FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
-"""Settings that cannot change within a conversation; all others can."""
+"""The settings that can't change during a conversation; all other settings can."""
 
 LEAST_TEMPERATURE = 0.01
-"""Lowest allowed temperature besides 0; there, the most likely token is nearly always sampled."""
+"""The lowest allowed temperature above 0; it nearly always samples the most likely token."""
 
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
-"""For each renamed setting: its former name, and the name that it has today."""
+"""For the former name of each renamed setting, its present name."""
 
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the names and values of an earlier version's settings by those of this version."""
+    """Convert settings, by name, that an earlier version of sirchat has written.
+
+    Former names of settings, of their values and of policy options become the present names.
+    """
     renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
@@ -62,7 +65,7 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 class Profile(BaseModel):
     """All settings of a conversation, each with its type, limits, default and description.
 
-    A profile can't be changed. The functions `resolve` and `changed` make profiles and raise
+    A profile is immutable. The functions `resolve` and `changed` make profiles, and raise
     SettingError for a value that is not allowed; the constructor raises pydantic's ValidationError.
     """
 
@@ -306,7 +309,7 @@ class Profile(BaseModel):
     @field_validator("description", "model", "device_map", "policy", "system")
     @classmethod
     def _text(cls, text: str | None) -> str | None:
-        """Refuse a text with lone surrogates, which stand for bytes that are not UTF-8."""
+        """Check that a text can be encoded in UTF-8: that it has no lone surrogates."""
         try:
             (text or "").encode()
         except UnicodeEncodeError:
@@ -324,7 +327,7 @@ class Profile(BaseModel):
     @field_validator("recall", mode="before")
     @classmethod
     def _on_or_off(cls, value: object) -> object:
-        """Replace `on` and true by the name of the default retriever, and false by `off`."""
+        """Convert the setting `recall`: on or true to the default retriever, false to `off`."""
         return {"on": recall.BEST, "true": recall.BEST, "false": "off"}.get(
             str(value).lower(), value
         )
@@ -339,7 +342,7 @@ class Profile(BaseModel):
     @field_validator("temperature")
     @classmethod
     def _not_nearly_zero(cls, value: float) -> float:
-        """Refuse a temperature so low that logits divided by it would overflow."""
+        """Refuse a temperature near 0: the logits, divided by it, could overflow."""
         if 0 < value < LEAST_TEMPERATURE:
             raise PydanticCustomError("temperature", "nearly zero")
         return value
@@ -381,9 +384,10 @@ class Profile(BaseModel):
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """Make the error for settings that don't fit together: the settings `keys` break `rule`.
+    """Make the error for settings that don't fit together.
 
-    `rule` is a sentence. `merged` turns the error into a SettingError.
+    `rule` is a sentence that says what is required; `keys` name the settings that break it. The
+    function `merged` turns this error into a SettingError.
     """
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
@@ -391,7 +395,7 @@ def _conflict(rule: str, *keys: str) -> PydanticCustomError:
 def parse_size(text: str) -> int | None:
     """Parse a size such as `512MiB`, `1.5 GB` or `4096`; returns the number of bytes.
 
-    None if the text is not a size, or if it is 0, or 4 EiB or more.
+    Returns None if the text is not a size, or if the size is 0, or 4 EiB or more.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if not found:

@@ -1,8 +1,8 @@
-"""Reads and writes profiles, and finds each setting's value among flags, environment and profiles.
+"""Reads and writes profiles, and combines settings from flags, environment and profiles.
 
-A setting's value comes from the first of these that sets it: the flag, the environment variable
-`SIRCHAT_<NAME>`, the profile that is in use, the user's profile `default.yaml`, the built-in
-default. A profile is a YAML file with only those settings that it changes.
+A setting's value comes from the first of these sources that sets it: the flag, the environment
+variable `SIRCHAT_<NAME>`, the profile that the user chose, the user's profile `default.yaml`, the
+built-in default. A profile is a YAML file with only those settings that it changes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
 Origin = Callable[[str], str]
-"""A function that returns where a setting's value is from, for errors: a flag, variable or file."""
+"""A function: for a setting's name, it returns the flag, variable or file that set the value."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The values of the settings that one source sets, such as a profile or the flags.
+    """The values, by setting, that one source sets, such as a profile or the flags.
 
-    `origin` names the source in error messages.
+    `origin` is a function that names the source in error messages.
     """
 
     values: Mapping[str, object]
@@ -49,8 +49,9 @@ class Layer:
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
     """A copy of `profile` with the new values `updates`, by setting.
 
-    If another policy is set, `policy_options` becomes empty. Raises SettingError for the first
-    value that is not allowed; its message begins with `source`, such as `/budget`.
+    If `updates` set another policy but no `policy_options`, the options become empty. Raises
+    SettingError for the first value that is not allowed; its message begins with `source`, such as
+    `/budget`.
     """
     new = Layer(updates, lambda key: source)
     check_values(new)
@@ -58,10 +59,10 @@ def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
 
 
 def merged(layers: Iterable[Layer]) -> Profile:
-    """The profile with the values of all layers; a later layer's value replaces an earlier one's.
+    """Combine the layers to one profile; a value in a later layer replaces that in an earlier one.
 
-    If a layer sets another policy than the layers before it, their `policy_options` are ignored.
-    Raises SettingError if two settings don't fit together.
+    If a layer sets another policy than the layers before it, the `policy_options` of those layers
+    are ignored. Raises SettingError if two settings don't fit together.
     """
     values: dict[str, object] = {}
     set_by: dict[str, tuple[int, Origin]] = {}
@@ -77,9 +78,9 @@ def merged(layers: Iterable[Layer]) -> Profile:
 
 
 def check_values(layer: Layer) -> None:
-    """Raise SettingError for the first unknown setting or the first value that is not allowed.
+    """Raise SettingError if a layer has an unknown setting, or a value that is not allowed.
 
-    Whether two settings fit together is checked later, by `merged`.
+    Each setting is checked alone. The function `merged` later checks whether settings fit together.
     """
     for key in layer.values:
         require_setting(key, layer.origin(key))
@@ -102,8 +103,9 @@ def _conflict_error(
 ) -> SettingError:
     """The error for settings that don't fit together.
 
-    Its message names the setting that was set last, and the source that set it. `set_by` has, for
-    each setting, the number of the layer that set it and the layer's origin.
+    Its message names that one of these settings which was set last, and the source that set it.
+    `detail` is pydantic's error; `values` are all settings; `set_by` has, for each setting, the
+    number of the layer that set it, and the layer's origin.
     """
     context = detail["ctx"]
     key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
@@ -135,9 +137,10 @@ _HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown 
 
 @dataclass(frozen=True)
 class ProfileInfo:
-    """A profile's name, file and description.
+    """What the list of profiles shows about one profile.
 
-    `shipped` is true if the profile comes with sirchat, false if the user made it.
+    `path` is its YAML file. `shipped` is true if the profile comes with sirchat, and false if the
+    user made it.
     """
 
     name: str
@@ -149,17 +152,18 @@ class ProfileInfo:
 def resolve(
     profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> Profile:
-    """All settings, from flags, environment variables, profile files and defaults.
+    """Make the profile of all settings from flags, environment variables, files and defaults.
 
-    If a source sets another policy, the `policy_options` of sources with lower precedence are
-    ignored. Raises SettingError for the first value that is not allowed.
+    Flags have the highest precedence. If a source sets another policy, the `policy_options` of
+    sources with lower precedence are ignored. Raises SettingError for the first value that is not
+    allowed.
 
     Args:
-        profile: a profile's name or file; if None, it is taken from `SIRCHAT_PROFILE`.
-        flags: values by setting; None means not given, and text is parsed by `parse_value`. May
-            also contain `trust_policy`: `module:Class` policies that files may name, in addition to
-            the one that the flag `policy` names.
-        environ: environment variables; empty ones count as not set.
+        profile: a profile's name or file; if None, the variable `SIRCHAT_PROFILE` can name one.
+        flags: values by setting; None means not given, and a text is parsed by `parse_value`. The
+            key `trust_policy` has a list of `module:Class` policies: a profile file may name only
+            these and the policy of the flag `policy`, because their code then runs.
+        environ: environment variables; an empty variable counts as not set.
     """
     given = {key: value for key, value in flags.items() if key != "trust_policy"}
     trusted = trusted_policies(flags)
@@ -173,16 +177,20 @@ def resolve(
 
 
 def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
-    """The `module:Class` policies that the command line names; files may name only these."""
+    """The policies that the command line names; files may name only these `module:Class` policies.
+
+    The flags `policy` and `trust_policy` name them. The code of a `module:Class` policy runs when
+    the policy is used.
+    """
     return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
 
 
 def profile_path(name_or_file: str) -> Path:
-    """The file of a profile that is given by its name or its path.
+    """The path of the file of a profile, which is given by its name or its path.
 
-    An argument with a slash, or ending in `.yaml`, is a path; the file need not exist. A name is
-    looked up in the user's folder, then among the profiles that come with sirchat. Raises
-    SettingError for an unknown name.
+    An argument with a slash, or ending in `.yaml` or `.yml`, is a path; the file need not exist. A
+    name is looked up in the user's folder of profiles, then among the profiles that come with
+    sirchat. Raises SettingError for an unknown name.
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))
@@ -194,19 +202,20 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """Load and check the values that a profile sets, given its name or path.
+    """Load and check a profile, given its name or path; returns the values that it sets.
 
     `trusted` are the `module:Class` policies that the profile may name. Raises SettingError if
-    there is no such profile, it isn't well-formed, or a key or value is not allowed.
+    there is no such profile, if its file is not valid YAML, or if a setting or value is not
+    allowed.
     """
     return _load(profile_path(name_or_file), trusted)
 
 
 def list_profiles() -> list[ProfileInfo]:
-    """All profiles, sorted by name.
+    """A record of each profile, sorted by name.
 
-    If a profile of the user and one that comes with sirchat have the same name, only the user's is
-    listed.
+    If a profile of the user has the same name as one that comes with sirchat, only the user's
+    profile is listed.
     """
     shipped = paths.shipped_profiles_dir()
     return [
@@ -230,10 +239,11 @@ def _yaml(profile: Profile, mark: str = "") -> str:
 
 
 def init_profile(name: str) -> Path:
-    """Create a profile in the user's folder; returns its path.
+    """Create a profile in the user's folder of profiles; returns the path of its file.
 
-    The file lists every setting with its default, as comments. Only the user can read the file.
-    Raises SettingError if the name is invalid or taken, or the file can't be written.
+    The file has every setting with its default, commented out, for the user to edit. Only the user
+    can read the file. Raises SettingError if the name is invalid or taken, or if the file can't be
+    written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise SettingError(
@@ -254,10 +264,11 @@ def init_profile(name: str) -> Path:
 
 
 def set_default(key: str, value: object) -> Path:
-    """Write one setting into the user's `default.yaml`, which all chats read; returns its path.
+    """Write one setting into the user's profile `default.yaml`; returns the path of this file.
 
-    Other lines, comments included, stay as they are. Only the user can read a new file. Raises
-    SettingError if the value is not allowed, or the file can't be read, changed or written.
+    Every chat reads this profile. All other lines of the file stay unchanged. If the file is new,
+    only the user can read it. Raises SettingError if the value is not allowed, or if the file can't
+    be read, changed or written.
     """
     path = paths.user_profiles_dir() / "default.yaml"
     values = {**(_load(path) if path.exists() else {}), key: value}
@@ -294,7 +305,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise SettingError if an environment variable's name is a misspelt `SIRCHAT_<SETTING>`."""
+    """Raise SettingError if an environment variable looks like a misspelt `SIRCHAT_<SETTING>`."""
     known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
     for variable in sorted(environ):
         name = variable.removeprefix("SIRCHAT_")
@@ -316,9 +327,10 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
-    """Parse and check the settings `given` as flags or environment variables.
+    """Parse and check the settings that are given as flags or environment variables.
 
-    If the policy is a `module:Class`, its module is imported.
+    `given` are their values, by setting. If the policy is a `module:Class`, its module is imported.
+    Raises SettingError for a setting or value that is not allowed.
     """
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value

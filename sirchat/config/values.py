@@ -1,7 +1,7 @@
-"""Converts values of settings from text and to text, and says in words which values are allowed.
+"""Converts settings' values from text and to text, and says in words which values are allowed.
 
-Text is YAML 1.2. PyYAML implements YAML 1.1, which reads `panel: off` as false and `1e-3` as text,
-so its rules are changed here.
+Values are written as in YAML 1.2. PyYAML implements YAML 1.1, which reads `panel: off` as false and
+`1e-3` as text. So the loader here replaces PyYAML's rules for single values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _DEEPEST = 50  # nested brackets; the parser's time grows with the square of the
 class Loader(yaml.SafeLoader):
     """A YAML loader that reads single values (numbers, booleans, null, text) as YAML 1.2 does.
 
-    It refuses repeated keys, deep nesting, tags (which could give a value any type) and aliases (a
-    few of which can expand to gigabytes).
+    It refuses repeated keys, deep nesting, tags (which could give a value any type) and aliases
+    (because a few of them can expand to gigabytes).
     """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
@@ -73,7 +73,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """A YAML writer that quotes text which YAML 1.1 or 1.2 would read as a number or boolean."""
+    """A YAML writer that puts a text in quotes if YAML 1.1 or 1.2 would read it as another type."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -82,7 +82,10 @@ class Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, path: Path) -> object:
-    """Parse the YAML in `text`; raises SettingError with the path, the line and the problem."""
+    """Parse the YAML `text` of the file `path`; returns its value.
+
+    Raises SettingError, which names the file, the line and the problem, if it is not valid YAML.
+    """
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
@@ -96,7 +99,10 @@ def parse_yaml(text: str, path: Path) -> object:
 
 
 def parse_scalar(text: str) -> object:
-    """Parse `text` as YAML; returns its value, or `text` itself if it is empty or not valid."""
+    """Parse one value in YAML, such as a number; returns it, or `text` if this is not valid YAML.
+
+    An empty text is returned unchanged.
+    """
     try:
         value: object = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -118,7 +124,8 @@ _BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False
 def require_setting(key: object, source: str) -> None:
     """Raise SettingError unless `key` is the name of a setting.
 
-    The message begins with `source`, unless that is empty, and ends with the most similar name.
+    The message begins with `source`, such as a flag or file, unless this is empty. It ends with the
+    most similar name of a setting, if any name is similar.
     """
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
@@ -129,12 +136,12 @@ def require_setting(key: object, source: str) -> None:
 
 
 def parse_value(key: str, text: str) -> object:
-    """Parse the value of setting `key` from its `text` on a command line or in the environment.
+    """Parse the `text` that a user gave as the value of setting `key`; returns the value.
 
-    `none` or `null` becomes None if the setting allows it; for a boolean setting, on, off, yes and
-    no are booleans; `policy_options` is written `{a: 1}` or `a=1,b=2`. Text that does not fit the
-    setting is returned unchanged, and `check_values` refuses it later. Raises SettingError for an
-    unknown setting.
+    The texts `none` and `null` become None if the setting allows None. For a boolean setting, `on`,
+    `off`, `yes` and `no` are also booleans. `policy_options` can be written as `{a: 1}` or as
+    `a=1,b=2`. A text that does not fit the setting is returned unchanged; `check_values` refuses it
+    later. Raises SettingError for an unknown setting.
     """
     require_setting(key, "")
     kinds, word = setting_types(key), text.strip()
@@ -160,7 +167,7 @@ def parse_option(text: str) -> object:
 
 
 def as_typed(value: object) -> str:
-    """A setting's value as a user would type it: `none`, `on`, `off`, `sample=192`."""
+    """The text that a user would type for a setting's `value`: `none`, `on`, `sample=192`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -176,10 +183,10 @@ def short(value: float | str) -> str:
 
 
 def is_option(name: str, text: str, policy: str) -> bool:
-    """Whether `name=text` sets an option of `policy`; otherwise it sets a setting.
+    """Whether `name=text`, which a user typed, sets an option of `policy` and not a setting.
 
-    If an option and a setting have this name, the setting is meant if `text` is one of the
-    setting's listed values: `attention=on` sets the setting, `attention=false` the option.
+    If both an option and a setting have this name, the user means the setting if `text` is one of
+    its listed values: `attention=on` sets the setting, `attention=false` the option.
     """
     if name not in Profile.model_fields:
         return True
@@ -191,15 +198,15 @@ def is_option(name: str, text: str, policy: str) -> bool:
 def policy_choices() -> list[str]:
     """All names that the setting `policy` accepts, sorted: built-in policies, plugins, aliases.
 
-    No policy is imported.
+    The modules of the policies are not imported.
     """
     return sorted({*policies.policy_names(), *policies.ALIASES})
 
 
 def choices(key: str) -> list[str]:
-    """The list of a setting's allowed values (`on` and `off` for a boolean).
+    """The list of all allowed values of the setting `key`; `on` and `off` for a boolean setting.
 
-    Empty if they can't be listed, as for a number.
+    Empty if the values can't be listed, as for a number or a text.
     """
     if key == "policy":
         return policy_choices()
@@ -212,7 +219,7 @@ def choices(key: str) -> list[str]:
 
 
 def allowed(key: str) -> str:
-    """The allowed values of a setting in words: `a number, above 0 and at most 1, or null`."""
+    """The allowed values of a setting in words, such as `a number, above 0 and at most 1`."""
     if key == "policy":
         return f"one of {', '.join(policy_choices())}, or package.module:Class"
     if key == "recall":
@@ -256,7 +263,7 @@ def _parse_options(text: str) -> object:
 
 
 def setting_types(key: str) -> tuple[Any, ...]:
-    """The types that a setting's value can have, such as (int, NoneType); NoneType is last."""
+    """The types that the value of setting `key` can have, such as (int, NoneType)."""
     return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
 
 
