@@ -79,7 +79,7 @@ class KeyValueStore:
 
     @property
     def archived(self) -> int:
-        """Number of evicted tokens that can be restored from the archive."""
+        """Number of tokens that are in the archive and not in the cache."""
         return int((self.ledger.column("state") == State.ARCHIVED).sum())
 
     @property

@@ -13,7 +13,7 @@ from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
 _LEAST = 8
-"""Minimum number of rows for the newest tokens, however large the sample is."""
+"""Minimum number of cache rows for the newest tokens, however large the sample is."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,11 @@ class Reservoir(RecentScorePolicy):
         return self._by_membership(rows, self.recent, self.sample)
 
     def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
-        """Scores [n]: from 1 to 2 for tokens of the sample, below 1 for all other tokens.
+        """Scores [n] of the tokens: from 1 to 2 for tokens of the sample, below 1 for all others.
 
-        The sample is the `sample` tokens with the largest random numbers among those older than the
-        newest `window` tokens. Of the other tokens, newer ones have higher scores.
+        The sample is the `sample` tokens with the largest random numbers among the tokens that are
+        older than the newest `window` tokens. Among tokens outside the sample, newer tokens have
+        higher scores.
         """
         no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
