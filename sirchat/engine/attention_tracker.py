@@ -29,7 +29,7 @@ class AttendingModel(Protocol):
 
 
 class PassWeights:
-    """Observes the attention weights of one forward pass: their mean over heads and some layers.
+    """Records the attention weights of one forward pass, as a mean over heads and some layers.
 
     Args:
         layers: numbers of the layers whose weights are averaged.
@@ -60,7 +60,7 @@ class PassWeights:
 
 
 class HighestWeights:
-    """Observes the highest attention weight that each of k rows receives in one forward pass.
+    """Records the highest attention weight that each of k cache rows receives in a forward pass.
 
     Args:
         layers: numbers of the layers that are observed; the result is the mean over these layers

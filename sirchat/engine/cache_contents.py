@@ -237,7 +237,10 @@ class CacheContents:
         return self._hold(Selection(held, recalled, self._layers))
 
     def check_pins(self, more: int) -> None:
-        """Raise SettingError if the present pins and `more` new ones leave too little room."""
+        """Raise SettingError if the pinned tokens would leave too few cache rows to the policy.
+
+        Counted are the tokens that are pinned now, and `more` tokens that are to be pinned.
+        """
         if not self.budget.unbounded:
             self.budget.check_pins(self._store.reachable(), more)
 

@@ -314,14 +314,14 @@ class Engine:
         rows: Rows | None,
         attention: AttentionCheckpoint | None = None,
     ) -> None:
-        """Continue a saved conversation.
+        """Load a saved conversation, to continue it.
 
         Args:
-            saved: state that `save` returned.
-            rows: saved keys and values. If they are None, or lack a token of the cache, they are
-                computed again by reading all ids of the cache. If `saved` has no state of
-                recurrent layers, the state is computed again, too.
-            attention: the attention that the tokens of `rows` had received.
+            saved: state that `save` returned. If it has no state of recurrent and convolution
+                layers, this state is computed again.
+            rows: saved keys and values. If `rows` is None or lacks a token of the cache, keys and
+                values are computed again by reading all ids of the cache.
+            attention: statistics of the attention that the tokens of `rows` had received.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
         self.ledger.unknown_surprisal, self.contents.round = saved.unknown_surprisal, saved.round
@@ -389,7 +389,7 @@ class Engine:
             self.ledger.rank_first_token(min(opening, len(chunk)))
 
     def _grow_for(self, count: int) -> None:
-        """Enlarge the cache, if necessary, so that it has room for `count` more rows."""
+        """Enlarge the cache's buffers, if necessary, so that `count` more rows fit."""
         if self.resident + count > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + count)
             self.cache.grow_to(min(self.contents.budget.hard_bound, wanted))

@@ -167,7 +167,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _limits(model: LoadedModel) -> Iterator[str]:
-    """Yield the limits of a model that runs, such as `no recall by attention`."""
+    """Yield the limits of a model that sirchat can run, such as `no recall by attention`."""
     if not model.exposes_attention:
         yield "no attention weights"
     if caches_latents(model):

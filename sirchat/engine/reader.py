@@ -30,9 +30,9 @@ from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
-"""Maximum size in bytes, in one forward pass, of the logits, and of one layer's attention weights.
+"""Maximum size in bytes of the logits of one forward pass, counted as float32.
 
-Numbers are counted as float32.
+The attention weights of one layer in a forward pass have the same limit.
 """
 
 
@@ -129,8 +129,8 @@ class Reader:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
         The ids do not count as read. The cache must have room for them. When another id is read,
-        the computed logits are discarded. Raises RuntimeError if the model has layers with a state,
-        because no id can be removed from a state.
+        the computed logits are discarded. Raises RuntimeError if the model has recurrent or
+        convolution layers, because no id can be removed from their state.
         """
         if self._cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")

@@ -40,12 +40,12 @@ class CacheSettings:
         protect: whether the newest E/2 rows of the current round are protected from eviction; E is
             the number of rows that the policy decides about (see `engine.budget`).
         evict: when rows are evicted. "when-full": whenever room is needed. "before-turn": when a
-            user turn arrives, for the turn and its whole reply; otherwise only to stay within the
-            budget. "between-turns": when a user turn arrives, down to the budget, which the turn
-            and its reply may then exceed (SirLLM's Algorithm 1); otherwise only to stay within the
-            model's context length.
-        in_stream: True: a token's position is its stream position, so the stream can't be longer
-            than the model's context. False: the position is the token's slot in the cache.
+            user turn arrives, so many rows that the turn and its whole reply fit in the budget.
+            "between-turns": when a user turn arrives, the rows above the budget; the turn and its
+            reply may then exceed the budget, up to the model's context length (SirLLM's
+            Algorithm 1).
+        in_stream: True: a token's rotary position is its stream position, so the stream can't be
+            longer than the model's context. False: it is the token's slot in the cache.
         recall: how archived rows are restored for a turn; None for no recall.
         count_attention: whether attention is recorded even if the policy does not use it.
     """
@@ -71,7 +71,7 @@ class CacheSettings:
 
 @dataclass(frozen=True)
 class TurnRef:
-    """The numbers of the turn and of the round that some ids belong to."""
+    """The numbers of the turn (message) and of the round to which token ids belong."""
 
     turn: int
     round: int
@@ -210,7 +210,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens (rows) the cache holds.
+    """Record of the tokens (rows) that the cache holds, or is to hold.
 
     Attributes:
         held: stream positions [n], ascending, of the rows that all layers hold.

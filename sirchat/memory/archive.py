@@ -38,7 +38,7 @@ _MOST_ARRIVING = 8  # maximum number of unfinished transfers from a GPU
 
 
 class Archive:
-    """Keys and values of evicted tokens, one row per token, looked up by stream position.
+    """Stores keys and values of evicted tokens, one row per token, looked up by stream position.
 
     Args:
         limit: maximum size in bytes, applied by `shrink`; None for no limit.

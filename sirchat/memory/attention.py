@@ -32,7 +32,10 @@ class RepeatAttention:
         self._highest = np.zeros(0)
 
     def set(self, positions: Positions, highest: Floats) -> None:
-        """Set the weights `highest` [n] of the tokens at stream `positions` [n], ascending."""
+        """Set the highest attention weights of tokens in the second reading of their round.
+
+        `positions` [n] are the tokens' stream positions, ascending; `highest` [n] the weights.
+        """
         rows = int(positions[-1]) + 1 if len(positions) else 0
         if rows > len(self._highest):
             more = max(rows, 2 * len(self._highest)) - len(self._highest)

@@ -106,7 +106,7 @@ class BoundedCache:
 
     @property
     def length(self) -> int:
-        """Number of rows that attention reads: held rows and inserted rows."""
+        """Number of rows that attention reads: held rows and the extra rows of `insert`."""
         return self._cursor.length
 
     @property
@@ -146,7 +146,10 @@ class BoundedCache:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """If the last pass was not committed, undo its changes to the layers' state."""
+        """Undo the changes of the last forward pass to the layers' state, if it is not committed.
+
+        The state is that of recurrent and convolution layers.
+        """
         if self._is_clean:
             return
         self._cursor.written = 0
@@ -367,7 +370,7 @@ class BoundedCache:
         return torch.from_numpy(self._stream[slots.numpy()].clip(min=0))
 
     def layer_keys(self, layer: int) -> Tensor:
-        """A layer's keys as attention reads them: [1, H, n, D] (a view)."""
+        """The n cached keys of a layer, as attention reads them: a view [1, H, n, D]."""
         return self._view(layer, 0)
 
     @torch.inference_mode()
@@ -383,7 +386,7 @@ class BoundedCache:
         return [one.index_select(1, slots.to(one.device)) for one in views]
 
     def layer_values(self, layer: int) -> Tensor:
-        """A layer's values as attention reads them: [1, H, n, D] (a view)."""
+        """The n cached values of a layer, as attention reads them: a view [1, H, n, D]."""
         return self._view(layer, 1)
 
     def _view(self, layer: int, which: int) -> Tensor:

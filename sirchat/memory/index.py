@@ -106,11 +106,11 @@ class Index:
             self._has[indexed] = False
 
     def propose(self, query: Query, lowest: float = 0.0) -> Positions:
-        """Stream positions, ascending, of the rows that probably score highest for the query.
+        """Find the rows that probably score highest for the query; returns stream positions.
 
-        `lowest` is the lowest score of any row; it is subtracted from each score before the score
-        is multiplied by the token's surprisal. Raises LookupError if the retriever `attention` has
-        no query vectors that can be compared with the cached keys.
+        The positions are ascending. `lowest` is the lowest score of any row; it is subtracted from
+        each score before this is multiplied by the token's surprisal. Raises LookupError if the
+        retriever `attention` has no query vectors that can be compared with the cached keys.
         """
         if self._vectors is None:
             return np.zeros(0, np.int64)
@@ -247,7 +247,7 @@ class IndexVectors:
         return max(1, _MAX_RAW_DIMS // (2 * widest))
 
     def learn(self, sample: Rows) -> None:
-        """Compute the principal axes of each part of the index from the rows `sample`."""
+        """Compute the principal axes of each part of the search index from the rows `sample`."""
         self._axes = [
             Axes.of(raw, dims - self._is_weighted)
             for raw, dims in zip(self._raw(sample), self._dims, strict=True)
@@ -412,7 +412,7 @@ class FaissIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of all stored vectors, positions and centroids, in bytes."""
+        """Size of this index in bytes: all vectors, positions and centroids."""
         row_bytes = self._index.code_size + np.dtype(np.int64).itemsize
         return int(len(self) * row_bytes + self._centroids.nbytes)
 

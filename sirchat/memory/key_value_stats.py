@@ -110,7 +110,7 @@ def _mean(layers: list[Tensor]) -> Floats:
 
 
 def _norm(x: Tensor, p: int) -> Tensor:
-    """The p-norms [H, k] of vectors [H, k, D], in float32."""
+    """The p-norms [H, k] of the vectors `x` [H, k, D], as float32."""
     norm: Tensor = torch.linalg.vector_norm(x, p, dim=-1, dtype=torch.float32)
     return norm
 

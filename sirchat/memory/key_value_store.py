@@ -96,7 +96,11 @@ class KeyValueStore:
         return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
-        """Set the archive's maximum size in bytes (0 turns it off) and its folder (None: RAM)."""
+        """Change the archive's maximum size and its folder; archived rows are moved if necessary.
+
+        `limit` is in bytes; 0 turns the archive off, and archived tokens can no longer be restored.
+        `folder` is the folder for the archive's files; None keeps the archive in RAM.
+        """
         old, was_on = self._archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
@@ -171,7 +175,7 @@ class KeyValueStore:
 
     @property
     def archive(self) -> Archive:
-        """The archive of evicted rows; `set_limit` may replace it by another object."""
+        """The archive of evicted rows; `set_limit` may replace this object by another."""
         return self._archive
 
     @contextmanager

@@ -51,7 +51,7 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """Where a token's keys and values are: in the cache, nowhere, or only in the archive."""
+    """Where a token's keys and values are: in the cache, nowhere (`GONE`), or in the archive."""
 
     HELD = 0
     GONE = 1
@@ -242,7 +242,7 @@ class Ledger:
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
-        """Set the first token's surprisal to the highest one among the first `count` tokens."""
+        """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
@@ -344,7 +344,7 @@ class Ledger:
             self._pinned = self._pinned[self._pinned < seen]
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
-        """Pin the rows at these positions if `pinned` is true, else unpin them."""
+        """Pin the rows at these stream positions if `pinned` is true, else unpin the rows."""
         self.flag(Flag.PINNED, positions, pinned)
 
     def flag(self, flag: Flag, positions: range | NDArray[np.int64], on: bool) -> None:

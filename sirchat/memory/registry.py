@@ -40,7 +40,7 @@ class Registry:
         return built_in + sorted(added - set(built_in))
 
     def __contains__(self, name: str) -> bool:
-        """Whether a class has this name; aliases don't count.
+        """Whether a class of this registry has the name `name`; aliases don't count.
 
         Entry points are read only if no built-in class has the name.
         """

@@ -113,11 +113,11 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Size of the keys and values, in bytes."""
+        """Size of the rows' keys and values, in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device: torch.device | str) -> Rows:
-        """The same rows, with their tensors on `device`."""
+        """The same rows with their keys and values on `device`."""
         tensors = [tensor.to(device) for tensor in self.tensors]
         return Rows(self.positions, self.written_at, tensors)
 

@@ -20,16 +20,17 @@ _LEAST = 8
 class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all tokens that left the recent window, and that window.
 
-    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): the paper's
-    start, sample and recent sizes are the options `sinks`, `sample` and `recent`. Each token gets a
-    random number when it is read; the tokens with the `sample` largest numbers are the sample, so
-    every token of the stream has the same chance (Efraimidis and Spirakis 2006). As in the paper's
-    Figure 4, the three sizes may add up to the budget: then new tokens replace the oldest tokens of
-    the recent window, never tokens of the sample. If the budget is larger, the newest of the other
-    tokens stay, too; if it is smaller, the recent window is smaller. If `sample` is not set, the
-    sample takes all room that is left; it is uniform as long as this room does not grow. Known
-    deviation: the paper's Figure 2 samples among the tokens in the cache again and again, which
-    favours new tokens; its section 4, followed here, does not.
+    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2). The recent
+    window is the newest `recent` tokens. The paper's start, sample and recent sizes are the options
+    `sinks`, `sample` and `recent`. Each token gets a random number when it is read. The tokens with
+    the `sample` largest numbers are the sample, so every token of the stream has the same chance
+    (Efraimidis and Spirakis 2006). As in the paper's Figure 4, the three sizes may add up to the
+    budget: then new tokens replace the oldest tokens of the recent window, never tokens of the
+    sample. If the budget is larger, the newest of the unsampled tokens stay, too; if the budget is
+    smaller, the recent window is smaller. If `sample` is not set, the sample takes all remaining
+    room; the sample is uniform as long as this room does not grow. Known deviation: in the paper's
+    Figure 2, the sample is drawn again and again among the tokens in the cache, which favours new
+    tokens. The paper's section 4, followed here, draws it from all tokens ever read.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"

@@ -53,7 +53,7 @@ class Retriever(ABC):
 
 
 class LayerRetriever(Retriever):
-    """A retriever that scores each layer's keys and values separately."""
+    """A retriever that scores archived tokens in each layer separately, by keys and values."""
 
     def score(self, candidates: Candidates) -> Tensor:
         import torch
@@ -143,7 +143,10 @@ class TurnRetriever(Retriever):
 
 
 class WordRetriever(TurnRetriever):
-    """A retriever that scores turns by words alone, so the search does not read the new turn."""
+    """A retriever that scores whole turns by words alone.
+
+    The model does not read the new turn for the search.
+    """
 
     needs_turn = False
 
