@@ -66,7 +66,7 @@ class Budget:
     def only_between_turns(self) -> bool:
         """Whether rows are evicted only between turns.
 
-        Then a turn and its reply may exceed the budget until the next user turn.
+        If True, a turn and its reply may exceed the budget until the next user turn.
         """
         return self.settings.evict == "between-turns" and not self.unbounded
 

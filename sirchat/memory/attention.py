@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class RepeatAttention:
-    """The highest attention weight that each token got when its round was read a second time.
+    """Stores the highest attention weight of each token when its round was read a second time.
 
     A token whose round was read only once has the weight 0.
     """
@@ -246,7 +246,10 @@ class AttentionStats:
         self._is_checkpointed = False
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
-        """Copy the attention statistics of the tokens at stream `positions` [n], ascending."""
+        """Return a copy of the attention statistics of n tokens, to which `undo` can go back.
+
+        `positions` [n] are the tokens' stream positions, ascending.
+        """
         self._is_checkpointed = True
         repeated = self.repeat.of(positions)
         if not self.is_counted:

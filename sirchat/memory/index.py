@@ -45,7 +45,7 @@ SurprisalOf = Callable[[Positions], NDArray[np.float64]]
 
 
 def is_available() -> bool:
-    """Whether faiss is installed."""
+    """Whether faiss, the library for vector search, is installed."""
     return find_spec("faiss") is not None
 
 
