@@ -1,1 +1,1 @@
-"""Reads and generates token ids, with a KV cache that stays within a budget; knows no text."""
+"""Reads and generates token ids (never text), with a KV cache that stays within a budget."""

@@ -17,7 +17,7 @@ from sirchat.models.attention_hook import AttentionCall, OfAllHeads
 
 
 class AttendingModel(Protocol):
-    """The properties of a model that the attention tracker needs."""
+    """Protocol: the properties of a model that `AttentionTracker` needs."""
 
     @property
     def heads(self) -> int:
@@ -29,7 +29,7 @@ class AttendingModel(Protocol):
 
 
 class PassWeights:
-    """Observes the attention weights of one forward pass: their mean over heads and some layers.
+    """Records the attention weights of one forward pass, as a mean over heads and some layers.
 
     Args:
         layers: numbers of the layers whose weights are averaged.
@@ -48,9 +48,10 @@ class PassWeights:
         self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float32] | None:
-        """The mean weights [m, n] from m queries to n cache rows.
+        """The attention weights [m, n] from the pass's m queries to n cache rows.
 
-        None if the model has exposed no attention weights of these layers.
+        They are the mean over heads and observed layers. Returns None if the model has exposed no
+        attention weights of these layers.
         """
         if self._sum is None:
             return None
@@ -59,7 +60,7 @@ class PassWeights:
 
 
 class HighestWeights:
-    """Observes the highest attention weight that each of k rows receives in one forward pass.
+    """Records the highest attention weight that each of k cache rows receives in a forward pass.
 
     Args:
         layers: numbers of the layers that are observed; the result is the mean over these layers
@@ -81,20 +82,24 @@ class HighestWeights:
         self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float64] | None:
-        """The highest weights [k]; None if the model has exposed no weights of these layers."""
+        """The highest weight that each row received [k], as the mean over the observed layers.
+
+        Returns None if the model has exposed no attention weights of these layers.
+        """
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 
 
 class AttentionTracker:
-    """Context manager: record attention while ids are read, in one forward pass or several.
+    """Context manager: records attention weights while token ids are read.
 
-    The ledger's attention statistics are updated once, when the `with` block ends, so that the
-    result does not depend on how the ids were split into passes.
+    The ids may be read in one forward pass or in several. The ledger's attention statistics are
+    updated once, when the `with` block ends, so that the result does not depend on how the ids
+    were split into passes.
 
     Args:
-        config: which attention is recorded; None to record none.
+        config: which attention weights are recorded; None to record none.
         model: the model that reads the ids.
-        cache, ledger: where the rows of the ids are added.
+        cache, ledger: the KV cache and the table of tokens to which the ids are added.
     """
 
     def __init__(
@@ -119,13 +124,17 @@ class AttentionTracker:
 
     @property
     def _shared_rows(self) -> int:
-        """Number of rows in the cache that all layers share: all rows except inserted ones."""
+        """Number of cache rows that hold the same token in all layers.
+
+        The cache's other rows were inserted by recall, for each layer separately.
+        """
         return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:
-        """How many of `count` ids one forward pass may read; at least 1.
+        """How many of the next `count` ids one forward pass may read; at least 1.
 
-        The attention weights of one layer in this pass may take at most `size` bytes.
+        The limit is that the attention weights of one layer take at most `size` bytes. Returns
+        `count` if no attention is recorded.
         """
         if self._config is None:
             return count
@@ -133,14 +142,21 @@ class AttentionTracker:
         return max(1, min(count, size // (4 * self._model.heads * rows)))
 
     def observer(self) -> PassWeights | None:
-        """A new observer for the next forward pass; None if no attention is recorded."""
+        """A new observer of attention weights for the next forward pass.
+
+        Returns None if no attention is recorded.
+        """
         if self._config is None:
             return None
         count, sliding = len(self._cache.row_layers), self._model.sliding_layers
         return PassWeights(self._config.counted_layers(count, sliding))
 
     def add(self, observed: PassWeights | None) -> None:
-        """Add the weights of a forward pass; call this when the pass is committed to the cache."""
+        """Add the attention weights of a forward pass to those that this tracker has recorded.
+
+        Call this after the pass's rows are committed to the cache. `observed` is the observer of
+        the pass; nothing is added if it is None.
+        """
         weights = observed.mean() if observed is not None else None  # [m, n]
         if self._config is not None and weights is not None:
             shared = self._cache.slots_of(torch.arange(self._shared_rows)).numpy()

@@ -1,6 +1,7 @@
-"""Decides which tokens (rows) the cache holds: by eviction, changed settings, pins, undo, recall.
+"""Decides which tokens the KV cache holds, one row for each token.
 
-Almost every method that evicts or restores rows returns records of these rows.
+Tokens are evicted or restored when room is needed, when settings or pins change, by undo and by
+recall. Almost every method that evicts or restores rows returns records of these rows.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ _NONE = np.zeros(0, np.int64)
 
 
 class CacheContents:
-    """Decides, by the policy, which tokens of one conversation the cache holds; each is one row.
+    """Decides which tokens of one conversation the KV cache holds, one row for each token.
+
+    The eviction policy of the settings makes the choice.
 
     Attributes:
         budget: the settings in force, and how many rows they allow.
-        round: number of the current round, whose newest rows are protected.
+        round: number of the current round (user turn and reply). Its newest rows are protected
+            from eviction.
     """
 
     def __init__(self, budget: Budget, cache: BoundedCache, store: KeyValueStore) -> None:
@@ -50,7 +54,7 @@ class CacheContents:
 
     @property
     def count(self) -> int:
-        """Number of rows in the cache, recalled ones included."""
+        """Number of rows in the cache, including those that recall has restored."""
         return self._cache.length
 
     @property
@@ -60,28 +64,30 @@ class CacheContents:
 
     @property
     def recalled_positions(self) -> Positions:
-        """Stream positions, ascending, of the rows that were recalled in any layer."""
+        """Stream positions, ascending, of the tokens that recall has restored in any layer."""
         return np.unique(np.concatenate([self._ledger.recalled, *self._layers]))
 
     @property
     def selection(self) -> Selection:
-        """Which rows the cache holds now."""
+        """The record of the rows that the cache holds now."""
         ledger = self._ledger
         return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
 
     def view(self, round: int | None) -> HeldRows:
-        """The held rows, except recalled ones, as the policy sees them.
+        """The table of the tokens in the cache, as the policy sees it.
 
-        Sinks and pins are marked as protected. If `round` is not None and the setting `protect` is
-        on, the newest rows of that round are marked, too.
+        Tokens that recall has restored are left out. Sinks and pins are marked as protected from
+        eviction. If `round` is a number and the setting `protect` is on, the newest tokens of the
+        round with this number are marked, too.
         """
         return self.view_of(self.budget.policy_positions, round)
 
     def view_of(self, at: Positions, round: int | None = None) -> HeldRows:
-        """The rows at stream positions `at` [n], ascending, as the policy sees them.
+        """The table of the tokens at stream positions `at` [n], ascending, as the policy sees it.
 
-        They include the key/value statistics that the policy uses. The rows need not be held.
-        Protected rows are marked as in `view`.
+        The tokens may be in the cache or in the archive. The table includes the statistics of keys
+        and values that the policy uses. It marks the rows that are protected from eviction, like
+        the table of `view`.
         """
         rows, wanted = self.budget.view(at, round), self.budget.settings.policy.key_value_stats
         if not (wanted and len(at)):
@@ -93,16 +99,17 @@ class CacheContents:
     def note_pass(self) -> None:
         """Record that a forward pass comes next.
 
-        If `switch` later sets the settings of this pass again, it holds the same rows as in this
-        pass.
+        If `switch` later returns to the settings of this pass, the cache gets the rows that it held
+        after this pass.
         """
         self._at_last_pass = None
 
     def make_room(self, count: int) -> list[EvictedRows]:
-        """Evict rows, if necessary, so that `count` more fit in the cache; the policy chooses them.
+        """Evict rows, if necessary, so that `count` more rows fit in the cache.
 
-        If the last token is an anchor (the end of a sentence or round), rows that the policy's
-        `reduce` does not keep are evicted first.
+        The policy chooses the rows to evict. If the last token read is an anchor (the end of a
+        sentence or round), the policy's method `reduce` first chooses the rows that stay. Returns
+        one record for each eviction.
         """
         budget, evicted = self.budget, list[EvictedRows]()
         flags = self._ledger.column("flags")
@@ -117,13 +124,13 @@ class CacheContents:
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Evict rows before the user turn `at`, which has `count` ids, as the setting `evict` says.
+        """Evict rows before the user turn `at`, which has `count` ids; returns records of them.
 
         First, if the turn and all tokens read so far do not fit in the budget, rows are evicted
-        until the reserve for recalled tokens is free. Then, with "when-full", no more rows are
-        evicted. With "before-turn", rows are evicted until the turn and a reply of `max_new_tokens`
-        fit in the budget. With "between-turns", only the rows above the budget are evicted, and the
-        cache is enlarged for the turn and the reply.
+        until the reserve for recalled tokens is free. The next step depends on the setting `evict`.
+        With "when-full", no more rows are evicted. With "before-turn", rows are evicted until the
+        turn and a reply of `max_new_tokens` fit in the budget. With "between-turns", only the rows
+        above the budget are evicted, and the cache is enlarged for the turn and the reply.
         """
         self.round = at.round
         budget, to_come = self.budget, count + max_new_tokens
@@ -143,12 +150,13 @@ class CacheContents:
         return evicted
 
     def next_evicted(self, *, in_round: bool) -> Positions:
-        """Stream positions [k], ascending, of the rows that will be evicted next.
+        """Stream positions [k], ascending, of the tokens that will be evicted next.
 
-        These are as many rows as are evicted at once. If `in_round` is true, the newest rows of the
-        current round are protected; if it is false, they are not, as in the next round. The result
-        is empty while there is room for two such blocks, or if nothing may be evicted. If rows are
-        evicted only between turns, these are the rows that will be evicted before the next turn.
+        The result is the next block of tokens that are evicted at once. If `in_round` is true, the
+        newest tokens of the current round are protected from eviction; if it is false, they can be
+        evicted, as in the next round. The result is empty while the cache has room for two more
+        blocks, or if nothing may be evicted. If tokens are evicted only between turns, the result
+        is the tokens that will be evicted before the next turn.
         """
         held, budget = self.view(self.round if in_round else None), self.budget
         block = budget.eviction_block
@@ -164,11 +172,12 @@ class CacheContents:
         return budget.policy_positions[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
-        """Change the settings; then hold the rows that the new policy chooses.
+        """Change the settings; then fill the cache with the rows that the new policy chooses.
 
-        The policy chooses from all held or archived rows. But if `settings` are again those of the
-        last forward pass, exactly the rows of that pass are held. `pins` is the number of rows that
-        the caller will pin next. Raises SettingError, changing nothing, if sinks and pins leave too
+        The policy chooses from all rows in the cache or the archive. But if `settings` are again
+        those of the last forward pass, the cache gets exactly the rows that it held after it.
+        `pins` is the number of rows that the caller will pin next. Returns records of the evicted
+        and of the restored rows. Raises SettingError, changing nothing, if sinks and pins leave too
         little room.
         """
         before, self.budget = self.budget, replace(self.budget, settings=settings)
@@ -191,9 +200,11 @@ class CacheContents:
         return moves
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
-        """Pin (or unpin) rows, then let the policy choose again from all held or archived rows.
+        """Pin the tokens at these stream positions, or unpin them if `pinned` is false.
 
-        Raises SettingError, changing nothing, if the pins would leave too little room.
+        Then the policy chooses again from all rows in the cache or the archive. Returns records of
+        the evicted and of the restored rows. Raises SettingError, changing nothing, if the pins
+        would leave too little room.
         """
         before = self._ledger.pinned_positions
         if pinned:
@@ -209,9 +220,10 @@ class CacheContents:
         return self._hold(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict these rows, except sinks, and do not restore them later.
+        """Evict the tokens at these stream positions, except sinks, and never restore them.
 
-        If `excluded` is False, nothing is evicted, and the rows can be restored again.
+        If `excluded` is False, nothing is evicted, and the tokens may be restored again. Returns
+        records of the evicted rows.
         """
         positions = positions[positions >= self.budget.sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
@@ -225,12 +237,15 @@ class CacheContents:
         return self._hold(Selection(held, recalled, self._layers))
 
     def check_pins(self, more: int) -> None:
-        """Raise SettingError if the present pins and `more` new ones leave too little room."""
+        """Raise SettingError if the pinned tokens would leave too few cache rows to the policy.
+
+        Counted are the tokens that are pinned now, and `more` tokens that are to be pinned.
+        """
         if not self.budget.unbounded:
             self.budget.check_pins(self._store.reachable(), more)
 
     def require(self, count: int) -> None:
-        """Raise ContextFullError if `count` more rows do not fit and nothing may be evicted."""
+        """Raise ContextFullError if `count` more rows do not fit and the policy never evicts."""
         if self.budget.unbounded and self.count + count > self.budget.total:
             # The policy `full` raises the error itself, in its own words.
             self.budget.settings.policy.keep(self.view(None), self.budget.total - count)
@@ -238,12 +253,14 @@ class CacheContents:
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
     ) -> CacheUpdate:
-        """Go back to the checkpoint `to`, with the recalled rows of `selection`, in round `round`.
+        """Go back to the checkpoint `to`; `round` becomes the number of the current round.
 
-        The rows of the checkpoint are held. If they do not fit the present settings, the policy
-        chooses from all rows. The pins of the checkpoint are restored; with `keep_pins`, the
-        present pins stay pinned and held, too. Raises LookupError, changing nothing, if a row of
-        the checkpoint is neither held nor archived.
+        The cache gets the rows of the checkpoint, including the rows that recall had restored
+        (those of `selection`). If these rows do not fit the present settings, the policy chooses
+        from all rows in the cache or the archive. The pins of the checkpoint are restored; with
+        `keep_pins`, the present pins stay pinned and in the cache, too. Returns records of the rows
+        evicted or restored because of present settings or pins. Raises LookupError, changing
+        nothing, if a row of the checkpoint is neither in the cache nor in the archive.
         """
         self._cache.grow_to(len(to.held))
         self._store.undo(to)
@@ -262,9 +279,10 @@ class CacheContents:
         return []
 
     def fill_reserve(self, found: SearchResult) -> CacheUpdate:
-        """Restore the rows with the best scores in `found`, as many as are reserved for recall.
+        """Restore the archived rows with the best scores in the search result `found`.
 
-        Rows that were recalled earlier are evicted.
+        As many rows are restored as are reserved for recall. Rows that recall restored earlier are
+        evicted. Returns records of the evicted and of the restored rows.
         """
         recall, own = self.budget.settings.recall, self.budget.policy_positions
         if recall is None:
@@ -277,20 +295,23 @@ class CacheContents:
         return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
 
     def clear_reserve(self) -> CacheUpdate:
-        """Evict all recalled rows."""
+        """Evict all rows that recall has restored; returns a record of them."""
         if not self.recalled:
             return []
         return self._hold(Selection(self.budget.policy_positions, _NONE))
 
     def erase(self, positions: Positions) -> None:
-        """Delete these rows from cache and archive, and their ids and scores from the ledger."""
+        """Delete the tokens at these stream positions from the cache, the archive and the ledger.
+
+        The ledger keeps an empty row for each of these tokens.
+        """
         self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
         self._at_last_pass = None
 
     def _after_switch(self, before: CacheSettings) -> Selection:
-        """Find which rows to hold, after the settings have changed from `before`."""
+        """Find which rows the cache must hold, after the settings have changed from `before`."""
         budget, last = self.budget, self._at_last_pass
         now = budget.settings
         if last is not None and last[0] == now and self._store.has(last[1].held):
@@ -302,7 +323,10 @@ class CacheContents:
         return self._choice()
 
     def _choice(self) -> Selection:
-        """The rows that the policy chooses from all held or archived rows, without recall."""
+        """Let the policy choose from all rows in the cache or the archive.
+
+        Returns the chosen rows; none of them counts as restored by recall.
+        """
         reachable, budget = self._store.reachable(), self.budget
         if budget.compacts_at_anchors:
             rows = budget.settings.policy.reduce(self.view_of(reachable, None))
@@ -316,7 +340,10 @@ class CacheContents:
         return Selection(reachable[chosen.numpy()], _NONE)
 
     def _hold(self, selection: Selection) -> CacheUpdate:
-        """Hold exactly the rows of `selection`; returns which rows were evicted and restored."""
+        """Evict and restore rows, so that the cache holds exactly the rows of `selection`.
+
+        Returns records of the evicted and of the restored rows.
+        """
         gone, came = _NONE, _NONE
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)
@@ -331,9 +358,10 @@ class CacheContents:
         return moves
 
     def _insert(self, layers: tuple[Positions, ...]) -> None:
-        """Insert each layer's own recalled rows into the cache, right after the sinks.
+        """Insert archived rows that differ from layer to layer, right after the sinks.
 
-        `layers[i]` are the stream positions of layer i's rows. Rows inserted earlier are removed.
+        `layers[i]` are the stream positions of the rows for layer i. Rows inserted earlier are
+        removed from the cache.
         """
         if layers is self._layers:
             return
@@ -345,11 +373,17 @@ class CacheContents:
             self._cache.remove_inserted()
 
     def _keep(self, num_keep: int) -> EvictedRows:
-        """Evict all rows except recalled rows and `num_keep` rows that the policy chooses."""
+        """Let the policy choose `num_keep` rows that stay; evict the other rows.
+
+        Rows that recall has restored stay, too. Returns the record of the evicted rows.
+        """
         return self._keep_rows(self.budget.choose(self.view(self.round), num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
-        """Evict all rows except recalled rows and those with the numbers `rows` [k] in `view`."""
+        """Evict all rows except those numbered `rows` [k] in the table that `view` returns.
+
+        Rows that recall has restored stay, too. Returns the record of the evicted rows.
+        """
         ledger = self._ledger
         if len(ledger.recalled):
             stays = np.union1d(self.budget.policy_positions[rows.numpy()], ledger.recalled)

@@ -1,10 +1,10 @@
-"""The engine: reads ids, generates ids, and holds the cache within its budget. Ids only, no text.
+"""The engine: reads and generates token ids, and keeps the KV cache within its budget.
 
 Let E be the number of cache rows (one per token) that the policy decides about: the budget without
 sinks, pins and the rows reserved for recall. Ids are read in chunks of at most E/4, or less if the
 policy gives less room to the newest tokens. Before a chunk is read, tokens are evicted to make room
-for it. While tokens are generated, a block of rows is evicted whenever the cache is full. So after
-a forward pass, the cache never has more rows than the budget, unless the setting `evict` is
+for it. While tokens are generated, a block of rows is evicted whenever the cache is full. Therefore
+the cache never has more rows than the budget after a forward pass, unless the setting `evict` is
 `between-turns`. The logits after the last token read are stored; they predict the next token.
 """
 
@@ -46,7 +46,7 @@ _REBUILT_AT_ONCE = 256  # ids in one pass
 
 
 class Engine:
-    """Reads and generates the ids of one conversation; has its KV cache and its ledger.
+    """Reads and generates the token ids of one conversation; owns its KV cache and its ledger.
 
     Attributes:
         ledger: the table of tokens: one row per token ever read.
@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def settings(self) -> CacheSettings:
-        """The settings in force."""
+        """The settings in force of the KV cache, the eviction policy, the archive and recall."""
         return self.contents.budget.settings
 
     @property
@@ -109,9 +109,10 @@ class Engine:
     ) -> Iterator[ReadProgress | EvictedRows]:
         """Read the ids of turn `at`; yields a record after each eviction and each part read.
 
-        If `pinned`, the tokens are protected from eviction. The engine is in a consistent state at
-        every yield, so the caller may stop there. Raises ContextFullError, before any id is read,
-        if the ids do not fit and nothing may be evicted.
+        `roles` has the role of each id. If `pinned` is true, the tokens are protected from
+        eviction. The engine is in a consistent state at every yield, so the caller may stop after
+        any record. Raises ContextFullError, before any id is read, if the ids do not fit and
+        nothing may be evicted.
         """
         self.contents.round = at.round
         self.require(len(ids))
@@ -143,15 +144,14 @@ class Engine:
         lookup: PromptLookup | None = None,
         together: Callable[[], bool] = lambda: False,
     ) -> Iterator[Generated]:
-        """Generate tokens; yields one record for each, and one for each eviction.
+        """Generate tokens; yields one record for each token, and one for each eviction.
 
-        Ends at a stop id, after `max_new_tokens`, or when `interrupted` returns true; the last
-        record, `Stopped`, gives the reason. If a `lookup` is given, all tokens that it guesses at
-        once are computed in one forward pass. While `together` returns true, a `ChosenToken` is
-        yielded before each token that may be read in one pass with tokens of other conversations.
-
-        Raises ContextFullError if nothing may be evicted and fewer than `closing` rows would stay
-        free for the ids that end the turn.
+        Generation ends at a stop id, after `max_new_tokens`, or when `interrupted` returns true;
+        the last record, `Stopped`, gives the reason. If `lookup` is given, the tokens that it
+        guesses are computed in advance, in one forward pass. While `together` returns true, a
+        `ChosenToken` is yielded before each token that may be read in one pass with tokens of other
+        conversations. Raises ContextFullError if nothing may be evicted and fewer than `closing`
+        rows would stay free for the ids that end the turn.
         """
         self.contents.round = at.round
         self.reader.drop_ahead()
@@ -185,8 +185,9 @@ class Engine:
     def _may_look_ahead(self) -> bool:
         """Whether guessed tokens may be computed in advance.
 
-        They may not if attention is recorded, if the policy evicts rows after each anchor, or if
-        some layers have a state, from which a wrong guess can't be removed.
+        False if attention is recorded, or if the policy evicts rows after each anchor (the end of a
+        sentence or round). False, too, if the model has recurrent or convolution layers, because a
+        wrong guess can't be removed from their state.
         """
         budget = self.contents.budget
         is_plain = self.settings.attention_stats is None and not self.cache.has_state
@@ -195,7 +196,8 @@ class Engine:
     def _look_ahead(self, lookup: PromptLookup, token_id: int, most: int) -> None:
         """Compute the logits after `token_id` and after up to `most` guessed tokens, in one pass.
 
-        Does nothing if `token_id` is the next token of the last guess, or if nothing is guessed.
+        `lookup` guesses the tokens. Nothing is computed if `lookup` guesses no token, or if the
+        last guess already contains `token_id` as its next token.
         """
         if self.reader.is_ahead(token_id):
             return
@@ -214,10 +216,11 @@ class Engine:
         return self.contents.make_room(0) if self.contents.budget.compacts_at_anchors else []
 
     def close_round(self) -> None:
-        """End a round: multiply the scores of earlier tokens by the setting `decay`.
+        """End a round: multiply the surprisal and the attention of tokens by the setting `decay`.
 
-        A fixed decay applies to all tokens, the decay `auto` only to tokens of older rounds. If the
-        policy needs it, the round's tokens in the cache are first read a second time.
+        A fixed decay applies to all tokens; the decay `auto` applies only to tokens of older
+        rounds. Before that, a policy such as `kvzip` has the round's tokens in the cache read a
+        second time.
         """
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
@@ -232,19 +235,23 @@ class Engine:
             ledger.close_round(factor, spared=self.contents.round)
 
     def checkpoint(self) -> EngineCheckpoint:
-        """Return the present state, for `undo`; call this at the beginning of a turn."""
+        """Return the engine's present state, to which `undo` can go back.
+
+        Call this at the beginning of a turn.
+        """
         selection = self.contents.selection
         return EngineCheckpoint(
             self.store.checkpoint(), self.logits, self.contents.round, selection
         )
 
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
-        """Go back to the checkpoint `to`: undo all that was read or pinned since.
+        """Go back to the checkpoint `to`: undo all that was read or pinned after it.
 
-        The present settings stay. With `keep_pins`, the present pins stay pinned and held, too. If
-        the settings or pins differ from those of the checkpoint, other rows may be held; returns
-        which rows were evicted or restored for this. Raises LookupError, changing nothing, if a row
-        that the checkpoint held is neither held nor archived now.
+        The present settings stay. With `keep_pins`, the present pins stay pinned and in the cache,
+        too. If the settings or pins differ from those at the checkpoint, the cache may get other
+        rows than it held then; returns records of the rows evicted or restored for this reason.
+        Raises LookupError, changing nothing, if a row that the cache held at the checkpoint is now
+        neither in the cache nor in the archive.
         """
         moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
@@ -253,15 +260,19 @@ class Engine:
         return moves
 
     def erase(self, positions: Positions) -> None:
-        """Delete these rows, their ids and scores; then rebuild the state of recurrent layers."""
+        """Delete the tokens at these stream positions from the cache, the archive and the ledger.
+
+        Then the state of recurrent and convolution layers is computed again without these tokens.
+        """
         self.contents.erase(positions)
         self.rebuild_state()
 
     def rebuild_state(self) -> None:
-        """If layers have a state, compute it again from the whole stream without erased tokens.
+        """Compute the state of recurrent and convolution layers again, without erased tokens.
 
-        For this, the model reads the stream into another cache, which holds the sinks and the
-        newest tokens, as many as the budget allows. The held rows stay as they are.
+        For this, the model reads the whole stream into another cache, which holds the sinks and the
+        newest tokens, as many as the budget allows. The keys and values in the conversation's own
+        cache do not change. Does nothing if the model has no such layers.
         """
         if not self.cache.has_state:
             return
@@ -284,7 +295,7 @@ class Engine:
         self.cache.state = cache.state
 
     def save(self) -> EngineState:
-        """Return all that a saved conversation needs to continue, except keys and values."""
+        """Return the state that a saved conversation needs to continue, except keys and values."""
         ledger, logits = self.ledger, self.logits
         return EngineState(
             rows=ledger.rows(),
@@ -303,14 +314,14 @@ class Engine:
         rows: Rows | None,
         attention: AttentionCheckpoint | None = None,
     ) -> None:
-        """Continue a saved conversation.
+        """Load a saved conversation, to continue it.
 
         Args:
-            saved: state that `save` returned.
-            rows: saved keys and values. If they are None, or lack a token of the cache, they are
-                computed again by reading all ids of the cache. If `saved` has no state of
-                recurrent layers, the state is computed again, too.
-            attention: the attention that the tokens of `rows` had received.
+            saved: state that `save` returned. If it has no state of recurrent and convolution
+                layers, this state is computed again.
+            rows: saved keys and values. If `rows` is None or lacks a token of the cache, keys and
+                values are computed again by reading all ids of the cache.
+            attention: statistics of the attention that the tokens of `rows` had received.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
         self.ledger.unknown_surprisal, self.contents.round = saved.unknown_surprisal, saved.round
@@ -330,8 +341,9 @@ class Engine:
     def require(self, count: int) -> None:
         """Raise ContextFullError if `count` more tokens can't be read.
 
-        They can't be read if they do not fit and nothing may be evicted. With stream positions,
-        they also can't be read if a position would exceed the model's context length.
+        They can't be read if they do not fit in the cache and the policy never evicts. If keys are
+        rotated to stream positions, they also can't be read if a position would exceed the model's
+        context length.
         """
         self.contents.require(count)
         if self.cache.in_stream and self.ledger.seen + count > self._model.context_length:
@@ -346,7 +358,10 @@ class Engine:
         return ids
 
     def _said_ids(self, count: int) -> list[int]:
-        """The newest `count` ids in the cache, without the chat template's; all if `count` is 0."""
+        """The newest `count` ids in the cache, leaving out ids of the chat template.
+
+        If `count` is 0, returns all ids in the cache that are not of the chat template.
+        """
         held = self.ledger.held_positions
         said = held[self.ledger.column("role")[held] != Role.TEMPLATE][-count:]
         ids: list[int] = self.ledger.column("token_id")[said].tolist()
@@ -374,7 +389,7 @@ class Engine:
             self.ledger.rank_first_token(min(opening, len(chunk)))
 
     def _grow_for(self, count: int) -> None:
-        """Enlarge the cache, if necessary, so that it has room for `count` more rows."""
+        """Enlarge the cache's buffers, if necessary, so that `count` more rows fit."""
         if self.resident + count > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + count)
             self.cache.grow_to(min(self.contents.budget.hard_bound, wanted))

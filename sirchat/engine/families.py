@@ -1,9 +1,9 @@
-"""Whether a family of models runs under a budget: checked with a small model of random weights.
+"""Checks whether the families of models of transformers run under a cache budget.
 
-An engine reads ids, evicts and restores rows. The model itself then computes the same, with
-transformers' own cache, for the same rows at the same positions. The engine's cache and its next
-logits must equal the results. Each family is checked in a process of its own, with a limit of time
-and memory.
+For each family, a small model with random weights is built. An engine reads ids with this model,
+and evicts and restores rows (keys and values of tokens). Then the same model reads the same ids at
+the same positions with the cache of transformers. The keys, values and logits must be equal in
+both. Each family is checked in a process of its own, with a limit of time and memory.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class FamilyCheck:
-    """The result for one family.
+    """The result of the check of one family of models.
 
     Attributes:
         family: name of the family, the `model_type` of its configuration.
         status: `runs`; `refused`: sirchat does not run it; `not built`: no small model could be
             built here; `wrong`: it runs, but its cache or its logits differ from the model's own.
-        note: the limits of a family that runs; for the others, the reason. One line.
+        note: one line; the limits of a family that runs, or the reason why it does not run.
     """
 
     family: str
@@ -84,9 +84,10 @@ def check_families(
     check: Callable[[str], FamilyCheck] | None = None,
     seconds: float = SECONDS,
 ) -> Iterator[FamilyCheck]:
-    """Check each family in a process of its own; all that are installed if `families` is None.
+    """Check each of the families of models in a process of its own; yields the results.
 
-    `check` replaces `check_family`; a process that takes longer than `seconds` is ended.
+    If `families` is None, all families of the installed transformers are checked. `check` is called
+    instead of `check_family`, if it is given. A process that takes longer than `seconds` is ended.
     """
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     for family in causal_families() if families is None else families:
@@ -110,7 +111,10 @@ def _ended(family: str, why: str) -> FamilyCheck:
 
 
 def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) -> None:
-    """Check a family and send the result; runs in its own process, which ignores interrupts."""
+    """Check a family of models and send the result to the parent process.
+
+    This function runs in a process of its own, which ignores Ctrl-C.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         import resource
@@ -125,7 +129,7 @@ def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) ->
 
 @quiet_libraries()
 def check_family(family: str) -> FamilyCheck:
-    """Check one family, in this process."""
+    """Check one family of models in the current process; returns the result."""
     try:
         config = small_config(family)
         refuse_unsupported_layers(config.get_text_config(decoder=True), "it")
@@ -152,7 +156,10 @@ def check_family(family: str) -> FamilyCheck:
 
 
 def _in_short(error: Exception) -> str:
-    """An error in one short line: without its hint, the model's name, and details in brackets."""
+    """The message of an error, in one line of at most 120 characters.
+
+    For a ModelError, the hint, the model's name and details in brackets are left out.
+    """
     text = " ".join(str(error.args[0] if error.args else error).split()) or type(error).__name__
     if isinstance(error, ModelError):
         text = re.sub(r"^\([^)]*\) | \(.*\)$", "", text.removeprefix("it "))
@@ -160,7 +167,7 @@ def _in_short(error: Exception) -> str:
 
 
 def _limits(model: LoadedModel) -> Iterator[str]:
-    """Yield the limits of a model that runs, such as `no recall by attention`."""
+    """Yield the limits of a model that sirchat can run, such as `no recall by attention`."""
     if not model.exposes_attention:
         yield "no attention weights"
     if caches_latents(model):
@@ -173,15 +180,15 @@ def _limits(model: LoadedModel) -> Iterator[str]:
 
 
 def _largest_difference(model: LoadedModel) -> tuple[float, float]:
-    """Largest relative difference between the engine and the model's own computation.
+    """Compare the engine's keys, values and logits with those of the model without the engine.
 
-    Two turns are read, the second one while the rows of the first are evicted. Then the rows of the
-    first turn are restored, so the rows of the second turn move. A third turn is read under a
-    smaller budget.
+    The engine reads two turns; before the second one, the rows of the first turn are evicted. Then
+    the rows of the first turn are restored, so the rows of the second turn move. A third turn is
+    read under a smaller budget.
 
-    Returns this number and a second one: the difference between two computations of the model
-    itself, of the same ids at other positions. It is nearly 0 if only distances between positions
-    have an influence.
+    Returns two relative differences. The first is the largest one between the engine and the model
+    without it. The second is between the logits that the model computes, without the engine, for
+    the same ids at two positions; it is nearly 0 if only distances between positions matter.
     """
     draw = random.Random(0)
     first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)
@@ -213,7 +220,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 class _OwnCache:
-    """Computes the expected results: the model with transformers' cache, without evictions."""
+    """Computes the expected results: runs the model with transformers' cache, never evicting."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._module, self._singly = model.module, model.reads_singly
@@ -229,7 +236,7 @@ class _OwnCache:
 
     @torch.inference_mode()
     def read(self, ids: list[int]) -> Tensor:
-        """Read ids [m] after all rows in the cache; returns logits [m, V]."""
+        """Read ids [m] after all rows in transformers' cache; returns logits [m, V]."""
         if self._singly and len(ids) > 1:
             return torch.cat([self.read([one]) for one in ids])
         positions = torch.arange(self._read, self._read + len(ids))[None]
@@ -243,7 +250,10 @@ class _OwnCache:
         return torch.as_tensor(out.logits[0])
 
     def read_alone(self, ids: list[int]) -> Tensor:
-        """Read ids like `read`, at the same positions, but without attention to the rows before."""
+        """Read ids [m] like `read`, but with attention only among themselves.
+
+        The ids get the same positions as with `read`. Returns logits [m, V].
+        """
         before = [(layer.keys, layer.values) for layer in self.row_layers()]
         for layer in self.row_layers():
             layer.keys, layer.values = layer.keys[:, :, :0], layer.values[:, :, :0]
@@ -254,7 +264,7 @@ class _OwnCache:
         return logits
 
     def row_layers(self) -> list[Any]:
-        """The layers that have keys and values."""
+        """The layers of transformers' cache that have keys and values."""
         layers = (one for one in self._cache.layers if isinstance(one, DynamicLayer))
         return [one for one in layers if one.keys is not None]
 

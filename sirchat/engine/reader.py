@@ -1,6 +1,6 @@
 """Reads token ids: runs forward passes, and adds the tokens to the KV cache and the ledger.
 
-The logits after the last token read are stored; they give the next token's surprisal.
+The logits after the last token are stored; the next token's surprisal is computed from them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.surprisal import PassResult, surprisal, surprisal_of
 
 PASS_BYTES = 256 * 2**20
-"""Maximum size in bytes, in one forward pass, of the logits, and of one layer's attention weights.
+"""Maximum size in bytes of the logits of one forward pass, counted as float32.
 
-Numbers are counted as float32.
+The attention weights of one layer in a forward pass have the same limit.
 """
 
 
 class CausalModel(AttendingModel, Protocol):
-    """The properties and methods that the engine needs from a model."""
+    """Protocol: the properties and methods of a language model that the engine needs."""
 
     @property
     def context_length(self) -> int:
@@ -45,14 +45,14 @@ class CausalModel(AttendingModel, Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number V of logits for one token: the size of the vocabulary."""
+        """Size V of the vocabulary: the number of logits after each token."""
 
     @property
     def window(self) -> int | None:
-        """How many rows of the cache sliding-window layers see; None without such layers."""
+        """How many cache rows sliding-window layers attend to; None without such layers."""
 
     def new_cache(self, capacity: int) -> BoundedCache:
-        """An empty cache with room for `capacity` rows."""
+        """An empty KV cache with room for `capacity` rows (tokens)."""
 
     def forward(
         self,
@@ -81,23 +81,25 @@ class CausalModel(AttendingModel, Protocol):
     ) -> PassResult:
         """Run ids [m] through the model, after the rows of `cache`, like `forward`.
 
-        Returns only the surprisals of the ids, and the logits after the last id.
+        Returns only the surprisals of all ids but the first, and the logits after the last id.
         """
 
     def several_passes(self, count: int) -> AbstractContextManager[None]:
-        """A context manager to use around each of `count` long passes, which then run faster.
+        """A context manager that makes a series of `count` long forward passes faster.
 
-        Work that is the same for all of them is done once. `count` may be an estimate.
+        Use it around each of these passes: work that is the same for all passes is done only once.
+        `count` may be an estimate.
         """
 
 
 @dataclass(eq=False)
 class _Ahead:
-    """Guessed next ids [m], with the logits that the model computed in case the guess is right.
+    """Guessed next ids [m], with the logits that the model has computed for them in advance.
 
-    Their rows are in the cache's buffers after the held rows, but are not held. `logits` [m, V]
-    are the logits after each id, `scores` [m] the learned scores of the ids, `start` is the slot of
-    the first id, and `used` is how many of the ids have turned out right and have been read.
+    Their keys and values are in the cache's buffers after the held rows, but do not count as held.
+    `logits` [m, V] are the logits after each id, `scores` [m] the ids' scores by the model's
+    scorer, `start` is the cache slot of the first id, and `used` is how many of the ids have turned
+    out right and have been read.
     """
 
     ids: Sequence[int]
@@ -108,7 +110,7 @@ class _Ahead:
 
 
 class Reader:
-    """Reads the ids of one conversation into its cache and its ledger.
+    """Reads the token ids of one conversation into its KV cache and its ledger (table of tokens).
 
     Attributes:
         logits: raw logits [V] for the next token, computed when the last token was read. Evictions
@@ -127,8 +129,8 @@ class Reader:
         """Compute in advance the logits after each of `ids` [m], in case they are read next.
 
         The ids do not count as read. The cache must have room for them. When another id is read,
-        the computed logits are discarded. Raises RuntimeError if the model has layers with a state,
-        because no id can be removed from a state.
+        the computed logits are discarded. Raises RuntimeError if the model has recurrent or
+        convolution layers, because no id can be removed from their state.
         """
         if self._cache.has_state:
             raise RuntimeError("layers with a state can't look ahead")
@@ -138,7 +140,7 @@ class Reader:
         self._ahead = _Ahead(ids, logits, scores, self._cache.length)
 
     def is_ahead(self, token_id: int) -> bool:
-        """Whether `look_ahead` has computed the logits for the case that this id is read next."""
+        """Whether the logits after `token_id` were computed in advance, for the next position."""
         ahead = self._ahead
         return (
             ahead is not None
@@ -148,18 +150,19 @@ class Reader:
         )
 
     def drop_ahead(self) -> int | None:
-        """Discard what `look_ahead` has computed.
+        """Discard the logits that `look_ahead` has computed.
 
-        Returns how many of its ids have been read since; None if nothing had been guessed.
+        Returns how many of the ids given to `look_ahead` have been read since then; None if at most
+        one id was computed in advance, so that there was no guess.
         """
         ahead, self._ahead = self._ahead, None
         return None if ahead is None or len(ahead.ids) == 1 else ahead.used
 
     def chosen(self, token_id: int) -> ChosenToken:
-        """Make the record of the id that is read next.
+        """Make the record of `token_id`, the id that is read next.
 
         The caller may compute the logits after this id in one pass with other conversations, and
-        give them to the record's function `accept`. Otherwise the id is read alone.
+        give them to the record's function `accept`. If the caller does not, the id is read alone.
         """
 
         def accept(logits: Tensor, score: float) -> None:
@@ -174,15 +177,16 @@ class Reader:
         visible_to_anchor: Callable[[], Tensor] | None = None,
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Read a chunk, in as many forward passes as the memory requires.
+        """Read a chunk of ids, in as many forward passes as the memory requires.
 
         The cache must have room for the chunk's rows.
 
         Args:
             chunk: the ids to read.
             visible_to_anchor: returns the numbers [k] of the held rows to which the chunk's last id
-                attends, if it is an anchor; None if anchors attend to all rows like other tokens.
-            stats: which attention is recorded; None to record none.
+                attends if it is an anchor, the end of a sentence or round; None: anchors attend to
+                all rows.
+            stats: which attention weights are recorded; None to record none.
         """
         start = 0
         with self._tracker(stats) as tracker:
@@ -208,9 +212,10 @@ class Reader:
         positions: NDArray[np.int64],
         stats: AttentionStatsConfig | None = None,
     ) -> None:
-        """Compute the keys and values of `ids` [n] again, into an empty cache.
+        """Compute the keys and values of `ids` [n] again, and write them into the empty cache.
 
-        The ledger already has these tokens, at stream `positions` [n].
+        The ledger already has these tokens, at stream `positions` [n]. `stats` says which attention
+        weights are recorded, None none.
         """
         self._cache.grow_to(len(ids))
         start = 0
@@ -227,11 +232,12 @@ class Reader:
                 start += len(part)
 
     def repeat(self, rows: Tensor, layers: int, most: int) -> None:
-        """Read the tokens of the held rows `rows` [k] a second time, after all rows in the cache.
+        """Read tokens in the cache a second time, after all rows in the cache.
 
-        Only the attention that these rows receive from this reading is recorded (see
-        `RepeatAttention`); the new rows do not stay in the cache. `layers` is the number of layers
-        that are recorded, 0 for all. At most `most` ids are read in one pass. If keys have stream
+        `rows` [k] are the numbers of the tokens' rows. The highest attention weight that each of
+        these rows receives from the second reading is recorded (see `RepeatAttention`). The keys
+        and values of the second reading do not stay in the cache. `layers` is the number of layers
+        whose attention is recorded, 0 for all. At most `most` ids are read in one pass. With stream
         positions, reading stops before a position exceeds the model's context length.
         """
         held = self._ledger.held_positions
@@ -256,18 +262,18 @@ class Reader:
     def attention_from(
         self, rows: Tensor, visible: NDArray[np.bool_]
     ) -> NDArray[np.float64] | None:
-        """The mean attention [n] that each held row gets from the tokens of the held `rows`.
+        """The mean attention weight [n] that each row in the cache gets from certain tokens.
 
-        For this, the tokens of `rows` are read again at their own positions, so that each attends
-        to itself and the rows before it. The mean is over heads, layers and queries. Nothing else
-        changes, but the cache's buffers may grow.
+        For this, the tokens of `rows` are read again at their own positions. Each of them attends
+        to itself and to the rows before it. The mean is over heads, layers and queries. Cache and
+        ledger stay the same, but the cache's buffers may grow.
 
         Args:
-            rows: numbers [k] of the held rows to read again, ascending; at least one.
+            rows: numbers [k] of the held rows whose tokens are read again, ascending; at least one.
             visible: mask [n] of the held rows that may receive attention.
 
         Returns None if the model exposes no attention weights, if its sliding-window layers do not
-        see the whole cache, or if it has layers with a state, which already depends on all tokens.
+        see the whole cache, or if it has recurrent or convolution layers.
         """
         cache, held = self._cache, self._ledger.held_positions
         ids, shared = self._ledger.column("token_id")[held], torch.arange(len(held))
@@ -303,11 +309,12 @@ class Reader:
     def score_continuations(
         self, alternatives: Sequence[Sequence[int]]
     ) -> tuple[ContinuationScore, ...]:
-        """For each alternative, the log-probabilities of its ids, if they were the next tokens.
+        """Compute the log-probability of each id of several alternative continuations.
 
-        All alternatives are read in one forward pass, in which none attends to another. If the
-        model has sliding-window layers or layers with a state, each alternative is read in its own
-        pass. Nothing changes, but the cache's buffers may grow.
+        All alternatives (lists of ids) are read in one forward pass, in which no alternative
+        attends to another. If the model has sliding-window, recurrent or convolution layers, each
+        alternative is read in its own pass. Cache and ledger stay the same, but the cache's buffers
+        may grow. Returns one result per alternative.
         """
         first = self.logits
         if first is None or not all(alternatives):
@@ -331,9 +338,9 @@ class Reader:
         return tuple(scores)
 
     def _forward_apart(self, alternatives: Sequence[Sequence[int]]) -> Tensor:
-        """The logits [m, V] after all m ids of the alternatives, in order.
+        """Read the m ids of all alternatives; returns the logits [m, V] after each id, in order.
 
-        No alternative attends to the ids of another.
+        Each alternative attends to the rows in the cache and to its own ids only.
         """
         held, sizes = self._cache.length, [len(one) for one in alternatives]
         ids = [token_id for one in alternatives for token_id in one]
@@ -349,7 +356,7 @@ class Reader:
         return self._model.forward(ids, self._cache, visible=visible, positions=positions)
 
     def _forward_singly(self, ids: Sequence[int]) -> Tensor:
-        """The logits [m, V] after each of `ids`; the ids are read one by one, then removed."""
+        """Read ids [m] one by one, then remove them; returns the logits [m, V] after each id."""
         cache, logits, seen = self._cache, list[Tensor](), self._ledger.seen
         state, rows = cache.state, torch.arange(cache.length - cache.inserted_count)
         try:
@@ -369,10 +376,10 @@ class Reader:
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> PassResult:
-        """Run ids [m] through the model, or use the logits that `look_ahead` has computed.
+        """Run ids [m] through the model, or use the logits that were computed in advance.
 
-        If `visible` is given, the last id attends only to the cache's rows with these numbers, and
-        to itself. If a list `scores` is given, the learned score of each id is added to it.
+        If `visible` is given, the last id attends only to the cache rows with these numbers, and to
+        itself. If a list `scores` is given, each id's score by the trained scorer is appended.
         """
         if len(ids) == 1 and observer is None and visible is None and self.is_ahead(ids[0]):
             assert self._ahead is not None
@@ -404,7 +411,7 @@ class Reader:
         return AttentionTracker(stats, self._model, self._cache, self._ledger)
 
     def _pass_size(self, count: int, tracker: AttentionTracker) -> int:
-        """How many of `count` ids to read in one forward pass, so that the memory suffices."""
+        """How many of the next `count` ids to read in one forward pass, to limit its memory."""
         return tracker.rows_within(min(count, self._rows_per_pass), PASS_BYTES)
 
     def _in_stream(self, positions: Sequence[int]) -> Sequence[int] | None:
@@ -414,8 +421,8 @@ class Reader:
     def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
         """Add the ids of `chunk`, which the model has read, to the cache's rows and to the ledger.
 
-        `found` has the surprisals of all ids but the first. The surprisal of the first id is
-        computed from the logits that were stored before.
+        `found` has the surprisals of all ids but the first. The first id's surprisal is computed
+        from the logits after the previous token. `learned` are scores by the model's scorer.
         """
         ids = list(chunk.ids)
         with torch.inference_mode():
@@ -436,7 +443,7 @@ class Reader:
 
 
 def _continuation(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
-    """The log-probabilities of ids [m], from the logits [m, V] that predict them."""
+    """Compute the log-probabilities of ids [m] from the logits [m, V] that predict each id."""
     with torch.inference_mode():
         wanted = torch.tensor(ids, device=logits.device)
         greedy = bool((logits.argmax(-1) == wanted).all())

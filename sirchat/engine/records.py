@@ -1,4 +1,7 @@
-"""Types of the engine's arguments and results: settings, records, checkpoints, saved state."""
+"""Types of the engine's arguments and results: settings, records, checkpoints, saved state.
+
+The engine reads and generates token ids within a budget of cache rows, one row per token.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ class CacheSettings:
         protect: whether the newest E/2 rows of the current round are protected from eviction; E is
             the number of rows that the policy decides about (see `engine.budget`).
         evict: when rows are evicted. "when-full": whenever room is needed. "before-turn": when a
-            user turn arrives, for the turn and its whole reply; otherwise only to stay within the
-            budget. "between-turns": when a user turn arrives, down to the budget, which the turn
-            and its reply may then exceed (SirLLM's Algorithm 1); otherwise only to stay within the
-            model's context length.
-        in_stream: True: a token's position is its stream position, so the stream can't be longer
-            than the model's context. False: the position is the token's slot in the cache.
+            user turn arrives, so many rows that the turn and its whole reply fit in the budget.
+            "between-turns": when a user turn arrives, the rows above the budget; the turn and its
+            reply may then exceed the budget, up to the model's context length (SirLLM's
+            Algorithm 1).
+        in_stream: True: a token's rotary position is its stream position, so the stream can't be
+            longer than the model's context. False: it is the token's slot in the cache.
         recall: how archived rows are restored for a turn; None for no recall.
         count_attention: whether attention is recorded even if the policy does not use it.
     """
@@ -61,14 +64,14 @@ class CacheSettings:
 
     @property
     def attention_stats(self) -> AttentionStatsConfig | None:
-        """Which attention weights are recorded; None if none are."""
+        """Which attention weights are recorded while the model reads; None to record none."""
         default = AttentionStatsConfig() if self.count_attention else None
         return self.policy.attention_stats or default
 
 
 @dataclass(frozen=True)
 class TurnRef:
-    """The numbers of the turn and of the round that some ids belong to."""
+    """The numbers of the turn (message) and of the round to which token ids belong."""
 
     turn: int
     round: int
@@ -76,7 +79,7 @@ class TurnRef:
 
 @dataclass(frozen=True)
 class ReadProgress:
-    """How far the reading of a turn is: `done` of `total` ids have been read."""
+    """Record of progress in reading a turn: `done` of its `total` ids have been read."""
 
     done: int
     total: int
@@ -84,9 +87,10 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class EvictedRows:
-    """The tokens at these stream positions were evicted.
+    """Record of an eviction: the tokens at stream `positions` were evicted from the cache.
 
-    After that, `resident` tokens are in the cache; `seen` tokens have been read in all.
+    After the eviction, `resident` tokens are in the cache. `seen` is the number of all tokens that
+    have been read.
     """
 
     positions: Positions
@@ -96,9 +100,10 @@ class EvictedRows:
 
 @dataclass(frozen=True)
 class RestoredRows:
-    """The tokens at these stream positions were restored from the archive.
+    """Record: the tokens at stream `positions` were restored from the archive to the cache.
 
-    After that, `resident` tokens are in the cache; `seen` tokens have been read in all.
+    After that, `resident` tokens are in the cache. `seen` is the number of all tokens that have
+    been read.
     """
 
     positions: Positions
@@ -108,9 +113,10 @@ class RestoredRows:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One generated token, which is already in the cache, at stream position `position`.
+    """Record of a generated token, which has been read and is in the cache.
 
-    `surprisal` is in nats, from the logits before temperature and penalties.
+    `position` is its stream position. `surprisal` is -log p(token) in nats, from the logits before
+    temperature and penalties.
     """
 
     id: int
@@ -120,7 +126,7 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Ids [m] of one turn, with the role and the flags of each."""
+    """A chunk of m ids of one turn that are read together, with the role and flags of each id."""
 
     ids: Sequence[int]
     roles: Sequence[Role]
@@ -131,23 +137,25 @@ class PrefillChunk:
         return len(self.ids)
 
     def part(self, start: int, end: int) -> PrefillChunk:
-        """The ids numbered `start` to `end` - 1, with their roles and flags, as a new chunk."""
+        """A new chunk of the ids with index `start` to `end` - 1, with their roles and flags."""
         at = slice(start, end)
         return PrefillChunk(self.ids[at], self.roles[at], self.flags[at], self.turn)
 
 
 @dataclass(frozen=True, eq=False)
 class ChosenToken:
-    """A token of a reply that is chosen, but not read yet: the next step reads it.
+    """Record of the next token of a reply, which has been chosen but which the model must read.
 
-    Before that step, the caller may read it in one pass with tokens of other conversations.
+    Engine.generate yields the record before it reads the token. The caller may then read the token
+    in one forward pass with tokens of other conversations.
 
     Attributes:
         id: the token's id.
-        position: its rotary position.
-        cache: the conversation's cache, which has room for it.
-        accept: a function that the caller calls if it has read the token; the arguments are the
-            logits [1, V] after the token, and its learned score.
+        position: the token's rotary position.
+        cache: the conversation's cache, which has room for the token.
+        accept: a function to call with the result, if the caller has read the token. Its arguments
+            are the logits [1, V] after the token, and the token's score by the model's trained
+            scorer.
     """
 
     id: int
@@ -158,9 +166,9 @@ class ChosenToken:
 
 @dataclass(frozen=True)
 class Stopped:
-    """Why generation ended: at a stop id, at the maximum length, or by an interrupt.
+    """Record of the end of a reply: a stop id, the maximum length, or an interrupt.
 
-    The stop id is not in the cache.
+    If the model has chosen a stop id, it is in `stop_id`; it has not been read into the cache.
     """
 
     reason: Literal["stop", "length", "interrupt"]
@@ -168,16 +176,16 @@ class Stopped:
 
 
 Generated = GeneratedToken | EvictedRows | ChosenToken | Stopped
-"""A record of a reply while it is generated."""
+"""The records that `Engine.generate` yields while it generates a reply."""
 
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How likely it is that some ids are the next tokens.
+    """How likely a list of ids is as the next tokens of the conversation.
 
     Attributes:
         ids: the ids; at least one.
-        log_probabilities: natural logarithms, one for each id.
+        log_probabilities: natural logarithm of each id's probability, given the ids before it.
         greedy: whether every id is the one with the highest probability at its place.
     """
 
@@ -188,10 +196,11 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The archived tokens that a search has scored, at stream `positions` [n], with `scores` [n].
+    """The archived tokens that a search has scored, and their scores.
 
-    `positions` are ascending. If the setting `recall_scope` is `layer`, `layers` [layers, n] are
-    the scores in each layer; otherwise it is None.
+    `positions` [n] are the tokens' stream positions, ascending, and `scores` [n] their scores. If
+    the setting `recall_scope` is `layer`, `layers` [layers, n] has the scores in each layer;
+    otherwise `layers` is None.
     """
 
     positions: Positions
@@ -201,7 +210,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tokens (rows) the cache holds.
+    """Record of the tokens (rows) that the cache holds, or is to hold.
 
     Attributes:
         held: stream positions [n], ascending, of the rows that all layers hold.
@@ -230,7 +239,7 @@ class EngineCheckpoint:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that a saved conversation needs to continue, except keys and values.
+    """The engine's state that a saved conversation needs to continue, except keys and values.
 
     Attributes:
         rows: the ledger's rows [seen], structured as `memory.ledger.ROW`.

@@ -18,7 +18,7 @@ from sirchat.memory.random_numbers import Purpose, uniform
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; temperature 0 always takes the most likely token.
+    """Parameters for sampling the next token; temperature 0 always takes the most likely token.
 
     The same seed gives the same tokens in the same chat.
     """
@@ -33,14 +33,19 @@ class Sampling:
 
 
 Allowed = Callable[[Sequence[int]], Tensor]
-"""A function from the ids of a reply so far to the mask [V], on the CPU, of ids that may follow."""
+"""A function that limits a reply to a format.
+
+It takes the ids of the reply's beginning, and returns a mask [V], on the CPU, of the ids that may
+follow.
+"""
 
 
 class Sampler:
-    """Picks the next token from logits.
+    """Picks each next token of a reply from logits.
 
-    `attempt` is the number of earlier replies to the same message; each attempt gets other random
-    numbers. If `allowed` is given, a reply can have only the tokens that it allows.
+    `sampling` has the sampling parameters. `attempt` is the number of earlier replies to the same
+    message; each attempt gets different random numbers. `allowed`, if given, is a function that
+    says which tokens may follow in the reply.
     """
 
     def __init__(
@@ -52,13 +57,13 @@ class Sampler:
         self._attempt = attempt
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        """The next token id.
+        """Pick the next token; returns its id.
 
         Args:
-            logits: raw logits [V].
-            said_ids: for the repetition penalty. Called with a number, it returns that many of the
-                newest ids in the cache, without those of the chat template; called with 0, all of
-                them.
+            logits: raw logits [V] for the next token.
+            said_ids: a function for the repetition penalty. It takes a number, and returns that
+                many of the newest ids in the cache, leaving out ids of the chat template; for 0, it
+                returns all of these ids.
             position: stream position of the next token; the random number depends on it.
 
         Raises ModelError if the logits are NaN, as after a division by zero, or if no id is allowed
@@ -92,13 +97,13 @@ class Sampler:
 
 
 class FixedIds(Sampler):
-    """A sampler that picks the given ids, one after another, whatever the logits are."""
+    """A sampler that picks the ids of a given list in order, and ignores the logits."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._left = list(reversed(ids))
 
     def are_picked(self) -> bool:
-        """Whether all ids were picked."""
+        """Whether all ids of the list have been picked."""
         return not self._left
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
@@ -114,13 +119,19 @@ def _refuse_nan(value: float) -> None:
 
 
 def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
-    """The scores [V]; those of ids `said` [k] are divided by `penalty`, if negative multiplied."""
+    """The scores [V] of all ids, with a repetition penalty for the ids `said` [k].
+
+    A positive score of these ids is divided by `penalty`; a negative one is multiplied by it.
+    """
     chosen = scores[said]
     return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
 def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Scores [V] divided by the temperature; -infinity for ids excluded by top-k, top-p, min-p."""
+    """The scores [V] of all ids, divided by the temperature.
+
+    Ids that top-k, top-p or min-p exclude get -infinity.
+    """
     scores = scores.float() / sampling.temperature
     if sampling.top_k is not None:
         least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
@@ -147,8 +158,8 @@ _LONGEST_REST = 256  # maximum number of tokens for which nothing is guessed
 class PromptLookup:
     """Guesses the next tokens of one reply: the tokens that followed the same text earlier.
 
-    After a wrong guess it pauses for some tokens; each further wrong guess in a row doubles the
-    pause.
+    After a wrong guess, nothing is guessed for some tokens. Each further wrong guess in a row
+    doubles this pause.
     """
 
     def __init__(self) -> None:
@@ -157,9 +168,9 @@ class PromptLookup:
         self._next_rest = 8
 
     def guess(self, ids: NDArray[Any], token_id: int, most: int) -> list[int]:
-        """Guess the tokens that follow `ids` [seen] and `token_id`: at most `most`, perhaps none.
+        """Guess the ids that follow `token_id`; returns at most `most` ids, or an empty list.
 
-        `ids` are all ids of the stream.
+        `ids` [seen] are all ids of the conversation before `token_id`.
         """
         if self._rest:
             self._rest -= 1
@@ -175,7 +186,10 @@ class PromptLookup:
         return guessed if len(guessed) >= _PAYS else []
 
     def learn(self, right: int) -> None:
-        """Adapt later guesses: the first `right` tokens of the last guess were right."""
+        """Adapt later guesses to the result of the last guess.
+
+        `right` is how many tokens at the beginning of the last guess were right.
+        """
         self._least = _MATCH if right >= _PAYS else _LONG
         if right >= _PAYS:
             self._next_rest = 8
@@ -187,8 +201,8 @@ class PromptLookup:
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
     """Find the longest run of tokens at the end of `ids` that also occurs earlier in `ids`.
 
-    Returns the index right after its newest earlier occurrence, and its length (at most eight);
-    (0, 0) if fewer than three tokens match.
+    Returns the index right after the newest earlier occurrence of this run, and the run's length
+    (at most eight); returns (0, 0) if fewer than three tokens match.
     """
     ends = np.flatnonzero(ids[:-1] == ids[-1])
     ends = ends[ends >= _MATCH - 1]

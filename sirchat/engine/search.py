@@ -1,9 +1,9 @@
-"""Searches the archive of evicted tokens for those that a turn needs.
+"""Searches the archive of evicted tokens for those that a new turn needs.
 
-To search, the turn is read once, and this reading is undone: cache, ledger, archive and random
-numbers are as before. Then the found tokens are restored to the cache rows that are reserved for
-recall, and the turn is read again. If the setting `recall_query` is `recent`, or the retriever
-compares words alone, nothing is read to search.
+For the search, the model reads the turn once, and this reading is undone, so that cache, ledger,
+archive and random numbers are the same as before. Then the caller restores the found tokens to the
+cache rows that are reserved for recall, and the model reads the turn again. The first reading is
+left out if the setting `recall_query` is `recent`, or if the retriever compares only words.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def search(
         ids, roles: the turn's ids and roles [m]; if the turn is long, only its last ids are read,
             as many as fit in the budget without the rows reserved for recall.
         at: numbers of the turn and its round.
-        words: a score for each turn so far, by the words that it shares with the new turn; needed
+        words: a score for each earlier turn, by the words that it shares with the new turn; needed
             by some retrievers.
 
     Returns:
-        The scored tokens; None if no archived token can be restored.
+        The scored tokens; None if recall is off or no archived token can be restored.
 
     Raises:
         LookupError: the model's queries can't be compared with its KV cache.
@@ -85,13 +85,14 @@ def search(
 
 
 def _best_turns(engine: Engine, scores: NDArray[np.float64]) -> SearchResult | None:
-    """The archived tokens of the turns with the highest `scores` [turns].
+    """Find the archived tokens of the turns with the highest `scores` [turns].
 
-    Each token gets the score of its turn. At least as many tokens are returned as are reserved for
-    recall, if there are that many. Of turns with equal scores, newer ones come first. Tokens that
-    are recalled now are included, since they may be recalled again. Tokens of the chat template,
-    which have no content, are left out. Only tokens of these turns are examined, so that the time
-    does not grow with the archive.
+    Each token gets the score of its turn. Turns are added, the one with the highest score first,
+    until their tokens fill the cache rows reserved for recall; of turns with equal scores, the
+    newer turn comes first. Tokens that recall has already restored are included, since they may be
+    recalled again. Tokens of the chat template are left out, since they have no content. Only
+    tokens of the added turns are examined, so that the time does not grow with the archive. Returns
+    None if no token is found.
     """
     ledger, reserve = engine.ledger, engine.contents.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
@@ -123,9 +124,10 @@ _TURNS_AT_ONCE = 32
 
 
 def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
-    """Yield the indices of the scores [n], highest score first; of equal scores, the last first.
+    """Yield the indices of the scores [n], from the highest score to the lowest.
 
-    Only as many scores are sorted as the caller needs.
+    Of equal scores, the one with the larger index comes first. Only as many scores are sorted as
+    the caller takes.
     """
     rest, count = np.arange(len(scores))[::-1], 64
     while len(rest):
@@ -139,9 +141,10 @@ def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
 def _score(
     engine: Engine, recall: RecallSettings, query: Query, rotations: Sequence[LayerRotation]
 ) -> SearchResult | None:
-    """Score the archived tokens that precede the turn; returns None if there are no such tokens.
+    """Score the archived tokens from before the turn; returns None if there are no such tokens.
 
-    If a search index is used, only the tokens that it proposes, and a sample, have scores.
+    If a search index is used, only the tokens that the index proposes, and perhaps a sample of the
+    other tokens, get scores.
     """
     ledger, archive = engine.ledger, engine.store.archive
     archived = _archived(engine, query.start)
@@ -154,7 +157,7 @@ def _score(
 
 
 def _archived(engine: Engine, before: int) -> Positions:
-    """Stream positions, below `before`, of the archived tokens that can be restored."""
+    """Stream positions of the archived tokens that can be restored and are below `before`."""
     reachable = engine.store.reachable()
     is_archived = engine.ledger.column("state")[reachable] == State.ARCHIVED
     archived: Positions = reachable[is_archived & (reachable < before)]
@@ -162,9 +165,10 @@ def _archived(engine: Engine, before: int) -> Positions:
 
 
 def _recent(engine: Engine) -> Positions:
-    """Numbers of the rows in the cache, except sinks, among the policy's `recent` newest tokens.
+    """Numbers of the cache rows whose tokens are among the newest tokens; sinks are left out.
 
-    If the policy has no option `recent`, or if this is 0: numbers of all rows except sinks.
+    The policy's option `recent` says how many tokens count as newest. If the policy has no such
+    option, or if it is 0, returns the numbers of all rows except sinks.
     """
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
@@ -178,10 +182,12 @@ def _query(
     words: NDArray[np.float64] | None,
     layer_queries: Sequence[LayerQueries] = (),
 ) -> Query:
-    """Make the query with which archived tokens are compared, for a turn that begins at `start`.
+    """Make the query with which archived tokens are compared.
 
-    `slots` are the numbers of the cache's rows whose keys and values are compared; `start` is a
-    stream position.
+    `slots` are the numbers of the cache rows whose keys and values are compared with those of
+    archived tokens. `start` is the stream position of the new turn's first token. `words` are the
+    scores of earlier turns by shared words. `layer_queries` are the turn's query vectors, one entry
+    per layer.
     """
     positions = engine.ledger.held_positions[slots]
     return Query(
@@ -194,9 +200,11 @@ def _query(
 
 
 def _still_archived(engine: Engine, found: SearchResult | None) -> SearchResult | None:
-    """The search result without the tokens in the cache, since all layers already have these.
+    """The search result without tokens that are in the cache again.
 
-    Such tokens were evicted during the search, and were restored when the search was undone.
+    Reading the turn for the search may have evicted these tokens; when the reading was undone, they
+    were restored to all layers. Returns None if no other token was found, or if `found` has no
+    scores by layer.
     """
     if found is None or found.layers is None:
         return None

@@ -1,5 +1,6 @@
-"""What the model remembers: KV cache, archive of evicted tokens, token ledger, eviction policies.
+"""The memory of a conversation: KV cache, archive of evicted tokens, token ledger, policies.
 
-This package works on tensors. It imports no code for text, models or the screen; only
-`hub_cache.py` imports transformers.
+The ledger is a table with one row per token; a policy chooses which tokens stay in the cache. This
+package works on tensors. It imports no code for text, models or the screen; only `hub_cache.py`
+imports transformers.
 """

@@ -6,9 +6,9 @@ tokens of the conversation. A row that is restored to the cache also stays in th
 not stored a second time when it is evicted again. When the archive exceeds its limit, it deletes
 whole segments, the one with the lowest mean score first.
 
-Rows on a GPU are copied in the background, while the next step is computed. Their slots in a
-segment are reserved at once. They are written to these slots when the copy is finished, at the
-latest before any row is read.
+Rows on a GPU are copied in the background, while the next step is computed. Slots in a segment are
+reserved for the rows at once. The rows are written to these slots when the copy is finished, at the
+latest before any archived row is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_ARRIVING = 8  # maximum number of unfinished transfers from a GPU
 
 
 class Archive:
-    """Keys and values of evicted tokens, one row per token, looked up by stream position.
+    """Stores keys and values of evicted tokens, one row per token, looked up by stream position.
 
     Args:
         limit: maximum size in bytes, applied by `shrink`; None for no limit.
@@ -62,17 +62,17 @@ class Archive:
 
     @property
     def disk_error(self) -> str | None:
-        """Message that says why the disk can't be written to; None if there was no error."""
+        """Message that says why a segment could not be written to disk; None without an error."""
         return self._files.error if self._files is not None else None
 
     def close(self) -> None:
-        """Remove every row, and delete the files on disk."""
+        """Remove every row from the archive, and delete its files on disk."""
         self.clear()
         if self._files is not None:
             self._files.close()
 
     def clear(self) -> None:
-        """Remove every row."""
+        """Remove every row from the archive, and its search index."""
         for number in range(len(self._segments)):
             self._drop(number)
         self._segments, self._arriving = [], []
@@ -85,9 +85,9 @@ class Archive:
         return self._nbytes * self.parts
 
     def bytes_by_device(self) -> Counter[str]:
-        """Size in bytes of the segments in memory (`cpu`) and of those in files (`disk`).
+        """Size in bytes of the archive's segments: key `cpu` for RAM, key `disk` for files.
 
-        Only this process's part of each row is counted.
+        If several processes each store a part of every row, only this process's part is counted.
         """
         sizes = Counter[str]()
         for one in self._segments:
@@ -113,7 +113,10 @@ class Archive:
 
     @torch.inference_mode()
     def add(self, rows: Rows) -> None:
-        """Store `rows`, which may be on any device; rows that are archived already are skipped."""
+        """Store `rows` of keys and values, which may be on any device.
+
+        Rows that the archive already has are skipped.
+        """
         new = np.flatnonzero(~self.has(rows.positions))
         if len(new) < len(rows):
             rows = rows.take(new)
@@ -137,7 +140,7 @@ class Archive:
             self._put_first()
 
     def _put_first(self) -> None:
-        """Wait for the oldest copy from a GPU, and write its rows to their segments."""
+        """Wait for the oldest unfinished copy from a GPU; write its rows to their segments."""
         transfer, parts = self._arriving.pop(0)
         tensors, start = transfer.take(), 0
         for number, at, count in parts:
@@ -149,28 +152,28 @@ class Archive:
             start += count
 
     def flush(self) -> None:
-        """Wait for all copies from a GPU, and write their rows to the segments."""
+        """Wait for all unfinished copies from a GPU, and write their rows to the segments."""
         while self._arriving:
             self._put_first()
 
     def add_held(self, cache: BoundedCache, rows: Tensor, positions: Positions) -> None:
-        """Store a copy of the rows that `cache` holds under the numbers `rows` [k].
+        """Store a copy of the rows numbered `rows` [k] in the KV cache `cache`.
 
-        `positions` [k] are their stream positions.
+        `positions` [k] are the stream positions of these rows.
         """
         self.add(cache.first_written(rows, positions))
 
     def add_all(self, other: Archive) -> None:
-        """Store all rows of another archive."""
+        """Copy all rows of the archive `other` to this one."""
         if len(other):
             self.add(other.fetch(other.positions))
 
     def fill(
         self, cache: BoundedCache, rows: Tensor, held: Positions, positions: Positions
     ) -> None:
-        """Make `cache` hold exactly the rows at the stream `positions` [n].
+        """Make the KV cache `cache` hold exactly the rows at the stream `positions` [n].
 
-        Some of these rows are in `cache` already: they have the row numbers `rows` [k] and the
+        Some of these rows are in the cache already: they have the row numbers `rows` [k] and the
         stream positions `held` [k]. The other rows are copied from the archive.
         """
         filling = self.fetch(np.setdiff1d(positions, held, assume_unique=True))
@@ -179,7 +182,7 @@ class Archive:
         cache.replace(filling)
 
     def insert_into(self, cache: BoundedCache, start: int, layers: Sequence[Positions]) -> None:
-        """Copy archived rows into `cache` as extra rows, before held row number `start`.
+        """Copy archived rows into the KV cache `cache`, before its row number `start`.
 
         Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
         if one of the rows is not archived.
@@ -193,10 +196,11 @@ class Archive:
         positions: Positions,
         wanted: Collection[KeyValueStat],
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """Compute the statistics `wanted` of the rows at stream `positions` [n], ascending.
+        """Compute statistics of the keys and values of tokens in the cache or the archive.
 
-        Returns an array [n] for each statistic. `held` are the stream positions of all rows that
-        `cache` holds. A row that is neither held nor archived gets NaN.
+        `wanted` are names of statistics; returns an array [n] for each name. `positions` [n] are
+        the tokens' stream positions, ascending. `held` are the stream positions of all rows in
+        `cache`. A token that is neither in the cache nor in the archive gets NaN.
         """
         blocks = partial(self._ranked_blocks, cache, held, positions)
         return key_value_stats(wanted, len(positions), blocks, partial(blocks, as_read=True))
@@ -204,10 +208,11 @@ class Archive:
     def _ranked_blocks(
         self, cache: BoundedCache, held: Positions, positions: Positions, *, as_read: bool = False
     ) -> Iterator[Block]:
-        """Yield the held and archived rows at `positions` in blocks, with keys as first written.
+        """Yield the rows at stream `positions` in blocks, from the cache and from the archive.
 
-        If `as_read` is true, keys are rotated as attention reads them. If some of the rows are not
-        held, each key is rotated as if the cache held exactly `positions`.
+        Keys are as first written. If `as_read` is true, they are rotated as attention reads them;
+        and if some of the rows are not in the cache, each key is rotated as if the cache held
+        exactly the rows at `positions`.
         """
         here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
         slots = torch.from_numpy(np.searchsorted(held, positions[here]))
@@ -224,10 +229,11 @@ class Archive:
 
     @torch.inference_mode()
     def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
-        """The rows at stream `positions` [n], in the same order: of all layers, or only of `layer`.
+        """Read the archived rows at stream `positions` [n]; returns them in the same order.
 
-        If `values` is False, only keys are read, in half the time; the value tensors have width 0.
-        Raises LookupError if one of the rows is not archived.
+        The rows have the keys and values of all layers, or of the layer number `layer` alone. If
+        `values` is False, only keys are read, in half the time, and the value tensors are
+        [H, n, 0]. Raises LookupError if one of the rows is not archived.
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested rows")
@@ -259,8 +265,8 @@ class Archive:
     def blocks(self, wanted: Positions) -> Iterator[Rows]:
         """Yield the archived rows at the stream positions `wanted`, one `Rows` for each segment.
 
-        Positions that are not archived are skipped. If all rows of a segment are wanted, they are
-        views of the segment's tensors; otherwise they are copies.
+        Positions that are not archived are skipped. If all rows of a segment are wanted, the
+        yielded tensors are views of the segment's tensors; otherwise they are copies.
         """
         self.flush()
         is_wanted = np.zeros(len(self._slots) + 1, bool)  # the last entry: erased rows, at -1
@@ -278,10 +284,11 @@ class Archive:
                 yield rows if len(chosen) == segment.used else rows.take(chosen)
 
     def shrink(self, score: Callable[[Positions], NDArray[np.float64]]) -> Positions:
-        """Delete the segments with the lowest mean score until the archive is within its limit.
+        """Delete segments (blocks of rows) until the archive is within its limit of bytes.
 
-        `score` returns the scores [n] of the rows at given stream positions [n]. Returns the stream
-        positions [k] of the deleted rows.
+        The segment with the lowest mean score is deleted first. `score` is a function that returns
+        the scores [n] of the rows at given stream positions [n]. Returns the stream positions [k]
+        of the deleted rows.
         """
         gone: list[Positions] = []
         while self.limit is not None and self.nbytes > self.limit:
@@ -290,7 +297,10 @@ class Archive:
         return np.concatenate(gone) if gone else np.zeros(0, np.int64)
 
     def drop(self, number: int) -> Positions:
-        """Delete segment `number`; returns the stream positions [k] of its rows."""
+        """Delete the segment (block of rows) with this number.
+
+        Returns the stream positions [k] of its rows.
+        """
         gone = self._positions_in(number)
         self._slots[gone] = -1
         self._drop(number)
@@ -299,7 +309,7 @@ class Archive:
         return gone
 
     def remove(self, positions: Positions) -> None:
-        """Remove the rows at these stream positions, and overwrite keys and values with zeros.
+        """Remove the rows at these stream positions; overwrite their keys and values with zeros.
 
         The search index is deleted, too, because it was built from these rows. Positions that are
         not archived are skipped.
@@ -331,7 +341,10 @@ class Archive:
         self._slots[positions] = -1
 
     def truncate(self, seen: int) -> None:
-        """Remove every row from stream position `seen` on, and overwrite it with zeros."""
+        """Remove the rows of all but the conversation's first `seen` tokens.
+
+        The keys and values of these rows are overwritten with zeros.
+        """
         stored = self.positions
         stored = stored[stored >= seen]
         self._erase(stored)
@@ -349,16 +362,20 @@ class Archive:
         return float(score(stored).mean()) if len(stored) else -np.inf
 
     def _positions_in(self, number: int) -> Positions:
-        """Stream positions of the rows in segment `number`; empty if it was deleted."""
+        """Stream positions of the rows in the segment with this number.
+
+        Returns an empty array if the segment was deleted.
+        """
         segment = self._segments[number]
         if segment is None:
             return np.zeros(0, np.int64)
         return segment.positions[segment.positions >= 0]
 
     def _open(self, like: list[Tensor]) -> tuple[Segment, int]:
-        """Find the segment to which rows are appended; returns it and its number.
+        """Find the segment (block of rows) to which the next rows are appended.
 
-        If the last segment is full, a new segment is made, for rows shaped like the tensors `like`.
+        If the last segment is full, a new one is made for rows shaped like the tensors `like`.
+        Returns the segment and its number.
         """
         last = self._segments[-1] if self._segments else None
         if last is None or last.is_full:
@@ -368,9 +385,9 @@ class Archive:
         return last, len(self._segments) - 1
 
     def _grow(self, rows: int) -> None:
-        """Extend the array of slots, one per stream position, to at least `rows` entries.
+        """Make the lookup table, with one entry per stream position, at least `rows` entries long.
 
-        If it is too short, its length at least doubles.
+        A table that is too short becomes at least twice as long.
         """
         if rows > len(self._slots):
             grown = np.full(max(rows, 2 * len(self._slots)), -1, np.int64)

@@ -1,9 +1,9 @@
-"""A search of the archive: scores its rows (one per token), or only those that an index proposes.
+"""A search of the archive: scores evicted tokens (rows), so that the best can be restored.
 
-An index proposes rows that probably score highest; these are then scored exactly. An evenly spaced
-sample of all rows is scored, too. With the retriever `attention`, the sample stands for all rows
-that are not proposed when the softmax is computed; with other retrievers, the sample gives an
-estimate of the lowest score.
+Without a search index, all rows are scored. An index proposes the rows that probably score highest;
+then only the proposed rows are scored exactly, and a sample of all rows at even distances. With the
+retriever `attention`, the sample represents all rows that are not proposed when the softmax is
+computed. With other retrievers, the lowest score of all rows is estimated from the sample.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from sirchat.memory.retrieval import Candidates, Query, RecallSettings, softened
 from sirchat.memory.segments import Positions, united
 
 SAMPLE = 32_768
-"""Number of sampled rows that represent, in the softmax of retriever `attention`, all rows that the
-index does not propose."""
+"""Number of rows in the sample that the retriever `attention` takes.
+
+In its softmax, the sample represents all archived rows that the search index does not propose.
+"""
 
 LOWEST_OF = 16_384, 65_536
-"""Minimum and maximum size of the sample from which the lowest score is estimated.
+"""Minimum and maximum number of rows in the sample from which the lowest score is estimated.
 
-Between these limits, the sample has the fraction `_PART` of all rows.
+Between these limits, the sample has a sixteenth of all archived rows.
 """
 
 _PART = 1 / 16
@@ -42,14 +44,18 @@ _BATCH = 8_192  # rows fetched at once
 
 @dataclass(frozen=True)
 class Ranked:
-    """Archived tokens at stream `positions` [n], ascending, and their `scores` [layers, n]."""
+    """The result of scoring n archived tokens.
+
+    `positions` [n] are the tokens' stream positions, ascending. `scores` [layers, n] are their
+    scores in each layer, or [1, n] if all layers have the same.
+    """
 
     positions: Positions
     scores: Tensor
 
 
 def wants_index(recall: RecallSettings, rows: int) -> bool:
-    """Whether an archive of `rows` rows should be searched through an index."""
+    """Whether the settings `recall` say to search an archive of `rows` rows by a search index."""
     can = retriever(recall.retriever).index_probes and recall.scope != "layer"
     if recall.index == "off" or not can:
         return False
@@ -80,18 +86,19 @@ class ArchiveSearch:
 
     @cached_property
     def retriever(self) -> Retriever:
-        """The retriever that scores the rows."""
+        """The retriever, the object that scores archived rows for the search."""
         return retriever(self.recall.retriever)
 
     def all(self) -> Ranked:
-        """The scores of all rows whose positions are in `self.archived`."""
+        """Score all archived rows whose positions are in `self.archived`; returns the scores."""
         scores = self.retriever.score(self._candidates(self.archived))
         return Ranked(self.archived, self._finished(scores, self.archived))
 
     def proposed(self) -> Ranked:
-        """The scores of the rows that the archive's index proposes, and of a sample of all rows.
+        """Score the archived rows that the archive's search index proposes; returns the scores.
 
-        Before that, the index is built, or the rows that it does not have yet are added.
+        A sample of all rows may be scored, too. Before the search, the index is built if necessary,
+        and rows that the index lacks are added to it.
         """
         archive, recall = self.archive, self.recall
         if archive.index is None or not archive.index.is_for(recall):
@@ -102,7 +109,11 @@ class ArchiveSearch:
         return Ranked(ranked.positions, self._finished(ranked.scores, ranked.positions))
 
     def _by_softmax(self, index: Index) -> Ranked:
-        """Scores of the proposed rows and of a sample of all rows, from one softmax over both."""
+        """Score the rows that the search index proposes, for the retriever `attention`.
+
+        A sample of all archived rows is scored, too. One softmax over the proposed rows and the
+        sample gives all scores.
+        """
         near = max(self.recall.span, int(self.recall.soft))
         proposed = _archived_near(index.propose(self.query), near, self.archived)
         positions = united((proposed, evenly(self.archived, SAMPLE)))
@@ -114,10 +125,11 @@ class ArchiveSearch:
         return Ranked(positions, self.retriever.score(candidates))
 
     def _by_similarity(self, index: Index) -> Ranked:
-        """Scores of the rows that the index proposes.
+        """Score the rows that the search index proposes, for a retriever by similarity.
 
-        If scores are weighted by surprisal, archived rows at even distances are scored, too: the
-        weights need the lowest score of all rows, which is estimated from these.
+        If scores are weighted by surprisal, a sample of archived rows at even distances is scored,
+        too. From the sample, the lowest score of all rows is estimated, which the weighting needs.
+        Returns the scores of the proposed rows and of the sample.
         """
         least, most = LOWEST_OF
         weighted = self.recall.weight == "surprisal"
@@ -134,7 +146,10 @@ class ArchiveSearch:
         return Ranked(positions[order], scores)
 
     def _scores_of(self, positions: Positions) -> Tensor:
-        """The retriever's scores [layers, k] for the rows at `positions` [k]; works in batches."""
+        """Compute the retriever's scores of the archived rows at stream `positions` [k].
+
+        Rows are read from the archive in batches. Returns the scores [layers, k].
+        """
         scores = [torch.zeros(len(self.rotations), 0)]
         for start in range(0, len(positions), _BATCH):
             batch = positions[start : start + _BATCH]
@@ -146,10 +161,11 @@ class ArchiveSearch:
         return Candidates(self.archive, positions, self.query, self.rotations, self.ledger)
 
     def _finished(self, scores: Tensor, positions: Positions) -> Tensor:
-        """The final scores [layers, k] of the rows at `positions` [k].
+        """The final scores [layers, k] of the archived rows at stream `positions` [k].
 
-        They are the retriever's `scores` [layers, k]. If the settings say so, these are made more
-        even (`softened`), and then multiplied by surprisal.
+        They are computed from the retriever's `scores` [layers, k]. With the setting `soft`, the
+        scores are made more even (see `softened`). Then, with the setting `weight: surprisal`, they
+        are multiplied by the tokens' surprisal.
         """
         if self.recall.soft:
             scores = softened(scores, positions)
@@ -168,9 +184,11 @@ def _is_among(positions: Positions, others: Positions) -> NDArray[np.bool_]:
 
 
 def _archived_near(positions: Positions, span: int, archived: Positions) -> Positions:
-    """The `archived` positions that equal one of `positions` or are at most `span` away from one.
+    """The archived tokens among given tokens and their neighbours.
 
-    All are stream positions.
+    `positions` are the stream positions of the given tokens; tokens at most `span` before or after
+    a given token are its neighbours. `archived` are the positions of all archived tokens. Returns
+    stream positions, ascending.
     """
     shifted = [positions + offset for offset in range(-span, span + 1)]
     near = united([part[part >= 0] for part in shifted])
@@ -178,10 +196,11 @@ def _archived_near(positions: Positions, span: int, archived: Positions) -> Posi
 
 
 def _counts(proposed: NDArray[np.bool_], total: int) -> Tensor:
-    """How many of the `total` archived rows each candidate [n] represents.
+    """How many of the `total` archived rows each of n candidate rows represents in a softmax.
 
-    A candidate in the mask `proposed` [n] represents only itself. Each other candidate represents
-    an equal part of the archived rows that are not proposed.
+    A candidate that the search index has proposed (mask `proposed` [n]) represents only itself.
+    Each other candidate represents an equal part of the archived rows that are not proposed.
+    Returns numbers [n].
     """
     counts = torch.ones(len(proposed))
     others = torch.from_numpy(~proposed)

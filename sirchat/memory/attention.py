@@ -1,9 +1,9 @@
 """Statistics of the attention weights that each token receives from later tokens.
 
-For the policy `kvzip`, the model reads each round a second time when the round has ended. Then the
-round's tokens get one more number: the highest attention weight that any query of this second
-reading gave them, as a mean over heads and layers. This number never changes later. (KVzip,
-arXiv:2505.23416, section 3, has such a number for each head.)
+For the policy `kvzip`, the model reads each round a second time when the round has ended. Each
+token of the round then gets one more number: the highest attention weight that any query of the
+second reading gave to the token, as a mean over heads and layers. This number never changes later.
+(KVzip, arXiv:2505.23416, section 3, has one number for each head.)
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ Floats = NDArray[np.float64]
 
 
 class RepeatAttention:
-    """For each token, the highest attention weight that it got when its round was read again.
+    """Stores the highest attention weight of each token when its round was read a second time.
 
-    The weight is 0 for tokens whose round was read only once.
+    A token whose round was read only once has the weight 0.
     """
 
     def __init__(self) -> None:
         self._highest = np.zeros(0)
 
     def set(self, positions: Positions, highest: Floats) -> None:
-        """Set the weights `highest` [n] of the tokens at stream `positions` [n], ascending."""
+        """Set the highest attention weights of tokens in the second reading of their round.
+
+        `positions` [n] are the tokens' stream positions, ascending; `highest` [n] the weights.
+        """
         rows = int(positions[-1]) + 1 if len(positions) else 0
         if rows > len(self._highest):
             more = max(rows, 2 * len(self._highest)) - len(self._highest)
@@ -40,13 +43,16 @@ class RepeatAttention:
         self._highest[positions] = highest
 
     def of(self, positions: Positions) -> Floats:
-        """The weights [n] of the tokens at stream `positions` [n]; 0 where none was set."""
+        """The weights [n] of the tokens at stream `positions` [n]; 0 for tokens without a weight.
+
+        A weight is the highest attention weight that the token got in the second reading.
+        """
         known, out = positions < len(self._highest), np.zeros(len(positions))
         out[known] = self._highest[positions[known]]
         return out
 
     def truncate(self, seen: int) -> None:
-        """Set the weights of all tokens from stream position `seen` on to 0."""
+        """Set the weights of all but the conversation's first `seen` tokens to 0."""
         self._highest[seen:] = 0
 
     def erase(self, positions: Positions) -> None:
@@ -59,13 +65,14 @@ _RESTORATIONS = 256  # maximum number of `_restored` entries; one per checkpoint
 
 @dataclass(frozen=True)
 class AttentionStatsConfig:
-    """Which attention weights are recorded.
+    """Configuration: which attention weights are recorded while the model reads.
+
+    The sum of the weights from all queries is recorded for each token.
 
     Attributes:
-        layers: number of layers whose weights are recorded: evenly spaced among those without a
-            sliding window; 0 for all layers of the model.
-        window: number of the newest queries whose weights are stored one by one, besides the sum
-            over all queries; 0 for none.
+        layers: number of layers whose weights are recorded. They are evenly spaced among the layers
+            without a sliding window. 0 for all layers of the model.
+        window: the weights from this many newest queries are also stored one by one; 0 for none.
     """
 
     layers: int = 4
@@ -74,7 +81,7 @@ class AttentionStatsConfig:
     def counted_layers(self, num_layers: int, sliding: Collection[int] = ()) -> list[int]:
         """Numbers of the layers whose attention is recorded, for a model of `num_layers` layers.
 
-        `sliding` are the numbers of the layers with sliding-window attention.
+        `sliding` are the numbers of the model's layers with sliding-window attention.
         """
         wide = [number for number in range(num_layers) if number not in sliding]
         among = wide if self.layers and wide else list(range(num_layers))
@@ -84,7 +91,10 @@ class AttentionStatsConfig:
 
 @dataclass(frozen=True)
 class QueryWindow:
-    """Attention weights [m, n] from m queries to the tokens at stream `positions` [n]."""
+    """The attention weights from the m newest queries, each stored separately.
+
+    `weights` [m, n] are the weights from the queries to the tokens at stream `positions` [n].
+    """
 
     positions: Positions
     weights: NDArray[np.float32]
@@ -94,9 +104,10 @@ class PassAttention(NamedTuple):
     """Attention weights that n cache rows received in one forward pass.
 
     Attributes:
-        sums: [n], each row's sum of the weights from all queries of the pass.
-        queries: number of queries q; the last q of the n rows belong to the queries' own tokens.
-        newest: [<= window, n], the weights from each of the newest queries.
+        sums: [n], for each row, the sum of the weights from all queries of the pass.
+        queries: number q of queries in the pass; the last q of the n rows are those of the queries'
+            own tokens.
+        newest: [at most `window`, n], the weights from each of the newest queries.
     """
 
     sums: Floats
@@ -105,10 +116,10 @@ class PassAttention(NamedTuple):
 
     @classmethod
     def from_weights(cls, weights: NDArray[np.float32], window: int = 0) -> PassAttention:
-        """Make the record of a pass from its `weights` [m, n], from m queries to n rows.
+        """Make the record of a forward pass from its attention `weights` [m, n].
 
-        The weights are summed over all queries; those of the newest `window` queries are also
-        stored one by one.
+        They are the weights from m queries to n cache rows. The record has their sum over all
+        queries, and the weights from each of the newest `window` queries.
         """
         newest = weights[max(0, len(weights) - window) :].copy()
         return cls(weights.sum(0, dtype=np.float64), len(weights), newest)
@@ -116,15 +127,17 @@ class PassAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCheckpoint:
-    """A copy of the attention that n tokens have received, for a saved chat or for undo.
+    """A copy of the attention statistics of n tokens, for a saved chat or for undo.
 
     Attributes:
-        positions: [n], stream positions, ascending.
-        total: [n], sum of the attention weights received, after the decays up to `log_decay`.
-        log_decay: [n], the logarithm of the ledger's accumulated decay when each total was last
-            changed.
+        positions: [n], the tokens' stream positions, ascending.
+        total: [n], for each token, the sum of the attention weights that it has received, after
+            the decays up to `log_decay`.
+        log_decay: [n], for each token, the logarithm of the ledger's accumulated decay when `total`
+            was last changed.
         window: weights from the newest queries.
-        repeated: [n], highest weights in the second reading: see `RepeatAttention`; None if unset.
+        repeated: [n], highest weights when the round was read a second time, see `RepeatAttention`;
+            None if they were not copied.
         restorations: how often `AttentionStats` had noted restored tokens before the checkpoint;
             all restorations between two checkpoints count as one. None if no attention had been
             recorded.
@@ -139,7 +152,7 @@ class AttentionCheckpoint:
 
 
 class AttentionStats:
-    """The attention weights that every token of the stream has received so far.
+    """Statistics of the attention weights that each token of the conversation has received.
 
     Attributes:
         repeat: the weights that tokens received while their round was read a second time.
@@ -157,7 +170,7 @@ class AttentionStats:
 
     @property
     def is_counted(self) -> bool:
-        """Whether any attention weights were recorded so far."""
+        """Whether any attention weights have been recorded in this conversation."""
         return len(self._total) > 0
 
     def add(
@@ -167,11 +180,12 @@ class AttentionStats:
         log_decay: float,
         window: int = 0,
     ) -> None:
-        """Add the attention that the tokens at stream `positions` [n] got in forward `passes`.
+        """Add the attention weights that tokens received in forward passes to their totals.
 
-        `log_decay` is the logarithm of the ledger's accumulated decay. The weights of the newest
+        `positions` [n] are the tokens' stream positions; `passes` has one record for each pass.
+        `log_decay` is the logarithm of the ledger's accumulated decay. The weights from the newest
         `window` queries are also stored one by one. A token that was read while no attention was
-        recorded starts with the median of the other tokens' totals.
+        recorded starts with at least the median of the other tokens' totals.
         """
         if not passes:
             return
@@ -191,10 +205,10 @@ class AttentionStats:
         self._window = _newest((*self._window, *newest), window)
 
     def totals(self, positions: Positions, log_decay: float) -> Floats:
-        """For each stream position [n], the summed attention weights, after all decays so far.
+        """The sum of the attention weights that each token has received, after all decays.
 
-        A token that was read while no attention was recorded gets 0. `log_decay` is the logarithm
-        of the ledger's accumulated decay.
+        `positions` [n] are the tokens' stream positions; returns sums [n]. The sum is 0 for a token
+        without recorded attention. `log_decay` is the logarithm of the ledger's accumulated decay.
         """
         known, out = positions < len(self._total), np.zeros(len(positions))
         at = positions[known]
@@ -202,7 +216,10 @@ class AttentionStats:
         return out
 
     def recent(self, positions: Positions) -> Floats:
-        """For each stream position [n], ascending, the summed weights from the newest queries."""
+        """The sum of the attention weights that each token received from the newest queries.
+
+        `positions` [n] are the tokens' stream positions, ascending; returns sums [n].
+        """
         out = np.zeros(len(positions))
         for one in self._window:
             _, here, there = np.intersect1d(
@@ -212,7 +229,11 @@ class AttentionStats:
         return out
 
     def note_restored(self, positions: Positions) -> None:
-        """Remember the totals of tokens that are restored to the cache, so that `undo` is exact."""
+        """Store the attention totals of tokens that are restored to the cache.
+
+        `positions` are the tokens' stream positions. `undo` needs these totals to be exact, because
+        a restored token can receive more attention.
+        """
         if not (self.is_counted and len(positions)):
             return
         if self._is_checkpointed or not self._restored:
@@ -225,7 +246,10 @@ class AttentionStats:
         self._is_checkpointed = False
 
     def checkpoint(self, positions: Positions) -> AttentionCheckpoint:
-        """A copy of the attention received so far by tokens at `positions` [n], ascending."""
+        """Return a copy of the attention statistics of n tokens, to which `undo` can go back.
+
+        `positions` [n] are the tokens' stream positions, ascending.
+        """
         self._is_checkpointed = True
         repeated = self.repeat.of(positions)
         if not self.is_counted:
@@ -245,9 +269,9 @@ class AttentionStats:
         return AttentionCheckpoint(positions, total, log_decay)
 
     def undo(self, to: AttentionCheckpoint, seen: int) -> None:
-        """Undo everything recorded since the checkpoint `to`.
+        """Undo all changes of the attention statistics since the checkpoint `to`.
 
-        The attention of tokens from stream position `seen` on is deleted.
+        Statistics of all but the conversation's first `seen` tokens are deleted.
         """
         self.repeat.truncate(seen)
         if to.restorations is None:  # nothing had been counted by then
@@ -265,7 +289,7 @@ class AttentionStats:
         self._window = to.window
 
     def load(self, saved: AttentionCheckpoint) -> None:
-        """Load the attention that a saved chat's tokens had received."""
+        """Load the attention statistics of a saved chat's tokens."""
         if saved.total.any():
             self._put(saved)
             self._window = saved.window
@@ -273,7 +297,7 @@ class AttentionStats:
             self.repeat.set(saved.positions, saved.repeated)
 
     def spare_from_decay(self, start: int, log_decay: float) -> None:
-        """Exempt all tokens at stream position `start` or later from the decays so far.
+        """Let no past decay apply to the attention of the tokens from stream position `start` on.
 
         `log_decay` is the logarithm of the ledger's accumulated decay.
         """
@@ -296,7 +320,10 @@ class AttentionStats:
         self._total[one.positions], self._log_decay[one.positions] = one.total, one.log_decay
 
     def _grow(self, rows: int) -> None:
-        """If the arrays are too short for `rows` tokens, extend them to at least twice as long."""
+        """Extend the arrays of statistics, which have one entry per token, for `rows` tokens.
+
+        Arrays that are too short become at least twice as long.
+        """
         more = max(rows, 2 * len(self._total)) - len(self._total)
         if rows > len(self._total):
             self._total = np.concatenate([self._total, np.zeros(more)])
@@ -304,10 +331,10 @@ class AttentionStats:
 
 
 def or_median(received: Tensor) -> Tensor:
-    """The attention `received` [n] by n rows, with each 0 replaced by the median of the others.
+    """The attention `received` [n] by n tokens, with each 0 replaced by the median of the others.
 
-    A 0 means that the row was read while no attention was recorded: any other row has received
-    some weight, at least from its own query. If all are 0, they are replaced by 1.
+    A 0 means that the token was read while no attention was recorded. Any other token has received
+    some attention, at least from its own query. If all numbers are 0, each is replaced by 1.
     """
     known = received[received > 0]
     usual = known.median() if len(known) else torch.ones((), dtype=received.dtype)
@@ -315,7 +342,7 @@ def or_median(received: Tensor) -> Tensor:
 
 
 def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCheckpoint:
-    """Combine the totals of two checkpoints that have no stream position in common."""
+    """Make one checkpoint of the attention totals of two that have no token in common."""
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     total = np.concatenate([one.total, other.total])[order]
@@ -324,7 +351,11 @@ def _joined(one: AttentionCheckpoint, other: AttentionCheckpoint) -> AttentionCh
 
 
 def _newest(windows: tuple[QueryWindow, ...], count: int) -> tuple[QueryWindow, ...]:
-    """The weights of the newest `count` queries among all those in `windows`, oldest first."""
+    """The attention weights from the newest `count` queries in `windows`, oldest query first.
+
+    Each item of `windows` has the weights from several successive queries; the oldest item comes
+    first, also in the result.
+    """
     kept: list[QueryWindow] = []
     for one in reversed(windows):
         if count <= 0:

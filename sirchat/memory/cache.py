@@ -1,19 +1,19 @@
 """The KV cache: buffers of fixed size, to which rows are appended and from which rows are evicted.
 
+A row is the keys and values of one token in all layers; a slot is the row's index in the buffers.
 Keys with a rotary position are kept twice: as first written, and rotated to their present position.
-A moved key is always computed from the first-written one, so keys never drift, however often rows
-before them are evicted. `hub_cache.py` makes the cache a `transformers.Cache`.
+When a row moves, its key is always computed from the first-written one, so rounding errors never
+add up, however often rows are evicted. `hub_cache.py` makes the cache a `transformers.Cache`.
 
-A row is the keys and values of one token in all layers; a slot is its index in the buffers.
 `insert` can put a block of extra rows, different ones in each layer, between the held rows. Row
 numbers count held rows only, so an insertion does not change them.
 
-A forward pass writes its new rows after the last row. They become held rows only by `commit`, so an
-interrupted pass leaves the cache unchanged.
+A forward pass writes its new rows after the last row. The new rows become held rows only by
+`commit`, so an interrupted pass leaves the cache unchanged.
 
-A recurrent or convolution layer has a state of constant size, which has read every token. Evictions
-do not change it. If a pass was not committed, `begin_pass` undoes what this pass changed in the
-state.
+A recurrent or convolution layer has a state of constant size, which depends on every token read.
+Evictions do not change the state. If a forward pass was not committed, `begin_pass` undoes the
+changes that this pass made to the state.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from sirchat.memory.transfers import to_device
 class BoundedCache:
     """A KV cache from which any row can be evicted; a row is one token's keys and values.
 
-    Held row number i is in slot i of every layer, unless extra rows are inserted before it.
+    Row number i is in slot i of every layer, unless extra rows are inserted before it.
 
     Args:
         rotations: rotary position embedding of the keys and values, one entry for each layer that
-            has keys and values. All methods count only these layers.
+            has keys and values. Layer numbers in all methods count only these layers.
         capacity: number of rows to allocate.
         dtype: see the attribute `dtype`.
-        devices: the device of each of these layers; None to use that of the first rows written.
+        devices: the device of each layer with keys and values; None to use the device of the first
+            rows written.
 
     Attributes:
         layers: all layers of the model, in order.
@@ -62,10 +63,13 @@ class BoundedCache:
     """
 
     reads_singly = False
-    """Whether the model's layers with a state can read only one token in a pass."""
+    """Whether the model's recurrent or convolution layers read only one token in a forward pass."""
 
     in_stream = False
-    """Whether a key's rotary position is its stream position, and not its slot in the cache."""
+    """Whether a key's rotary position is its token's index in the whole conversation.
+
+    If False, the rotary position is the key's slot in the cache.
+    """
 
     def __init__(
         self,
@@ -90,31 +94,34 @@ class BoundedCache:
         self._is_clean = True  # whether no pass has begun since the last commit
 
     def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
-        """Make empty layers with keys and values; `rows` has the arguments of each layer."""
+        """Make the cache's empty layers; `rows` has the arguments of each layer's constructor."""
         return [RowLayer(*one) for one in rows]
 
     def new_archive(self, limit: int, folder: Path | None) -> Archive:
-        """An empty archive for rows of this cache."""
+        """An empty archive for rows that are evicted from this cache.
+
+        `limit` is its maximum size in bytes; `folder` is the folder for its files, None for RAM.
+        """
         return Archive(limit, folder)
 
     @property
     def length(self) -> int:
-        """Number of rows that attention reads: held rows and inserted rows."""
+        """Number of rows that attention reads: held rows and the extra rows of `insert`."""
         return self._cursor.length
 
     @property
     def inserted_count(self) -> int:
-        """Number of extra rows that `insert` has put into each layer."""
+        """Number of extra rows that `insert` has put into each layer of the cache."""
         return len(self._inserted)
 
     @property
     def capacity(self) -> int:
-        """Number of rows that fit without reallocating."""
+        """Number of rows that fit in the cache's buffers before these must be reallocated."""
         return self._cursor.capacity
 
     @property
     def _tensors(self) -> list[CachedTensor]:
-        """The tensors of each layer that has rows, layer by layer: its keys, then its values."""
+        """The cached tensors of all layers: keys of layer 0, values of layer 0, and so on."""
         return [tensor for layer in self.row_layers for tensor in layer.tensors]
 
     @property
@@ -139,7 +146,10 @@ class BoundedCache:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """If the last pass was not committed, undo its changes to the layers' state."""
+        """Undo the changes of the last forward pass to the layers' state, if it is not committed.
+
+        The state is that of recurrent and convolution layers.
+        """
         if self._is_clean:
             return
         self._cursor.written = 0
@@ -148,17 +158,20 @@ class BoundedCache:
         self._is_clean = True
 
     def begin_pass(self) -> None:
-        """Undo the changes of a pass that was not committed; call this before each pass."""
+        """Prepare for a forward pass; call this before each pass.
+
+        If the previous pass was not committed, its changes to the layers' state are undone.
+        """
         self.roll_back()
         self._is_clean = not self._with_state
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers and states, in bytes."""
+        """Size of the cache in bytes: all buffers of keys and values, and all layers' states."""
         return sum(self.bytes_by_device().values())
 
     def bytes_by_device(self) -> Counter[torch.device]:
-        """Size of all buffers and states on each device, in bytes."""
+        """Size of the cache's buffers and states on each device, in bytes."""
         buffers = [tensor.buffer for tensor in self._tensors]
         states = [tensor for layer in self._state for tensor in layer.values()]
         sizes = Counter[torch.device]()
@@ -169,7 +182,10 @@ class BoundedCache:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values; layers without a known device are skipped."""
+        """The device of each layer's keys and values.
+
+        Layers to which nothing has been written may have no device yet; they are skipped.
+        """
         found = [layer.tensors[0].device for layer in self.row_layers]
         return [one for one in found if one is not None]
 
@@ -179,10 +195,10 @@ class BoundedCache:
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
     def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
-        """Mark as held the `count` rows that a forward pass has written after the held rows.
+        """Accept the `count` new rows that a forward pass has written after the cache's rows.
 
         `positions` [count] are the new rows' stream positions; by default they continue from the
-        position of the last held row.
+        position of the last row.
         """
         start = self._cursor.length
         if self._with_state:
@@ -202,9 +218,9 @@ class BoundedCache:
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
-        """Remove all held rows except those numbered `rows` [k] (int64, ascending).
+        """Remove all rows from the cache except those numbered `rows` [k] (int64, ascending).
 
-        Inserted rows stay.
+        Extra rows that `insert` has put into the cache stay.
         """
         if self._inserted:
             before = int((rows < self._inserted.start).sum())
@@ -216,10 +232,10 @@ class BoundedCache:
 
     @torch.inference_mode()
     def insert(self, start: int, layers: list[Rows]) -> None:
-        """Put the extra rows `layers[i]` into layer i, before held row number `start`.
+        """Put the extra rows `layers[i]` into layer i, before row number `start` of the cache.
 
-        All layers get equally many rows. Rows inserted earlier are removed first; the new ones
-        stay until `remove_inserted`.
+        All layers get equally many rows. Extra rows that were inserted earlier are removed first.
+        The new rows stay until `remove_inserted` is called.
         """
         self.remove_inserted()
         end, count = self.length, len(layers[0])
@@ -251,9 +267,10 @@ class BoundedCache:
             self._keep_slots(slots)
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """The slots [k] of the held rows numbered `rows` [k].
+        """The slots [k], indices in the cache's buffers, of the rows numbered `rows` [k].
 
-        The slot of a row after the inserted rows is its number plus `inserted_count`.
+        A row's slot is its number; for a row after the inserted rows, it is the number plus
+        `inserted_count`.
         """
         if not self._inserted:
             return rows
@@ -274,7 +291,7 @@ class BoundedCache:
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
-        """A copy of the held rows numbered `rows` [k], with keys as the model first wrote them.
+        """A copy of the cache's rows numbered `rows` [k], with keys as the model first wrote them.
 
         `positions` [k] are the stream positions of these rows.
         """
@@ -284,7 +301,10 @@ class BoundedCache:
 
     @torch.inference_mode()
     def rotated(self, rows: Rows, slots: Tensor) -> Rows:
-        """The first-written `rows` [k], rotated as attention would read them in slots [k]."""
+        """The `rows` [k], rotated as attention would read them in the cache's slots `slots` [k].
+
+        The keys of `rows` must be as first written.
+        """
         new = torch.from_numpy(rows.positions) if self.in_stream else slots
         moves = CosSin(torch.from_numpy(rows.written_at), new)
         moved = list[Tensor]()
@@ -297,9 +317,9 @@ class BoundedCache:
 
     @torch.inference_mode()
     def replace(self, rows: Rows) -> None:
-        """Replace all rows by the first-written `rows` [n], which go into slots 0 to n - 1.
+        """Replace all rows of the cache by `rows` [n], which go into slots 0 to n - 1.
 
-        Their keys are rotated to their new positions.
+        The keys of `rows` must be as first written; they are rotated to their new positions.
         """
         count = len(rows)
         self._inserted = range(0)
@@ -316,7 +336,10 @@ class BoundedCache:
 
     @torch.inference_mode()
     def set_positions(self, *, in_stream: bool) -> None:
-        """Rotate each key to its stream position if `in_stream`, otherwise to its cache slot."""
+        """Set which rotary position keys have, and rotate all keys in the cache to it.
+
+        It is the stream position if `in_stream` is true, otherwise the slot in the cache.
+        """
         if in_stream == self.in_stream:
             return
         self.in_stream = in_stream
@@ -328,7 +351,7 @@ class BoundedCache:
 
     @torch.no_grad()
     def grow_to(self, capacity: int) -> None:
-        """Allocate at least `capacity` rows; buffers never shrink."""
+        """Enlarge the cache's buffers to at least `capacity` rows; buffers never shrink."""
         if capacity <= self.capacity:
             return
         for name in ("_written_at", "_stream"):
@@ -341,18 +364,18 @@ class BoundedCache:
             tensor.grow(self._cursor)
 
     def _rotary_positions(self, slots: Tensor) -> Tensor:
-        """The positions to which the keys in these slots [n] are rotated."""
+        """The rotary positions [n] of the keys in the cache's slots `slots` [n]."""
         if not self.in_stream:
             return slots
         return torch.from_numpy(self._stream[slots.numpy()].clip(min=0))
 
     def layer_keys(self, layer: int) -> Tensor:
-        """A layer's keys as attention reads them: [1, H, n, D] (a view)."""
+        """The n cached keys of a layer, as attention reads them: a view [1, H, n, D]."""
         return self._view(layer, 0)
 
     @torch.inference_mode()
     def as_read(self, rows: Tensor) -> list[Tensor]:
-        """The held rows numbered `rows` [k], rotated as attention reads them.
+        """The keys and values of the rows numbered `rows` [k], rotated as attention reads them.
 
         Returns tensors [H, k, D]: keys of layer 0, values of layer 0, keys of layer 1, and so on.
         """
@@ -363,7 +386,7 @@ class BoundedCache:
         return [one.index_select(1, slots.to(one.device)) for one in views]
 
     def layer_values(self, layer: int) -> Tensor:
-        """A layer's values as attention reads them: [1, H, n, D] (a view)."""
+        """The n cached values of a layer, as attention reads them: a view [1, H, n, D]."""
         return self._view(layer, 1)
 
     def _view(self, layer: int, which: int) -> Tensor:

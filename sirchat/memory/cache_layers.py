@@ -12,15 +12,22 @@ from torch import Tensor
 from sirchat.memory.rope import Rotation
 
 LayerKind = tuple[bool, int]
-"""Whether a layer has keys and values, and its number of recurrent or convolution states."""
+"""Kind of a layer: whether it has keys and values, and how many recurrent or convolution states."""
 
 CacheState = tuple[dict[tuple[str, int], Tensor], ...]
-"""For each layer with a state, a copy of its tensors by kind (`conv`, `recurrent`) and number."""
+"""A copy of the states of all recurrent and convolution layers, one dictionary for each layer.
+
+The key of a tensor is its kind, `conv` or `recurrent`, and its number.
+"""
 
 
 @dataclass
 class Cursor:
-    """Row counts, the same for all layers: in use, allocated, and written by the last pass."""
+    """Numbers of cache rows, which are the same for all layers.
+
+    `length` rows are in use, `capacity` rows are allocated, and the last forward pass has written
+    `written` rows.
+    """
 
     length: int
     capacity: int
@@ -29,18 +36,21 @@ class Cursor:
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """Rotary position embeddings of a layer's keys and of its values; None means no rotation."""
+    """The rotary position embeddings of one layer's keys and of its values.
+
+    None means that keys or values are not rotated.
+    """
 
     key: Rotation | None
     value: Rotation | None = None
 
 
 class CachedTensor:
-    """One cached tensor of one layer, in a buffer [copies, 1, H, capacity, D].
+    """The keys or the values of one layer of the cache, in a buffer [copies, 1, H, capacity, D].
 
-    `copies` is 2 for a tensor with rotary positions: copy 0 has the rows as attention reads them,
-    copy 1 the rows as first written. `copies` is 1 for a tensor without a rotation. If `dtype` or
-    `device` is None, the buffer gets that of the first rows written.
+    With a rotary position embedding (`rotation`), `copies` is 2: copy 0 has the rows as attention
+    reads them, copy 1 has the rows as first written. Without one, `copies` is 1. If `dtype` or
+    `device` is None, the buffer gets the dtype or device of the first rows written.
     """
 
     def __init__(
@@ -54,9 +64,10 @@ class CachedTensor:
         self.buffer: Tensor | None = None
 
     def write(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Write m new `rows` [1, H, m, D] after the n rows in use; returns all [1, H, n + m, D].
+        """Write m new `rows` [1, H, m, D] into the buffer, after the n rows in use.
 
-        The result has the dtype of `rows`; it is a view unless the buffer has another dtype.
+        Returns all rows [1, H, n + m, D] as attention reads them, in the dtype of `rows`. The
+        result is a view of the buffer, or a copy if the buffer has another dtype.
         """
         count = rows.shape[2]
         end = cursor.length + count
@@ -69,10 +80,10 @@ class CachedTensor:
         return self.attended.narrow(2, 0, end).to(rows.dtype)
 
     def compact(self, tail: Tensor, start: int, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Move the rows in slots `tail` [t] to the slots from `start` on.
+        """Move the rows in the buffer's slots `tail` [t] to the slots from `start` on.
 
-        The rows that attention reads are computed from the first-written ones, rotated by
-        `cos_sin`.
+        The copy of these rows that attention reads is computed from the first-written rows, which
+        are rotated by the cosines and sines `cos_sin`.
         """
         if self.buffer is None:
             return
@@ -83,14 +94,15 @@ class CachedTensor:
             self.buffer[0, :, :, start:end] = self.rotation.apply(rows, *cos_sin)
 
     def first_written(self, rows: Tensor) -> Tensor:
-        """The rows in slots `rows` [k] as first written: a copy [H, k, D]."""
+        """A copy [H, k, D] of the rows in the buffer's slots `rows` [k], as first written."""
         written = self._written()
         return written.index_select(2, rows.to(written.device))[0]
 
     def replace(self, cursor: Cursor, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> None:
-        """Write first-written `rows` [H, n, D] to the slots 0 to n - 1.
+        """Write `rows` [H, n, D] to the buffer's slots 0 to n - 1.
 
-        Attention reads these rows rotated by the cosines and sines `cos_sin`.
+        The rows are as first written. The copy that attention reads is rotated by the cosines and
+        sines `cos_sin`.
         """
         count = rows.shape[1]
         if self.buffer is None:
@@ -103,10 +115,11 @@ class CachedTensor:
     def insert(
         self, start: int, end: int, rows: Tensor, cos_sin: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Write `rows` [H, k, D], rotated by `cos_sin`, to the slots from `start` on.
+        """Insert `rows` [H, k, D] into the buffer before slot `start`.
 
-        Before that, the rows in slots `start` to `end` - 1 move up by k. The rotated rows are also
-        stored as the first-written ones.
+        The rows are rotated by the cosines and sines `cos_sin`; the rotated rows are stored both as
+        those that attention reads and as the first-written ones. Before that, the first-written
+        rows in slots `start` to `end` - 1 move up by k.
         """
         count, written = rows.shape[1], self._written()
         written[:, :, start + count : end + count] = written[:, :, start:end].clone()
@@ -116,7 +129,7 @@ class CachedTensor:
         written[0, :, start : start + count] = rows
 
     def grow(self, cursor: Cursor) -> None:
-        """Allocate a buffer for `cursor.capacity` rows, and copy the rows in use to it."""
+        """Allocate a new buffer for `cursor.capacity` rows, and copy the rows in use to it."""
         if self.buffer is None:
             return
         copies, batch, heads, _, dims = self.buffer.shape
@@ -125,7 +138,7 @@ class CachedTensor:
         self.buffer = self._use(grown)
 
     def _allocate(self, cursor: Cursor, rows: Tensor) -> Tensor:
-        """Allocate the buffer; it gets its heads H, dimensions D and dtype from `rows`."""
+        """Allocate and return the buffer; heads H, dimensions D and dtype are those of `rows`."""
         copies = 1 if self.rotation is None else 2
         shape = (copies, *rows.shape[:2], cursor.capacity, rows.shape[3])
         self.device = self.device or rows.device
@@ -134,7 +147,7 @@ class CachedTensor:
         return self.buffer
 
     def _written(self) -> Tensor:
-        """The buffer's copy of the rows as first written [1, H, capacity, D]: a view."""
+        """A view [1, H, capacity, D] of the buffer's copy with the rows as first written."""
         if self.buffer is None:
             raise LookupError("this layer has not been written yet")
         return self.buffer[-1]
@@ -145,11 +158,14 @@ class CachedTensor:
 
 
 RowArguments = tuple[Cursor, LayerRotation, torch.dtype | None, torch.device | None]
-"""The arguments of a `RowLayer`."""
+"""The arguments of the constructor of `RowLayer`."""
 
 
 class RowLayer:
-    """One layer's keys and values. A sliding-window layer stores every row, like the others."""
+    """The keys and values of one layer of the KV cache.
+
+    A layer with sliding-window attention stores as many rows as any other layer.
+    """
 
     def __init__(
         self,
@@ -166,7 +182,10 @@ class RowLayer:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write m new keys and values [1, H, m, D] after the n rows in use; returns all n + m."""
+        """Write m new keys and values [1, H, m, D] into the layer, after the n rows in use.
+
+        Returns all keys and all values, each [1, H, n + m, D].
+        """
         keys, values = self.tensors
         self.cursor.written = key_states.shape[2]
         return keys.write(self.cursor, key_states), values.write(self.cursor, value_states)
@@ -174,16 +193,22 @@ class RowLayer:
 
 @runtime_checkable
 class HoldsState(Protocol):
-    """A layer with recurrent or convolution states."""
+    """Protocol of a cache layer with recurrent or convolution states."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:
-        """A copy of the layer's states, by kind and number; states never written are left out."""
+        """A copy of the layer's states: a tensor for each kind (`conv`, `recurrent`) and number.
+
+        States to which nothing has been written are left out.
+        """
 
     def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
         """Replace the layer's states by a copy of `state`."""
 
 
 def layer_numbers(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """For each layer with rows: its number in the model, mapped to its number among such layers."""
+    """Map the numbers of layers in the model to their numbers among layers with keys and values.
+
+    `kinds` has the kind of each layer of the model; layers without keys and values are left out.
+    """
     with_rows = (number for number, (has_rows, _) in enumerate(kinds) if has_rows)
     return {number: at for at, number in enumerate(with_rows)}

@@ -19,12 +19,12 @@ _CASES = 50
 
 
 def contract_violations(policy: Policy) -> list[str]:
-    """How the policy violates its contract, one line for each fault; an empty list if it does not.
+    """Test an eviction policy; returns one line for each violation of its contract.
 
-    The policy's `keep` is called on random rows. It must return sorted, unique int64 row numbers,
-    exactly as many as asked for, among them every protected row. A second call must return the same
-    numbers, and no call may change the rows. `score` and `log_factors`, if the policy has them,
-    must return one number for each row. A policy that never evicts is not tested.
+    The policy's method `keep` is called on random rows. It must return sorted, unique int64 row
+    numbers, exactly as many as asked for, including every protected row. A second call must return
+    the same numbers, and no call may change the rows. `score` and `log_factors`, if the policy has
+    them, must return one number for each row. For a policy that never evicts, the list is empty.
     """
     if not policy.bounded:
         return []
@@ -60,14 +60,20 @@ def contract_violations(policy: Policy) -> list[str]:
 
 
 def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
-    """The tensors that the policy's `score` and `log_factors` return; empty if it has no score."""
+    """The tensors that the policy's methods `score` and `log_factors` return for `rows`.
+
+    The list is empty if the policy has no scores.
+    """
     if not isinstance(policy, ScorePolicy):
         return []
     return [policy.score(rows), *policy.log_factors(rows).values()]
 
 
 def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
-    """Random rows for a policy, and a random number of rows to keep; `case` is the random seed."""
+    """Make random rows on which `policy` is tested, and a random number of rows to keep.
+
+    `case` is the random seed.
+    """
     random = np.random.default_rng(case)
     ledger = Ledger(seed=case, unknown_surprisal=1.0)
     for round_number in range(int(random.integers(1, 6))):

@@ -1,16 +1,16 @@
 """Factors by which policies multiply a token's score: for its age, its word, and its neighbours.
 
-With `decay: auto`, older scores are lowered when a round is more surprising than usual. A round's
-surprisal is the sum of its eight highest token surprisals, in nats, so that a long message does not
-count as surprising for its length alone. The threshold is 1.5 times the mean surprisal of the
-sixteen rounds before the last one; with fewer than four such rounds, no score is lowered. If the
-last round is above the threshold, the scores of all older rounds are multiplied by threshold /
-surprisal, but by no less than 0.1. Otherwise the factor is 1, so that early facts outlive any
-amount of small talk.
+The decay is the factor for age. With `decay: auto`, the scores of older rounds are lowered when a
+round is more surprising than usual. A round's surprisal is the sum of its eight highest token
+surprisals, in nats, so that a long message does not count as surprising for its length alone. The
+threshold is 1.5 times the mean surprisal of the sixteen rounds before the last one; with fewer than
+four earlier rounds, no score is lowered. If the last round's surprisal is above the threshold, the
+scores of all older rounds are multiplied by threshold / surprisal, but by no less than 0.1.
+Otherwise the factor is 1, so that early facts outlive any amount of small talk.
 
-The other factors are one number for each token (row) in the cache, which depends on the tokens of
-the same word or on the tokens right before and after. All factors are given as logarithms, because
-products of many decays would underflow.
+The factors for words and neighbours are one number for each token (row) in the cache. They depend
+on the tokens of the same word, or on the tokens right before and after. These factors are
+logarithms, because products of many decays would underflow.
 """
 
 from __future__ import annotations
@@ -27,44 +27,52 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows, Role
 
 NEIGHBOUR_SHARE = 0.5
-"""A token's score is raised to at least this share of the score of each token beside it."""
+"""A token's score is raised to at least this share of the scores of the tokens beside it."""
 
 LONGEST_WORD = 8
-"""Maximum number of tokens in a word; a longer run, as in scripts without blanks, is divided."""
+"""Maximum number of tokens in a word; a longer word, as in scripts without blanks, is divided."""
 
 
 def product_of(log_factors: dict[str, Tensor]) -> Tensor:
-    """The product of the factors, given and returned as logarithms [n]; NaN becomes -inf."""
+    """Multiply factors of n token scores; factors and product are logarithms [n].
+
+    `log_factors` maps names to factors. A product that is NaN becomes -inf.
+    """
     total = torch.stack([one.double() for one in log_factors.values()]).sum(0)
     return total.masked_fill(total.isnan(), -math.inf)
 
 
 def or_usual(log_values: Tensor) -> Tensor:
-    """The values [n] as float64, with each NaN (unknown) replaced by the median of the others.
+    """The values [n] as float64, with each NaN replaced by the median of the other values.
 
-    If all values are NaN, they are replaced by 0.
+    NaN stands for an unknown value. If all values are NaN, they are replaced by 0.
     """
     return log_values.double().nan_to_num(log_values.double().nanmedian().nan_to_num().item())
 
 
 def word_factor(log_values: Tensor, rows: HeldRows) -> Tensor:
-    """For each row [n], the factor that turns its value into the sum of all values of its word.
+    """The factor [n] that turns each token's value into the sum of the values of its whole word.
 
-    Values and factors are logarithms.
+    `rows` is the table of n tokens; `log_values` [n] are the logarithms of their values. The
+    factors are logarithms, too.
     """
     return log_sum_by_word(log_values, words_of(rows)) - log_values
 
 
 def template_factor(rows: HeldRows) -> Tensor:
-    """Logarithms [n] of a factor that is 0 for the chat template's tokens and 1 for all others."""
+    """A factor [n] for each row: 0 for tokens of the chat template, 1 for all other tokens.
+
+    Returns the logarithms of the factors: -inf and 0.
+    """
     return torch.where(rows.role == Role.TEMPLATE, -math.inf, 0.0)
 
 
 def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
-    """For each row [n], the factor by which a higher score of an adjacent row raises its score.
+    """The factor [n] that raises each token's score to a share of the scores of adjacent tokens.
 
-    A score is the product of `log_factors`. Factors are given and returned as logarithms; a
-    returned factor is 1 where nothing is raised.
+    A token's score is the product of `log_factors`. Its raised score is at least half of the score
+    of the token right before it and of the token right after it. All factors are logarithms; the
+    returned factor is 1 (logarithm 0) for a token whose score is not raised.
     """
     total = product_of(log_factors)
     shared = with_neighbours(total, rows.position, NEIGHBOUR_SHARE)
@@ -72,9 +80,9 @@ def neighbour_factor(log_factors: dict[str, Tensor], rows: HeldRows) -> Tensor:
 
 
 def words_of(rows: HeldRows) -> Tensor:
-    """For each row [n], the number of the word that it belongs to; words are numbered from 0.
+    """The number of the word to which each token of `rows` [n] belongs; the first word has 0.
 
-    A word is a run of at most `LONGEST_WORD` tokens that are adjacent in the stream.
+    A word is a run of at most `LONGEST_WORD` tokens that follow each other in the conversation.
     """
     is_adjacent = torch.diff(rows.position, prepend=rows.position[:1] - 2) == 1
     starts = ~(rows.continues_word & is_adjacent)
@@ -85,9 +93,10 @@ def words_of(rows: HeldRows) -> Tensor:
 
 
 def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
-    """For each row [n], the log of the sum of exp(`log_values`) over all rows of the same word.
+    """The sum of the values of each token's whole word, for n tokens.
 
-    `word` [n] is the number of each row's word.
+    `log_values` [n] are the logarithms of the tokens' values, `word` [n] is the number of each
+    token's word. Returns the logarithms [n] of the sums.
     """
     values = log_values.double()
     count = int(word[-1]) + 1 if len(word) else 0
@@ -99,10 +108,11 @@ def log_sum_by_word(log_values: Tensor, word: Tensor) -> Tensor:
 
 
 def with_neighbours(log_score: Tensor, position: Tensor, share: float) -> Tensor:
-    """The log scores [n], each raised to at least `share` times the score of each adjacent row.
+    """Raise each token's score to at least `share` times the scores of the adjacent tokens.
 
-    `position` [n], ascending, is each row's position in the stream. Two rows are adjacent if their
-    positions differ by 1.
+    `log_score` [n] are the logarithms of the scores, and `position` [n] are the tokens' stream
+    positions, ascending. Two tokens are adjacent if their positions differ by 1. Returns the
+    logarithms [n] of the raised scores.
     """
     is_adjacent = torch.diff(position) == 1  # [n - 1]
     lent = torch.where(is_adjacent, 0.0, -math.inf) + math.log(share)
@@ -119,12 +129,14 @@ _MIN_FACTOR = 0.1
 
 
 def automatic_decay(surprisal: NDArray[np.float32], rounds: NDArray[np.int32]) -> float:
-    """The factor, from 0.1 to 1, by which to multiply the scores of all rounds before the last.
+    """Compute the factor of `decay: auto` for the scores of all rounds before the last round.
+
+    The factor is from 0.1 to 1, and below 1 only if the last round is unusually surprising.
 
     Args:
-        surprisal: of each token [n], in nats.
-        rounds: the round of each token [n], rising in steps of 1; round 0 is the system prompt,
-            which is not counted as a round.
+        surprisal: surprisal of each token [n], in nats.
+        rounds: number of each token's round [n], rising in steps of 1; round 0 is the system
+            prompt, which does not count as a round.
     """
     last = int(rounds[-1]) if len(rounds) else 0
     first = max(1, last - _MAX_ROUNDS)

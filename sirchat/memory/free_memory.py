@@ -1,7 +1,8 @@
 """Gives freed memory back to the operating system, if the C library is glibc.
 
-glibc keeps freed blocks for later use. If a program frees large blocks but not the small ones
-between them, as when it reads tensors from disk or writes them, it takes more memory than it needs.
+glibc keeps freed blocks for later use. A program that frees large blocks, but not the small blocks
+between them, takes more memory than it needs. This happens when tensors are read from disk or
+written to disk.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import sys
 def trim_memory() -> None:
     """Give freed memory back to the operating system; this takes a few milliseconds.
 
-    Does nothing if the C library has no function for it.
+    Does nothing if the C library is not glibc.
     """
     _call_glibc("malloc_trim", 0)
 
 
 def free_large_blocks_at_once() -> None:
-    """From now on, give freed blocks of a megabyte or more back to the system at once (glibc).
+    """Tell glibc to give freed blocks of a megabyte or more back to the operating system at once.
 
-    Otherwise weights that are read from disk for every pass would leave gaps in the heap.
+    Without this, weights that are read from disk for every forward pass would leave gaps in the
+    heap. Does nothing if the C library is not glibc.
     """
     _call_glibc("mallopt", _MMAP_THRESHOLD, 2**20)
 

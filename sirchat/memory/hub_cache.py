@@ -1,7 +1,8 @@
 """The KV cache as a `transformers.Cache`, the class that models of transformers accept.
 
-Every model with per-token keys and values can use it without a patch, and so can hybrid models.
-This is the only file of this folder that imports transformers, which takes a second.
+Every model with one key and one value per token can use this cache without a patch, and so can
+hybrid models, which have recurrent layers, too. This is the only file of this folder that imports
+transformers, because this import takes a second.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is un
     Args:
         rotations, capacity, dtype, devices: the same as in `BoundedCache`.
         kinds: the kind of each layer of the model; None if all have keys and values only.
-        reads_singly: whether the model's layers with a state can read only one token in a pass.
+        reads_singly: whether the model's recurrent or convolution layers can read only one token
+            in a forward pass.
     """
 
     def __init__(
@@ -77,10 +79,13 @@ class HubRowLayer(RowLayer, CacheLayerMixin):  # type: ignore[misc]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """One layer's recurrent and convolution states, without keys and values."""
+    """A cache layer with recurrent or convolution states, but without keys and values."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:
-        """A copy of the layer's states, by kind and number; states never written are left out."""
+        """A copy of the layer's states: a tensor for each kind (`conv`, `recurrent`) and number.
+
+        States to which nothing has been written are left out.
+        """
         kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
         return {
             (kind, number): tensor.clone()
@@ -110,7 +115,11 @@ class RowAndStateLayer(StateLayer, HubRowLayer):
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each layer of a model, as transformers' own cache for `config` has it."""
+    """The kind of each layer of a model with the configuration `config`.
+
+    A kind says whether the layer has keys and values, and how many recurrent or convolution states
+    it has. The kinds are those of the layers of transformers' own cache.
+    """
     return [
         (
             isinstance(layer, CacheLayerMixin),

@@ -1,12 +1,12 @@
 """The search index of the archive: uses faiss to propose the rows that probably score highest.
 
-A row is one archived token. The index has one or several parts; in each, a row has one vector, and
-the inner product with a query's vector ranks the rows. The vectors are projections to principal
-axes; faiss groups them in lists, each around a centroid. Axes and centroids are learnt from the
-rows that are archived when the index is built; the index is rebuilt when the archive has four times
-as many rows. Rows removed from the archive are removed from the index, too. After `/erase` the
-index is rebuilt from the remaining rows, because axes and centroids carry traces of the erased
-rows.
+A row is one archived token. The index has one or several parts. In each part, a row has one vector,
+and the inner product with a query's vector ranks the rows. The vectors are projections to principal
+axes; faiss groups the vectors in lists, each around a centroid. Axes and centroids are learnt from
+the rows that are archived when the index is built. The index is rebuilt when the archive has more
+than four times as many rows. Rows removed from the archive are removed from the index, too. After
+`/erase` the index is rebuilt from the remaining rows, because axes and centroids carry traces of
+the erased rows.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ AUTO_INDEX_ROWS = 100_000
 """Number of archived rows above which `recall_index: auto` uses an index."""
 
 HITS, PROPOSALS = 320, 16_384
-"""Minimum number of rows that one query vector proposes, and number for all vectors together."""
+"""Minimum number of rows proposed for one query vector, and usual number for all together."""
 
 _INDEXED_SETTINGS = ("retriever", "weight", "soft")
 _GROWTH = 4
 _BATCH = 16_384  # rows added at once
 
 SurprisalOf = Callable[[Positions], NDArray[np.float64]]
-"""A function that returns the surprisals [n], in nats, of the rows at given positions [n]."""
+"""A function that returns the surprisals [n], in nats, of the tokens at stream positions [n]."""
 
 
 def is_available() -> bool:
-    """Whether faiss is installed."""
+    """Whether faiss, the library for vector search, is installed."""
     return find_spec("faiss") is not None
 
 
 class Index:
-    """A search index over archived rows, for one retriever and one way to compute its scores.
+    """A search index over archived rows (tokens), which proposes rows that probably score highest.
 
     Args:
-        recall: settings of recall; the index is valid for their `retriever`, `weight` and `soft`.
+        recall: settings of recall; the index is valid only for the same values of `retriever`,
+            `weight` and `soft`.
         rotations: rotary position embedding of each layer of the model.
     """
 
@@ -70,19 +71,20 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Size of the index, in bytes."""
+        """Size of the search index in memory, in bytes."""
         return sum(part.nbytes for part in self._parts) + self._has.nbytes
 
     def is_for(self, recall: RecallSettings) -> bool:
-        """Whether the index was built for the `retriever`, `weight` and `soft` of `recall`."""
+        """Whether the index was built for the same `retriever`, `weight` and `soft` as `recall`."""
         built = self._recall
         return all(getattr(built, key) == getattr(recall, key) for key in _INDEXED_SETTINGS)
 
     def update(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Add the rows at stream `positions` [n] that are not indexed yet.
+        """Add the archived rows that the index lacks.
 
-        `positions` are those of all archived rows, ascending. If there are more than four times as
-        many as when the index was built, the index is built anew.
+        `positions` [n] are the stream positions of all archived rows, ascending. If their number is
+        more than four times the number when the index was built, the index is built anew.
+        `surprisal_of` returns the surprisals of rows.
         """
         if len(positions) and len(positions) > _GROWTH * self._learnt:
             self._learn(archive, positions, surprisal_of)
@@ -92,7 +94,10 @@ class Index:
             self._add(archive, new[start : start + _BATCH], surprisal_of)
 
     def remove(self, positions: Positions) -> None:
-        """Remove the rows at these stream positions [n]; rows that are not indexed are skipped."""
+        """Remove the rows at these stream positions from the index.
+
+        Positions that the index does not have are skipped.
+        """
         in_range = positions[positions < len(self._has)]
         indexed = in_range[self._has[in_range]]
         if len(indexed):
@@ -101,11 +106,11 @@ class Index:
             self._has[indexed] = False
 
     def propose(self, query: Query, lowest: float = 0.0) -> Positions:
-        """Stream positions, ascending, of the rows that probably score highest for the query.
+        """Find the rows that probably score highest for the query; returns stream positions.
 
-        `lowest` is the lowest score of any row; it is subtracted from each score before the score
-        is multiplied by the token's surprisal. Raises LookupError if the retriever `attention` has
-        no query vectors that can be compared with the cached keys.
+        The positions are ascending. `lowest` is the lowest score of any row; it is subtracted from
+        each score before this is multiplied by the token's surprisal. Raises LookupError if the
+        retriever `attention` has no query vectors that can be compared with the cached keys.
         """
         if self._vectors is None:
             return np.zeros(0, np.int64)
@@ -120,7 +125,10 @@ class Index:
 
     @torch.inference_mode()
     def _learn(self, archive: Archive, positions: Positions, surprisal_of: SurprisalOf) -> None:
-        """Empty the index; learn axes and centroids again from an evenly spaced sample of rows."""
+        """Empty the index; learn its axes and centroids again from a sample of archived rows.
+
+        `positions` are the stream positions of all archived rows; the sample is evenly spaced.
+        """
         rows = archive.fetch(evenly(positions, sample_for(len(positions))))
         self._vectors = IndexVectors(self._recall, self._rotations, rows)
         self._vectors.learn(rows)
@@ -141,7 +149,10 @@ class Index:
         self._has[positions] = True
 
     def _grow(self, rows: int) -> None:
-        """If the mask of indexed rows is shorter than `rows`, at least double its length."""
+        """Make the mask of indexed rows, one entry per stream position, at least `rows` long.
+
+        A mask that is too short becomes at least twice as long.
+        """
         if rows > len(self._has):
             grown = np.zeros(max(rows, 2 * len(self._has)), bool)
             grown[: len(self._has)] = self._has
@@ -149,7 +160,10 @@ class Index:
 
 
 def evenly(positions: Positions, count: int) -> Positions:
-    """Choose `count` of these positions at even intervals; all if there are at most `count`."""
+    """Choose `count` of the stream positions at even intervals.
+
+    Returns all positions if there are at most `count`.
+    """
     if count >= len(positions):
         return positions
     return positions[np.arange(count) * len(positions) // count]
@@ -171,7 +185,7 @@ Head = tuple[int, int]  # layer, key head
 
 @dataclass(frozen=True)
 class Axes:
-    """A projection of vectors with D dimensions to their d principal axes.
+    """A projection of vectors with D dimensions to d principal axes.
 
     Attributes:
         mean: [D], the mean, which is subtracted from a vector before it is projected.
@@ -185,7 +199,7 @@ class Axes:
     def of(sample: Tensor, dims: int) -> Axes:
         """Compute the mean and the first `dims` principal axes of the vectors `sample` [n, D].
 
-        If `dims` is larger than D, there are D axes.
+        If `dims` is larger than D, D axes are computed.
         """
         mean = sample.mean(0)
         centred = sample - mean
@@ -193,23 +207,24 @@ class Axes:
         return Axes(mean, axes[:, -dims:].contiguous())
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """The vectors `rows` [n, D], projected to the axes: [n, d]."""
+        """Project the vectors `rows` [n, D] to the principal axes; returns vectors [n, d]."""
         return (rows - self.mean) @ self.main
 
 
 class IndexVectors:
-    """Computes the vectors that the index stores for rows, and the vectors to search with.
+    """Computes the vectors that the search index stores for rows, and those of a query.
 
-    Their inner products rank rows as the retriever's scores do. With a retriever that compares
-    attention queries, the index has one part per chosen head; otherwise it has a single part.
+    The inner product of a query's vector and a row's vector ranks rows like the retriever's scores.
+    With a retriever that compares attention queries, the index has one part per chosen head;
+    with any other retriever, it has a single part.
 
     Args:
         recall: settings of recall, with the retriever, `weight` and `soft`.
         rotations: rotary position embedding of each layer of the model.
-        like: any rows of the same model; the numbers of heads and dimensions are read from them.
+        like: any rows of the same model, which show the numbers of heads and dimensions.
 
     Attributes:
-        heads: (layer, key head) of each head whose keys are compared; evenly spaced.
+        heads: (layer, key head) of each head whose keys are compared; evenly spaced among all.
     """
 
     def __init__(
@@ -232,16 +247,16 @@ class IndexVectors:
         return max(1, _MAX_RAW_DIMS // (2 * widest))
 
     def learn(self, sample: Rows) -> None:
-        """Compute the principal axes of each part of the index from the rows `sample`."""
+        """Compute the principal axes of each part of the search index from the rows `sample`."""
         self._axes = [
             Axes.of(raw, dims - self._is_weighted)
             for raw, dims in zip(self._raw(sample), self._dims, strict=True)
         ]
 
     def of_rows(self, rows: Rows, nats: Tensor) -> list[Tensor]:
-        """For each part of the index, the vectors [n, d] to store for `rows`.
+        """Compute the vectors that the index stores for n rows: one tensor [n, d] for each part.
 
-        `nats` [n] are the surprisals of the rows.
+        `nats` [n] are the surprisals of the rows, in nats.
         """
         parts = [axes.of_rows(raw) for axes, raw in zip(self._axes, self._raw(rows), strict=True)]
         if not self._is_weighted:
@@ -251,7 +266,7 @@ class IndexVectors:
         return [_append(part * nats[:, None], nats) for part in parts]
 
     def of_query(self, query: Query, lowest: float) -> list[Tensor]:
-        """For each part of the index, the vectors [m, d] to search with, for a query.
+        """Compute the vectors of a query to search with: a tensor [m, d] for each index part.
 
         `lowest` is the lowest score of any row. Raises LookupError if the retriever `attention` has
         no query vectors that can be compared with the cached keys.
@@ -265,21 +280,22 @@ class IndexVectors:
         return [_append(projected, wanted @ self._axes[0].mean - lowest)]
 
     def of_softmax(self, query: Query) -> list[Tensor]:
-        """For each part of the index, vectors [m, d] that find rows with large attention logits.
+        """Compute vectors that find the rows with the largest attention logits.
 
-        Such rows have the largest terms in the sum of the softmax. Their surprisals have no
-        influence on this search. Returns an empty list if the vectors of `of_query` find these
-        rows already.
+        These rows have the largest terms in the sum of the softmax. Their surprisals have no
+        influence on this search. Returns a tensor [m, d] for each part of the index, or an empty
+        list if the vectors of `of_query` find these rows already.
         """
         if not self._retriever.needs_queries or not self._is_weighted:
             return []
         return self._projected_queries(query, 0.0)
 
     def _projected_queries(self, query: Query, weight: float) -> list[Tensor]:
-        """For each chosen head, its query vectors, projected to the axes: [group x m, d].
+        """Project the query vectors of each chosen key head to the index's axes.
 
-        `group` is the number of query heads per key head. If rows are weighted by surprisal, the
-        last dimension is `weight`: the factor of a row's log surprisal in the inner product.
+        Returns a tensor [group x m, d] for each key head; `group` is the number of query heads per
+        key head. If rows are weighted by surprisal, the last dimension is `weight`: the factor of a
+        row's log surprisal in the inner product.
         """
         queries = [self._head_queries(query, *head) for head in self.heads]
         parts = [head @ axes.main for head, axes in zip(queries, self._axes, strict=True)]
@@ -288,7 +304,7 @@ class IndexVectors:
         return [_append(part, part.new_tensor(weight)) for part in parts]
 
     def _raw(self, rows: Rows) -> list[Tensor]:
-        """For each part of the index, the vectors [n, D] of the rows, not projected yet."""
+        """The rows' vectors before projection: a tensor [n, D] for each part of the index."""
         pairs = {layer: self._pair(rows, layer) for layer in {layer for layer, _ in self.heads}}
         if self._retriever.needs_queries:
             return [pairs[layer][0][head] for layer, head in self.heads]
@@ -296,7 +312,10 @@ class IndexVectors:
         return [torch.cat(parts, dim=1)]
 
     def _pair(self, rows: Rows, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values [H, n, D] as the retriever compares them, without rotation."""
+        """A layer's keys and values of `rows` as the retriever compares them: each [H, n, D].
+
+        Rotary positions are undone.
+        """
         keys, values = pair(layer, rows, self._rotations[layer])
         if isinstance(self._retriever, SimilarityRetriever):
             keys, values = self._retriever.vectors(keys, values)
@@ -310,9 +329,10 @@ class IndexVectors:
         return by_head[head].cpu() * layer_queries.scale
 
     def _similarity_query(self, query: Query) -> Tensor:
-        """For each of the turn's m tokens, its keys and values of the chosen heads, joined: [m, D].
+        """The query's vectors [m, D]: for each of its m tokens, keys and values of chosen heads.
 
-        If the retriever compares rows with the turn's mean, it is one vector [1, D].
+        Keys and values of all chosen heads are joined to one vector. If the retriever compares rows
+        with the query's mean, returns one vector [1, D].
         """
         if not isinstance(self._retriever, SimilarityRetriever):
             raise TypeError("a search index needs queries, or a retriever by similarity")
@@ -324,21 +344,25 @@ class IndexVectors:
 
 
 def _append(vectors: Tensor, numbers: Tensor) -> Tensor:
-    """Append one dimension to vectors [n, d]: `numbers` [n], or a single number for all n."""
+    """Append one dimension to vectors [n, d]; returns vectors [n, d + 1].
+
+    `numbers` [n] are the vectors' values in this dimension, or one value for all vectors.
+    """
     return torch.cat([vectors, numbers.to(vectors.dtype).expand(len(vectors))[:, None]], dim=1)
 
 
 def _divide_dims(parts: int) -> list[int]:
-    """The number of dimensions of each part of the index; the sum is `DIMS`.
+    """Divide the `DIMS` dimensions of the index among its parts.
 
-    The last parts, which belong to deeper layers, get the remainder of the division.
+    Returns the number of dimensions of each part. The last parts, which belong to deeper layers,
+    get the remainder of the division.
     """
     steps, more = divmod(DIMS // _STEP, parts)
     return [_STEP * (steps + (part >= parts - more)) for part in range(parts)]
 
 
 def _evenly(heads: list[Head], most: int) -> list[Head]:
-    """Choose at most `most` of the heads, at even intervals."""
+    """Choose at most `most` of the attention heads, at even intervals."""
     count = min(most, len(heads))
     return [heads[(2 * n + 1) * len(heads) // (2 * count)] for n in range(count)]
 
@@ -347,25 +371,26 @@ _PER_LIST = 40  # training vectors for each list
 
 
 def lists_for(rows: int) -> int:
-    """The number of lists into which faiss divides an index of `rows` rows."""
+    """The number of lists into which faiss divides an index of `rows` vectors."""
     return max(1, int(rows**0.5))
 
 
 def sample_for(rows: int) -> int:
-    """The number of vectors from which faiss learns the centroids, for `rows` indexed rows."""
+    """The number of vectors from which faiss learns centroids, for an index of `rows` vectors."""
     return min(rows, _PER_LIST * lists_for(rows))
 
 
 class FaissIndex:
-    """Stores a vector [d] for each stream position; finds those with the largest inner products.
+    """Stores one vector [d] for each token, and finds the vectors with the largest inner products.
 
-    faiss groups the vectors in lists, each around a centroid; a search visits only some lists.
+    Tokens are named by their stream positions. faiss groups the vectors in lists, each around a
+    centroid; a search visits only some lists.
 
     Args:
-        sample: vectors [k, d] to learn the centroids from; fastest where d is a multiple of 8.
+        sample: vectors [k, d] to learn the centroids from; fastest if d is a multiple of 8.
         rows: expected number of vectors; four times as many still work well.
-        probes: minimum number of lists that each query visits. If there are few queries, each
-            visits more: the number of lists divided by the number of queries.
+        probes: minimum number of lists that each query visits. If there are few queries, each query
+            visits more lists: the number of lists divided by the number of queries.
     """
 
     def __init__(self, sample: Tensor, rows: int, probes: int) -> None:
@@ -387,22 +412,26 @@ class FaissIndex:
 
     @property
     def nbytes(self) -> int:
-        """Size of all stored vectors, positions and centroids, in bytes."""
+        """Size of this index in bytes: all vectors, positions and centroids."""
         row_bytes = self._index.code_size + np.dtype(np.int64).itemsize
         return int(len(self) * row_bytes + self._centroids.nbytes)
 
     def add(self, positions: Positions, vectors: Tensor) -> None:
-        """Store `vectors` [n, d] for these stream positions [n], which have no vectors yet."""
+        """Store `vectors` [n, d] for the tokens at stream `positions` [n].
+
+        None of these tokens may have a vector already.
+        """
         self._index.add_with_ids(_array(vectors), positions)
 
     def remove(self, positions: Positions) -> None:
-        """Delete the vectors of these stream positions [n]."""
+        """Delete the vectors of the tokens at these stream positions [n]."""
         self._index.remove_ids(positions)
 
     def search(self, queries: Tensor, k: int) -> Positions:
-        """Stream positions of the k best vectors for each of the queries [m, d], in one array.
+        """Find the k vectors with the largest inner product with each of the queries [m, d].
 
-        The same position can occur several times.
+        Returns the stream positions of their tokens, for all queries in one array. The same
+        position can occur several times.
         """
         wanted = _array(queries)
         to_centroids = wanted @ self._centroids.T  # [m, lists]

@@ -1,8 +1,8 @@
 """The key/value store: moves keys and values of tokens (rows) between the cache and the archive.
 
-It also updates the ledger, which records where each token's keys and values are. If the archive is
-off, the rows that a turn evicted are kept until the next turn begins, so that the turn can be
-undone.
+The store also updates the ledger, the table of tokens, which records where each token's keys and
+values are. If the archive is off, the rows that a turn evicted are kept until the next turn begins,
+so that the turn can be undone.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.segments import Positions, Rows, merged, united
 
 UNDO_BYTES = 256 * 2**20
-"""While the archive is off, maximum size in bytes of the evicted rows that are kept for undo.
+"""Maximum size in bytes of the evicted rows that are kept for undo while the archive is off.
 
-If a turn evicts more, it can't be undone.
+If a turn evicts more bytes, this turn can't be undone.
 """
 
 _MOST_UNWRITTEN = 2**30
-"""Bytes by which an archive on disk may grow in RAM when the disk can't be written."""
+"""Bytes by which an archive on disk may grow in RAM after a write to the disk has failed."""
 
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """Which tokens the cache holds at one moment; `KeyValueStore.undo` goes back to it.
+    """Record of the tokens that the cache holds at one moment, to which `undo` can go back.
 
     Attributes:
-        seen: number of tokens read so far.
-        held: stream positions [n] of the held rows, ascending.
-        pinned: stream positions of the pinned rows, ascending.
+        seen: number of tokens that have been read by this moment.
+        held: stream positions [n] of the tokens in the cache, ascending.
+        pinned: stream positions of the pinned tokens, ascending.
         log_decay: logarithm of the ledger's accumulated decay.
-        attention: attention that the held rows have received.
-        state: the state of the recurrent and convolution layers.
+        attention: statistics of the attention that the tokens in the cache have received.
+        state: the state of the model's recurrent and convolution layers.
     """
 
     seen: int
@@ -60,8 +60,8 @@ class KeyValueStore:
     """The keys and values of one conversation: held in the cache, or evicted to the archive.
 
     Args:
-        cache: an empty cache.
-        ledger: an empty ledger.
+        cache: an empty KV cache.
+        ledger: an empty ledger (table of tokens).
         limit: maximum size of the archive in bytes; 0 turns it off.
         folder: folder of the archive's files; None keeps the archive in RAM.
     """
@@ -84,16 +84,23 @@ class KeyValueStore:
 
     @property
     def archive_bytes(self) -> int:
-        """Size of the archive's keys and values, in bytes."""
+        """Size in bytes of all keys and values in the archive."""
         return self._archive.nbytes
 
     def take_problems(self) -> list[str]:
-        """Return the archive's problems since the last call, such as a full disk: one line each."""
+        """Return the archive's new problems, such as a full disk: one line for each problem.
+
+        The next call returns only problems that come after this call.
+        """
         problems, self._problems = self._problems, []
         return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
-        """Set the archive's maximum size in bytes (0 turns it off) and its folder (None: RAM)."""
+        """Change the archive's maximum size and its folder; archived rows are moved if necessary.
+
+        `limit` is in bytes; 0 turns the archive off, and archived tokens can no longer be restored.
+        `folder` is the folder for the archive's files; None keeps the archive in RAM.
+        """
         old, was_on = self._archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
@@ -110,15 +117,19 @@ class KeyValueStore:
         self._shrink()
 
     def _bounded(self, limit: int) -> int:
-        """The limit to set: smaller than `limit` if the disk can't be written and RAM is used."""
+        """The size limit for the archive in bytes: `limit`, or less if the disk has failed.
+
+        After a failed write, evicted rows stay in RAM; then the archive may grow only by
+        `_MOST_UNWRITTEN` bytes.
+        """
         if self._archive.disk_error is None:
             return limit
         return min(limit, self._archive.nbytes + _MOST_UNWRITTEN)
 
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of all rows in the cache or in the archive.
+        """Stream positions [n], ascending, of all tokens in the cache or in the archive.
 
-        Rows with the flag `EXCLUDED`, which are not restored, are left out.
+        Tokens with the flag `EXCLUDED`, which must never be restored, are left out.
         """
         ledger, stored = self.ledger, self._archive.positions
         stored = stored[stored < ledger.seen]
@@ -141,10 +152,10 @@ class KeyValueStore:
         return positions
 
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Evict and restore rows, so that the cache holds exactly those at stream `positions` [n].
+        """Evict and restore rows, so that the cache holds exactly the rows at given positions.
 
-        `positions` are ascending, and all are in `reachable`. Returns the positions of the evicted
-        rows, and those of the rows restored from the archive.
+        `positions` [n] are stream positions, ascending, of rows in the cache or the archive.
+        Returns the positions of the evicted rows, and the positions of the restored rows.
         """
         self.cache.remove_inserted()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
@@ -155,7 +166,7 @@ class KeyValueStore:
         return evicted, restored
 
     def insert(self, start: int, layers: Sequence[Positions]) -> None:
-        """Put extra rows from the archive into the cache, before held row number `start`.
+        """Copy archived rows into the cache as extra rows, before the cache's row number `start`.
 
         Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
         if one of the rows is not archived.
@@ -164,14 +175,14 @@ class KeyValueStore:
 
     @property
     def archive(self) -> Archive:
-        """The archive of evicted rows; `set_limit` may replace it by another object."""
+        """The archive of evicted rows; `set_limit` may replace this object by another."""
         return self._archive
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Context manager: within it, the archive has no limit.
+        """Context manager that turns off the archive's size limit within its block.
 
-        It is used to read ids that are undone afterwards, so that no archived row is lost.
+        Use it to read ids whose reading is undone afterwards: no archived row is deleted.
         """
         limit, self._archive.limit = self._archive.limit, None
         try:
@@ -180,9 +191,10 @@ class KeyValueStore:
             self._archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Return the present state, for `undo`; call this at the beginning of a turn.
+        """Return a record of the present state, to which `undo` can go back.
 
-        If the archive is off, this deletes the rows that the previous turn evicted.
+        Call this at the beginning of a turn. If the archive is off, the rows that the previous turn
+        evicted are deleted.
         """
         if not self._archiving:
             self._archive.clear()
@@ -194,15 +206,15 @@ class KeyValueStore:
         return CacheCheckpoint(ledger.seen, held, pinned, ledger.log_decay, attention, state)
 
     def has(self, positions: Positions) -> bool:
-        """Whether the rows at all of these stream positions are in the cache or the archive."""
+        """Whether the rows at all of these stream positions are in the cache or in the archive."""
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
         return bool(self._archive.has(missing).all())
 
     def undo(self, checkpoint: CacheCheckpoint) -> None:
-        """Go back to the state of `checkpoint`, and delete all tokens that were read since.
+        """Go back to the state of `checkpoint`, and delete all tokens that were read after it.
 
-        Raises LookupError, changing nothing, when a row that was held then is neither held nor
-        archived now.
+        Raises LookupError, changing nothing, if a row that was in the cache at the checkpoint is
+        now neither in the cache nor in the archive.
         """
         if not self.has(checkpoint.held):
             raise LookupError("some rows that the checkpoint held are neither held nor archived")
@@ -221,21 +233,22 @@ class KeyValueStore:
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
     ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """Compute the statistics `wanted` of the rows at these stream positions [n], ascending.
+        """Compute statistics of the keys and values of tokens, by which policies rank them.
 
-        Returns an array [n] for each statistic. A row that is neither in the cache nor archived
-        gets the median of the other rows.
+        `positions` [n] are the tokens' stream positions, ascending; `wanted` are names of
+        statistics. Returns an array [n] for each name. A token that is neither in the cache nor in
+        the archive gets the median of the other tokens.
         """
         held = self.ledger.held_positions
         found = self._archive.statistics(self.cache, held, positions, wanted)
         return {name: median_for_unknown(values) for name, values in found.items()}
 
     def rows(self, limit: int | None = None) -> Rows | None:
-        """All rows in the cache or the archive, as first written, ascending, on the CPU.
+        """A copy on the CPU of all rows in the cache or the archive, with keys as first written.
 
-        If these are larger than `limit` bytes, returns only the rows in the cache; if these are
-        larger, too, returns None. Raises LostRankError if a process that has a part of the rows
-        has ended.
+        Rows are in ascending order of stream position. If all rows together are larger than `limit`
+        bytes, returns only the rows in the cache; if the rows in the cache are larger, too, returns
+        None. Raises LostRankError if a process that has a part of the rows has ended.
         """
         positions = self.reachable()
         held = self.ledger.held_positions
@@ -251,7 +264,10 @@ class KeyValueStore:
         return merged(held_rows, self._archive.fetch(archived))
 
     def load(self, rows: Rows) -> None:
-        """Load saved rows: into the cache as the ledger says, the others into the archive."""
+        """Load the saved rows of a conversation, whose ledger is loaded already.
+
+        Rows that the ledger records as held go into the cache, all other rows into the archive.
+        """
         held = np.searchsorted(rows.positions, self.ledger.held_positions)
         self.cache.replace(rows.take(held))
         if self._archiving:
@@ -275,7 +291,10 @@ class KeyValueStore:
         return State.ARCHIVED if self._archiving else State.GONE
 
     def _archive_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy the cache's rows numbered `rows` [k] to the archive, unless they are there."""
+        """Copy the cache's rows numbered `rows` [k] to the archive.
+
+        Rows that the archive already has are skipped.
+        """
         positions = self.ledger.held_positions[rows]
         new = ~self._archive.has(positions)
         if new.any():
@@ -283,9 +302,10 @@ class KeyValueStore:
             self._archive.add_held(self.cache, chosen, positions[new])
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Make the cache hold exactly the rows at `positions` [n].
+        """Make the cache hold exactly the rows at stream `positions` [n].
 
-        The held rows numbered `rows` [k] are among them. The others come from the archive.
+        The rows that the cache holds already have the row numbers `rows` [k]. The missing rows are
+        copied from the archive.
         """
         held, chosen = self.ledger.held_positions[rows], torch.from_numpy(rows)
         if len(held) == len(positions):
@@ -294,7 +314,10 @@ class KeyValueStore:
             self._archive.fill(self.cache, chosen, held, positions)
 
     def _shrink(self) -> None:
-        """Delete archived rows above the limit; record problems for `take_problems`."""
+        """Delete archived rows until the archive is within its limit of bytes.
+
+        A full archive or a failed disk is recorded as a problem for `take_problems`.
+        """
         archive = self._archive
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True

@@ -1,9 +1,9 @@
-"""The ledger: a table with one row per token of the whole conversation, held in the cache or not.
+"""The ledger: a table with one row per token of the conversation, in the KV cache or not.
 
-The stream is all tokens read or generated so far, in order. The table is one array that grows by
-doubling (40 bytes a token; 16 more where attention is recorded). The tokens of the held rows, in
-stream order, are those in the cache: held row number i is in slot i of every layer. Every column
-except attention is recorded under any policy, so that the policy can be switched at any moment.
+The stream is the sequence of all tokens read or generated. The table is one array that grows by
+doubling (40 bytes a token; 16 more if attention is recorded). Held rows are those of the tokens in
+the cache: held row number i, in stream order, is in slot i of every layer. Every column except
+attention is recorded under any policy, so that the policy can be switched at any moment.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Role(IntEnum):
 
 
 class Flag(IntFlag):
-    """Further facts about a token.
+    """Flags of a token.
 
     A `PINNED` token is protected from eviction; an `ANCHOR` token ends a sentence or round; the id
     and surprisal of an `ERASED` token were deleted; a `RECALLED` token was restored for this round
     by recall; a `CONTINUES` token belongs to the same word as the token before it; an `EXCLUDED`
-    token was evicted and is not restored: it belongs to a system prompt that is no longer in force,
-    or to a reply's reasoning.
+    token was evicted and is never restored, because it belongs to an old system prompt or to a
+    reply's reasoning.
     """
 
     PINNED = 1
@@ -51,7 +51,7 @@ class Flag(IntFlag):
 
 
 class State(IntEnum):
-    """Where a token's keys and values are: in the cache, nowhere, or only in the archive."""
+    """Where a token's keys and values are: in the cache, nowhere (`GONE`), or in the archive."""
 
     HELD = 0
     GONE = 1
@@ -88,13 +88,13 @@ KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"
 
 @dataclass(frozen=True)
 class HeldRows:
-    """The n rows (tokens) among which a policy chooses, in stream order: tensors [n] on the CPU.
+    """The n tokens (rows) among which a policy chooses, in stream order: tensors [n] on the CPU.
 
-    These are the rows in the cache; after a change of settings or pins, the archived rows, too.
+    These are the tokens in the cache; after a change of settings or pins, archived tokens, too.
 
     Attributes:
         position: stream positions, ascending.
-        token_id, turn, round, role: of each token; `role` is a number as in `Role`.
+        token_id, turn, round, role: numbers of each token; `role` is one of `Role`.
         surprisal: -log p(token) in nats. Nothing predicts the first token of the stream, so it has
             the highest surprisal of the tokens read with it.
         log_decay_since: logarithm of the product of the decays since the row was read.
@@ -109,8 +109,8 @@ class HeldRows:
             see `KeyValueStat`, if the policy uses them; else 0.
         arrival_key: random, uniform in [0, 1), drawn when the row was read.
         is_pinned, is_anchor, is_sink: masks of the pinned rows, the anchors, and the sinks.
-        continues_word: mask of the rows that belong to the same word as the token before them.
-        protected: mask of the rows that must stay: sinks, pins, the newest of the current round.
+        continues_word: mask of the tokens that belong to the same word as the token before them.
+        protected: mask of the rows that must stay: sinks, pins, the current round's newest rows.
         seen: number of tokens ever read.
         seed: seed for the policy's random numbers.
     """
@@ -144,12 +144,12 @@ class HeldRows:
         return len(self.position)
 
     def newest(self, count: int) -> Tensor:
-        """Mask [n] of the rows among the last `count` tokens of the stream."""
+        """Mask [n]: which rows are among the last `count` tokens of the conversation."""
         return self.position >= self.seen - count
 
 
 class Ledger:
-    """A table with one row for each token of the conversation, whether in the cache or evicted.
+    """A table with one row for each token of the conversation, in the cache or evicted.
 
     Args:
         seed: seed of the arrival keys: one random number in [0, 1) for each token.
@@ -174,17 +174,17 @@ class Ledger:
 
     @property
     def recalled(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of the rows that recall restored to the cache this round."""
+        """Stream positions, ascending, of the tokens that recall has restored for this round."""
         return self._recalled
 
     @property
     def held_count(self) -> int:
-        """Number of rows in the cache."""
+        """Number of tokens in the KV cache."""
         return self._held_count
 
     @property
     def held_positions(self) -> NDArray[np.int64]:
-        """Stream positions [n] of the rows in the cache, ascending (a view)."""
+        """Stream positions [n] of the tokens in the KV cache, ascending (a view)."""
         return self._held[: self._held_count]
 
     def held_of_turn(self, turn: int) -> int:
@@ -192,14 +192,14 @@ class Ledger:
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))
 
     def column(self, name: str) -> NDArray[Any]:
-        """The column `name` of `ROW` for the whole stream [seen]: a read-only view."""
+        """The column `name` of the table, one entry per token [seen]: a read-only view."""
         column = self._rows[name][: self.seen]
         column.flags.writeable = False
         return column
 
     @property
     def pinned_positions(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of all pinned rows, in the cache or not."""
+        """Stream positions, ascending, of all pinned tokens, in the cache or not."""
         if self._pinned is None:
             self._pinned = np.flatnonzero(self.column("flags") & Flag.PINNED)
             self._pinned.flags.writeable = False
@@ -218,8 +218,8 @@ class Ledger:
     ) -> None:
         """Add one row for each of the ids that the model has just read into the cache.
 
-        `surprisal` is in nats. `learned_scores` are the predictions of the model's scorer; None if
-        the model has none.
+        `surprisal` is in nats. `learned_scores` are the predictions of the model's trained scorer;
+        None without a scorer.
         """
         learned = learned_scores or [math.nan] * len(ids)
         start, end = self.seen, self.seen + len(ids)
@@ -242,24 +242,24 @@ class Ledger:
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
-        """Set the first token's surprisal to the highest one among the first `count` tokens."""
+        """Set the first token's surprisal to the highest surprisal of the first `count` tokens."""
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
     def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Record that all rows in the cache are evicted, except those numbered `rows` [k].
+        """Record an eviction: only the cache's rows numbered `rows` [k] stay in the cache.
 
-        Evicted rows get the state `state`; returns their stream positions.
+        Evicted rows get the state `state`; returns the stream positions of the evicted rows.
         """
         return self.hold(self.held_positions[rows.numpy()], state)[0]
 
     def hold(
         self, positions: NDArray[np.int64], state: State
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Record that the cache holds exactly the rows at these stream positions [n], ascending.
+        """Record that the cache now holds exactly the rows at stream `positions` [n], ascending.
 
-        Evicted rows, which it held before, get the state `state`. Returns the positions of the
-        evicted rows, and those of the restored rows, which it did not hold before.
+        Rows that thereby leave the cache get the state `state`. Returns the positions of these
+        evicted rows, and the positions of the restored rows, which are new in the cache.
         """
         before = self.held_positions
         gone = np.setdiff1d(before, positions, assume_unique=True)
@@ -277,19 +277,19 @@ class Ledger:
         return gone, came
 
     def recall(self, positions: NDArray[np.int64]) -> None:
-        """Give the flag `RECALLED` to the cache's rows at these positions, and to no others."""
+        """Set the flag `RECALLED` of the rows at these positions; clear it of all other rows."""
         flags = self._rows["flags"]
         flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
         flags[positions] |= np.uint8(Flag.RECALLED)
         self._recalled = positions
 
     def mark_gone(self, positions: NDArray[np.int64]) -> None:
-        """Record that the rows at these positions, if archived, can no longer be restored."""
+        """Record that archived rows at these positions were deleted from the archive."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE
 
     def rows(self, start: int = 0) -> NDArray[np.void]:
-        """The rows from position `start` on: a copy, structured as `ROW`."""
+        """A copy of the table's rows from stream position `start` on, structured as `ROW`."""
         return self._rows[start : self.seen].copy()
 
     def load(
@@ -299,9 +299,9 @@ class Ledger:
         log_decay: float,
         recalled: NDArray[np.int64] | None = None,
     ) -> None:
-        """Replace all contents by saved `rows`; those at the positions `held` are in the cache.
+        """Replace the whole table by saved `rows`; rows at the positions `held` are in the cache.
 
-        The other rows count as lost, until `archive` records that they are archived.
+        All other rows count as lost, until `archive` records that they are archived.
         """
         self.seen, self.log_decay = len(rows), log_decay
         self._grow(len(rows), len(held))
@@ -316,14 +316,14 @@ class Ledger:
             self.recall(recalled)
 
     def archive(self, positions: NDArray[np.int64]) -> None:
-        """Record that the rows at these positions are archived, except rows in the cache."""
+        """Record that the rows at these positions are in the archive; skips rows in the cache."""
         gone = positions[self._rows["state"][positions] == State.GONE]
         self._rows["state"][gone] = State.ARCHIVED
 
     def erase(self, positions: NDArray[np.int64]) -> None:
-        """Delete the ids, surprisals, learned scores, flags and attention of these rows.
+        """Delete ids, surprisals, learned scores, flags and attention of the rows at positions.
 
-        They must not be in the cache or the archive. Their turns, rounds and roles stay recorded.
+        The rows must not be in cache or archive. Their turns, rounds and roles stay recorded.
         """
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
@@ -333,7 +333,7 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Remove the rows of all but the first `seen` tokens, and set `log_decay`.
+        """Remove the rows of all but the conversation's first `seen` tokens; set `log_decay`.
 
         None of the removed rows may be in the cache.
         """
@@ -344,11 +344,11 @@ class Ledger:
             self._pinned = self._pinned[self._pinned < seen]
 
     def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
-        """Pin the rows at these positions if `pinned` is true, else unpin them."""
+        """Pin the rows at these stream positions if `pinned` is true, else unpin the rows."""
         self.flag(Flag.PINNED, positions, pinned)
 
     def flag(self, flag: Flag, positions: range | NDArray[np.int64], on: bool) -> None:
-        """Set `flag` of the rows at these positions if `on` is true, else clear it."""
+        """Set `flag` of the rows at these positions if `on` is true, else clear the flag."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | flag if on else flags & ~flag
@@ -356,7 +356,7 @@ class Ledger:
             self._pinned = None
 
     def pin_only(self, positions: NDArray[np.int64]) -> None:
-        """Pin the rows at these positions, and unpin all others."""
+        """Pin the rows at these positions, and unpin all other rows."""
         self.pin(self.pinned_positions, False)
         self.pin(positions, True)
         self._pinned = np.unique(positions)
@@ -364,7 +364,7 @@ class Ledger:
     def close_round(self, decay: float, spared: int | None = None) -> None:
         """Multiply the surprisal and attention of all rows by `decay` (SirLLM, Algorithm 1).
 
-        `spared` is None, or the number of the last round, whose rows are then left unchanged.
+        If `spared` is the number of the last round, the rows of this round stay unchanged.
         """
         self.log_decay += math.log(decay)
         if spared is not None:
@@ -373,7 +373,7 @@ class Ledger:
             self.attention.spare_from_decay(start, self.log_decay)
 
     def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Surprisals [n], in nats, of the rows at these positions [n].
+        """Surprisals [n], in nats, of the tokens at stream `positions` [n].
 
         The first token of the stream, which nothing predicts, gets `unknown_surprisal`.
         """
@@ -381,18 +381,18 @@ class Ledger:
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 
     def log_decayed_surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """For each position [n], the log of its surprisal times all decays since it was read.
+        """The log [n] of each token's surprisal times all decays since the token was read.
 
-        It is a logarithm, because a product of many decays, such as 0.7^300, underflows.
+        Logarithms are used because a product of many decays, such as 0.7^300, underflows.
         """
         with np.errstate(divide="ignore"):
             log_surprisal = np.log(self.surprisal_of(positions))
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
     def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The rows at stream positions `at` [n], ascending, as policies see them.
+        """The table of the tokens at stream positions `at` [n], ascending, as policies see it.
 
-        `sinks` is the number of sinks; `protected` [n] marks the rows that must stay.
+        `sinks` is the number of sinks; the mask `protected` [n] marks the rows that must stay.
         """
         columns = self._rows
         flags = columns["flags"][at]
@@ -429,16 +429,16 @@ class Ledger:
         )
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The cache's rows as policies see them; the mask `protected` marks rows that must stay."""
+        """The table of the tokens in the cache, as policies see it; arguments as in `view`."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:
-        """Compute the random arrival keys of the rows from `start` on, from seed and position."""
+        """Compute the arrival keys (random numbers) of the rows from position `start` on."""
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Extend arrays that are too short for `rows` rows, of which `held` are in the cache."""
+        """Make the table long enough for `rows` rows, of which `held` are in the cache."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)

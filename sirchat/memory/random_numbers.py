@@ -1,8 +1,8 @@
 """Random numbers that are computed from their arguments alone, without a generator's state.
 
-Each number is a hash of four numbers: seed, purpose, stream position, and number of tokens seen. So
-the same conversation gets the same numbers on every device, in any order, and after a resume. The
-hash is splitmix64 (Steele et al. 2014).
+Each number is a hash of four numbers: seed, purpose, stream position, and number of tokens read.
+Therefore the same conversation gets the same random numbers on every device, in any order, and
+after a resume. The hash is splitmix64 (Steele et al. 2014).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a random number is for; numbers for different purposes are independent."""
+    """The purpose of a random number; numbers for different purposes are independent."""
 
     ARRIVAL = 1
     EVICTION = 2
@@ -30,9 +30,10 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each stream position [n].
+    """Compute a random number in [0, 1) for each of the stream `positions` [n].
 
-    `seen` is the number of tokens read so far; other values give other random numbers.
+    The same arguments always give the same numbers. `seen` is usually the number of tokens that
+    have been read; each value of it gives different numbers.
     """
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))

@@ -1,4 +1,4 @@
-"""Finds a class by its name: a registry for eviction policies, and one for retrievers.
+"""A registry finds a class by its name. There is one for eviction policies, one for retrievers.
 
 Each built-in class is in a file of its own, named after the class. Other packages add classes
 through a group of entry points. Listing the names imports no class.
@@ -20,7 +20,7 @@ class Registry:
     """Finds classes of one kind, such as eviction policies, by name.
 
     Args:
-        kind: what error messages call such a class, for example "policy".
+        kind: the word for a class of this kind in error messages, for example "policy".
         package: the package with the built-in classes, one in each module except `base`. The file
             `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`.
         group: the group of entry points by which other packages add classes.
@@ -34,13 +34,13 @@ class Registry:
         self.aliases = aliases or {}
 
     def names(self) -> list[str]:
-        """All names, the built-in ones first."""
+        """All names of classes without aliases; the names of built-in classes come first."""
         built_in = self._built_in()
         added = {entry.name for entry in importlib.metadata.entry_points(group=self._group)}
         return built_in + sorted(added - set(built_in))
 
     def __contains__(self, name: str) -> bool:
-        """Whether a class has this name; aliases don't count.
+        """Whether a class of this registry has the name `name`; aliases don't count.
 
         Entry points are read only if no built-in class has the name.
         """
@@ -49,8 +49,8 @@ class Registry:
     def find(self, name: str, base: type, hint: str = "") -> type[Any]:
         """The class with this name or alias; it is a subclass of `base`.
 
-        Raises SettingError if there is none. The error suggests the most similar name; if no name
-        is similar, it ends with `hint`.
+        Raises SettingError if no class has the name. The error's hint is the most similar name, or
+        the text `hint` if no name is similar.
         """
         name = self.aliases.get(name, name)
         if name in self._built_in():

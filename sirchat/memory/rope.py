@@ -1,8 +1,8 @@
 """Rotary position embeddings: find how a layer rotates keys, and rotate keys to other positions.
 
-If the input is a single token, the hidden states do not depend on its position. So the keys of that
-token at positions p and p + d differ by exactly that layer's rotation. `match_rotation` tries each
-frequency buffer of the model in each layout, and returns the one that explains the difference.
+If the input is a single token, the hidden states do not depend on its position. Therefore the keys
+of this token at two positions differ by exactly the layer's rotation. `match_rotation` tries each
+frequency buffer of the model in each layout, and returns the rotation that explains the difference.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Rotation:
     Attributes:
         inv_freq: angular frequencies, float32 [d/2], in radians per position, negative for a
             rotation backward; kept on the CPU, because not every device has float64.
-        interleaved: whether rotated pairs are neighbours (0, 1), (2, 3), ... rather than halves
-            (0, d/2), (1, d/2 + 1), ...
+        interleaved: True if pairs of adjacent dimensions are rotated: (0, 1), (2, 3), ...; False
+            if the pairs are (0, d/2), (1, d/2 + 1), ...
         offset: index within the head of the first of the d rotated dimensions.
     """
 
@@ -33,14 +33,15 @@ class Rotation:
 
     @property
     def dims(self) -> int:
-        """Number d of rotated dimensions of a head."""
+        """Number d of dimensions of each head that are rotated."""
         return 2 * self.inv_freq.numel()
 
     def cos_sin(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [n, d/2], that rotate keys from positions `old` to `new` [n].
+        """Cosines and sines, each [n, d/2], that rotate n keys from positions `old` to `new`.
 
-        Angles are rounded to float32, as models do, then subtracted in float64, so that a rotated
-        key is the key that the model would have computed at the new position.
+        Angles are rounded to float32, like the model's own, and then subtracted in float64.
+        Therefore a rotated key equals the key that the model would have computed at the new
+        position.
         """
         inv_freq = self.inv_freq[None]  # [1, d/2]
         angle_old = (old.float()[:, None] * inv_freq).double()
@@ -50,7 +51,10 @@ class Rotation:
         return delta.cos(), delta.sin()
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate `x` [..., n, D] by `cos`, `sin` [n, d/2]; computed and returned in float32."""
+        """Rotate vectors `x` [..., n, D] by the cosines `cos` and sines `sin`, each [n, d/2].
+
+        Returns a rotated copy in float32.
+        """
         cos, sin = cos.to(x.device), sin.to(x.device)
         out = x.float() if x.dtype != torch.float32 else x.clone()
         old = self._pairs(x.float())
@@ -68,15 +72,15 @@ class Rotation:
         return part[..., :half], part[..., half:]
 
     def same_angles(self, other: Rotation) -> bool:
-        """Whether `other` has the same frequencies, and so the same cosines and sines."""
+        """Whether `other` has the same frequencies, and therefore the same cosines and sines."""
         return torch.equal(self.inv_freq, other.inv_freq)
 
 
 class CosSin:
-    """Cosines and sines that rotate keys from positions `old` [n] to `new` [n].
+    """Cosines and sines that rotate n keys from rotary positions `old` [n] to `new` [n].
 
-    They are computed once for each device and each set of frequencies; layers with the same
-    frequencies share them.
+    Cosines and sines are computed once for each device and each set of frequencies. Layers with the
+    same frequencies share them.
     """
 
     def __init__(self, old: Tensor, new: Tensor) -> None:
@@ -84,7 +88,10 @@ class CosSin:
         self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
 
     def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines, each [n, d/2], on `device`; None if `rotation` is None."""
+        """The cosines and sines of `rotation`, each [n, d/2], on `device`.
+
+        Returns None if `rotation` is None.
+        """
         if rotation is None:
             return None
         for other, where, cos_sin in self._computed:
@@ -98,19 +105,19 @@ class CosSin:
 def match_rotation(
     samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
 ) -> Rotation | None:
-    """Find the rotation that turns the sample at position 0 into those at all other positions.
+    """Find the rotation that turns a token's key at position 0 into its keys at other positions.
 
     Args:
-        samples: for each position, the cached tensor [H, D] of the same token at that position;
+        samples: for each position, the key (or value) [H, D] of the same token at that position;
             must include position 0.
         frequencies: the model's `inv_freq` buffers by name, float32 [d/2] each.
         tolerance: largest relative error of a match.
 
     Returns:
-        The rotation, or None when the tensor does not depend on the position.
+        The rotation, or None if the key does not depend on the position.
 
     Raises:
-        LookupError: the tensor depends on the position, but no known rotation explains how.
+        LookupError: the key depends on the position, but no known rotation explains how.
     """
     if _error(samples, None) <= tolerance:
         return None
@@ -138,9 +145,11 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int, sign: int) -> 
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """Rotate the sample at position 0 to all other positions; returns the largest relative error.
+    """The largest relative error if `rotation` rotates a token's key to other positions.
 
-    At each position, the rotated sample is compared with the given sample of that position.
+    `samples` has the token's key [H, D] at each position. The key at position 0 is rotated to every
+    position, and compared with the key at that position. If `rotation` is None, it is compared
+    without rotation.
     """
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0

@@ -1,7 +1,8 @@
 """Segments of the archive: blocks of keys and values in RAM, or in files of a private folder.
 
-A process that is killed can't remove its folder. So each folder has a lock, which the operating
-system frees when the process ends in any way; `sweep` removes the folders whose lock is free.
+A process that is killed can't remove its folder. Therefore each folder has a lock, which the
+operating system frees when the process ends in any way. `sweep` removes the folders whose lock is
+free.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _OLD = 24 * 3600  # seconds after which a lock without a folder is removed
 
 
 class ArchiveFolder:
-    """A folder that is deleted with all its files when the program ends or `remove` is called.
+    """A folder for files of the archive of evicted tokens.
+
+    The folder is deleted with all its files when the program ends or `remove` is called.
 
     Attributes:
         path: path of the folder, which exists after `make`.
@@ -44,7 +47,10 @@ class ArchiveFolder:
         self.remove = weakref.finalize(self, _remove, path, self._lock)
 
     def make(self) -> None:
-        """Make the folder, private and locked, unless it exists; raises OSError if that fails."""
+        """Make the folder, unless it exists, so that only this user can read it; lock it.
+
+        Raises OSError if the folder can't be made.
+        """
         private_dir(self.path.parent)
         if not self._lock.is_locked:
             self._lock.acquire(blocking=False)  # first, so that no other process sweeps it
@@ -90,10 +96,10 @@ SEGMENT_ROWS = 512
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values of n tokens, as the model first wrote them, for one layer or for all.
+    """The keys and values of n tokens, as the model first wrote them, of one layer or of all.
 
     Attributes:
-        positions: stream positions [n] of the tokens.
+        positions: stream positions [n] of the tokens (their indices in the whole conversation).
         written_at: rotary positions [n] at which the keys were first written.
         tensors: two for each layer, keys then values, each [H, n, D].
     """
@@ -107,28 +113,31 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Size of the keys and values, in bytes."""
+        """Size of the rows' keys and values, in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device: torch.device | str) -> Rows:
-        """The same rows, with their tensors on `device`."""
+        """The same rows with their keys and values on `device`."""
         tensors = [tensor.to(device) for tensor in self.tensors]
         return Rows(self.positions, self.written_at, tensors)
 
     def take(self, index: NDArray[np.int64]) -> Rows:
-        """A copy of the k rows whose numbers, from 0, are `index` [k]."""
+        """A copy of the k rows (tokens) with the indices `index` [k]."""
         chosen = torch.from_numpy(index)
         tensors = [tensor.index_select(1, chosen.to(tensor.device)) for tensor in self.tensors]
         return Rows(self.positions[index], self.written_at[index], tensors)
 
     def between(self, start: int, end: int) -> Rows:
-        """The rows numbered `start` to `end` - 1, as views."""
+        """The rows (tokens) with index `start` to `end` - 1; their tensors are views."""
         tensors = [tensor[:, start:end] for tensor in self.tensors]
         return Rows(self.positions[start:end], self.written_at[start:end], tensors)
 
 
 def merged(one: Rows, other: Rows) -> Rows:
-    """The rows of `one` and `other`, in ascending order of stream position."""
+    """Join the rows of `one` and `other`; returns copies in ascending order of stream position.
+
+    The result is on the devices of `one`.
+    """
     positions = np.concatenate([one.positions, other.positions])
     order = np.argsort(positions)
     chosen = torch.from_numpy(order)
@@ -141,7 +150,7 @@ def merged(one: Rows, other: Rows) -> Rows:
 
 
 class Segment:
-    """A block of the archive with room for `SEGMENT_ROWS` rows; it is filled from the front.
+    """A block of the archive with room for `SEGMENT_ROWS` rows (tokens), filled from the front.
 
     Args:
         like: tensors [H, n, D]; the segment's tensors have the same H, D and dtype.
@@ -159,18 +168,22 @@ class Segment:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more rows fit."""
+        """Whether no more rows fit in this segment."""
         return self.used == SEGMENT_ROWS
 
     def reserve(self, positions: Positions, written_at: NDArray[np.int64]) -> None:
-        """Reserve slots for rows, which `put` writes later; there must be enough free slots."""
+        """Reserve slots of this segment for rows whose keys and values `put` writes later.
+
+        `positions` are the rows' stream positions, `written_at` their rotary positions. The segment
+        must have enough free slots.
+        """
         end = self.used + len(positions)
         self.positions[self.used : end] = positions
         self.written_at[self.used : end] = written_at
         self.used = end
 
     def put(self, start: int, tensors: list[Tensor]) -> None:
-        """Write keys and values [H, k, D] of k rows into the slots from `start` on."""
+        """Write keys and values [H, k, D] of k rows into this segment's slots from `start` on."""
         for stored, given in zip(self.tensors, tensors, strict=True):
             stored[:, start : start + given.shape[1]].copy_(given)
 
@@ -185,14 +198,15 @@ class Segment:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the segment has no rows: none were put there, or all were erased."""
+        """Whether the segment has no rows: none was ever reserved, or all have been erased."""
         return not (self.positions >= 0).any()
 
 
 class SegmentFiles:
-    """A private folder with one file per full segment, written by a background thread.
+    """The archive's files: a private folder with one file for each full segment (block of rows).
 
-    Files are read through memory maps, so that only the pages in use take memory.
+    A background thread writes the files. They are read through memory maps, so that only the pages
+    in use take memory.
 
     Attributes:
         error: message that says why a segment could not be written; None if there was no error.
@@ -206,19 +220,22 @@ class SegmentFiles:
         self._pending: list[Future[None]] = []
 
     def put(self, number: int, segment: Segment) -> None:
-        """Write a full segment to its file, in the background.
+        """Write the full segment with this number to its file, in the background.
 
-        When it is written, the segment's tensors become memory maps of the file.
+        When the file is written, the segment's tensors become memory maps of the file.
         """
         self._pending = [future for future in self._pending if not future.done()]
         self._pending.append(self._writer.submit(self._write, number, segment))
 
     def drop(self, number: int) -> None:
-        """Delete the file of segment `number`, in the background, after all pending writes."""
+        """Delete the file of the segment with this number, in the background.
+
+        The file is deleted after all pending writes.
+        """
         self._pending.append(self._writer.submit(self._delete, number))
 
     def wait(self) -> None:
-        """Wait until all pending writes are done; if one failed, `error` then says why."""
+        """Wait until all pending writes are done; `error` says if a write has failed."""
         for future in self._pending:
             future.result()
         self._pending = []
@@ -255,9 +272,9 @@ class SegmentFiles:
 
 
 def united(parts: Sequence[Positions]) -> Positions:
-    """All positions that are in any of `parts`, once each and ascending.
+    """The union of several arrays of stream positions, without duplicates and ascending.
 
-    This is ten times as fast as `np.unique`, and hundreds of times as `np.union1d`.
+    This is ten times as fast as `np.unique`, and hundreds of times as fast as `np.union1d`.
     """
     mask = np.zeros(1 + max((int(part.max()) for part in parts if len(part)), default=-1), bool)
     for part in parts:

@@ -1,8 +1,8 @@
 """Copies keys and values between a GPU and main memory while the computation continues.
 
 Copies from a GPU run on a CUDA stream of their own, into pinned memory, while the next step is
-computed; only code that reads a copy waits until it is finished. Copies to a GPU come from pinned
-memory and run on the CUDA stream of the computation; the CPU does not wait for them.
+computed; only code that reads a copy waits until the copy is finished. Copies to a GPU come from
+pinned memory and run on the CUDA stream of the computation; the CPU does not wait for them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """Copies of some tensors to main memory, which may still be running."""
+    """Protocol: copies of tensors from a GPU to main memory, which may still be running."""
 
     def is_done(self) -> bool:
-        """Whether the copies are finished, so that `take` returns at once."""
+        """Whether all copies are finished; if they are, `take` returns at once."""
 
     def take(self) -> list[Tensor]:
-        """Wait until the copies are finished; returns the copied tensors."""
+        """Wait until all copies are finished; returns the copied tensors in main memory."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class Transfers:
     _streams: dict[torch.device, Any] = field(default_factory=dict)
 
     def to_host(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Start to copy tensors to main memory; they must not change until the copy is finished."""
+        """Start to copy tensors to main memory; returns the running copies.
+
+        The tensors must not change until the copies are finished.
+        """
         copies, streams = list[Tensor](), dict[torch.device, Any]()
         for one in tensors:
             if not one.is_cuda:
@@ -81,9 +84,10 @@ class Transfers:
 
 
 def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Copy the tensor to `device`, if it is not there; None leaves it where it is.
+    """Copy the tensor to `device`; returns the copy.
 
-    The CPU does not wait for a copy from main memory to a GPU.
+    Returns the same tensor if it is on `device` already, or if `device` is None. The CPU does not
+    wait for a copy from main memory to a GPU.
     """
     if device is None or tensor.device == device:
         return tensor

@@ -1,10 +1,11 @@
 """The eviction policies; each is in a file of its own, named after the policy.
 
 Other packages add policies through the entry point group `sirchat.policies`, and a user can name a
-class by its path `package.module:Class`. Listing names imports no policy, and so no torch.
+class by its path `package.module:Class`. Listing the names imports no policy and therefore no
+torch.
 
-Using such a path runs a module's code, so only paths that the user typed are accepted.
-`refuse_untrusted` refuses paths in files, because a file may come from somebody else.
+Using a class by its path runs the code of the module, so only paths that the user typed are
+accepted. `refuse_untrusted` refuses paths in files, because a file may come from somebody else.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ if TYPE_CHECKING:
     from sirchat.memory.policies.base import Policy
 
 ALIASES = {"stream": "sink", "attention": "h2o"}
-"""Additional names of policies, each with the policy that it stands for."""
+"""Additional names of eviction policies, each mapped to the policy's usual name."""
 
 _REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES)
 
 
 def policy_names() -> list[str]:
-    """Names of all policies, the built-in ones first; imports none of them."""
+    """Names of all eviction policies, the built-in policies first; imports no policy."""
     return _REGISTRY.names()
 
 
 def is_policy(name: str) -> bool:
-    """Whether there is a policy of this name."""
+    """Whether there is an eviction policy of this name; aliases and paths do not count."""
     return name in _REGISTRY
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` has the form `package.module:Class`."""
+    """Whether `name` has the form `package.module:Class`, the path of a policy's class."""
     module, colon, kind = name.partition(":")
     return bool(colon) and kind.isidentifier() and all(map(str.isidentifier, module.split(".")))
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy class with this name, alias or path `module:Class`.
+    """The eviction policy's class with this name, alias or path `module:Class`.
 
-    Raises SettingError if there is none. A module in the current folder is found only if
-    `import_typed` was called for it before.
+    Raises SettingError if there is no policy of this name. A module in the current folder is found
+    only if `import_typed` was called before with its path.
     """
     from sirchat.memory.policies.base import Policy
 
@@ -57,10 +58,10 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def import_typed(name: str) -> None:
-    """Import the module of a policy that the user typed as `module:Class`.
+    """Import the module of an eviction policy that the user typed as `module:Class`.
 
-    The module may be in the current folder. Does nothing for a name without a colon, or if the
-    import fails; `policy_class` then raises the error.
+    The module may be in the current folder. Does nothing if `name` does not have this form. If the
+    import fails, no error is raised here; `policy_class` raises it later.
     """
     if not is_path(name):
         return
@@ -73,9 +74,9 @@ def import_typed(name: str) -> None:
 
 
 def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> None:
-    """Raise SettingError if the policy `name` is a `module:Class` that is not in `trusted`.
+    """Raise SettingError if a file names a policy by a path `module:Class` that is not trusted.
 
-    `source` is the file that names the policy.
+    `name` is the policy's name in the file `source`; `trusted` are the paths that are allowed.
     """
     if isinstance(name, str) and ":" in name and name not in trusted:
         shown = format_value(name)

@@ -24,11 +24,11 @@ from sirchat.memory.ledger import Flag, HeldRows, KeyValueStat, Ledger, Role
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Chooses which of the tokens in the cache (rows) stay when room is needed.
+    """An eviction policy: chooses which tokens (rows) stay in the cache when room is needed.
 
     Class attributes:
         source: the paper that the idea is from.
-        uses: names of the settings, besides its own options, that change what the policy keeps.
+        uses: names of the settings, besides the policy's own options, that change its choice.
         honours_sinks, honours_pins: whether sinks and pinned rows are protected.
         bounded: False for a policy that never evicts.
         needs_attention: True for a policy that requires attention statistics.
@@ -47,8 +47,8 @@ class Policy(ABC):
     def compacts_at_anchors(self) -> bool:
         """Whether the policy evicts rows right after each anchor is read.
 
-        If so, text is read up to each anchor, `reduce` is called there, and the anchor itself
-        attends only to the sinks and its own sequence.
+        An anchor is the last token of a sequence (a sentence or round). If True, `reduce` is called
+        after each anchor, and an anchor attends only to the sinks and its own sequence.
         """
         return False
 
@@ -61,7 +61,7 @@ class Policy(ABC):
     def key_value_stats(self) -> tuple[KeyValueStat, ...]:
         """Names of the statistics of keys and values that the policy uses.
 
-        They are computed anew, which takes time, whenever the policy ranks rows.
+        These statistics are computed anew, which takes time, whenever the policy ranks rows.
         """
         return ()
 
@@ -69,7 +69,7 @@ class Policy(ABC):
     def repeat_layers(self) -> int | None:
         """Number of layers whose attention is recorded when a finished round is read again.
 
-        0 for all layers; None if the policy does not need rounds to be read again.
+        0 means all layers; None means that the policy needs no second reading of rounds.
         """
         return None
 
@@ -77,25 +77,25 @@ class Policy(ABC):
         """Maximum number of cache rows for the newest tokens, out of `evictable` rows.
 
         `evictable` is the number of rows that the policy decides about: all except sinks, pins and
-        the rows for recall. At most half of the returned number is used for the ids that are read
-        next. At most half is used for the newest rows of the current round, which are protected.
+        the rows for recall. At most half of the returned number is used for ids that are read next,
+        and at most half for the protected newest rows of the current round.
         """
         return evictable
 
     def reduce(self, rows: HeldRows) -> Tensor | None:
         """Choose the rows that stay after an anchor (the last token of a sequence) has been read.
 
-        Returns their indices, int64 and ascending; all other rows are evicted. None if all rows
-        stay.
+        Returns the indices of these rows, int64 and ascending; all other rows are evicted. Returns
+        None if all rows stay.
         """
         return None
 
     @abstractmethod
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Choose the rows that stay; all others are evicted.
+        """Choose the `num_keep` rows that stay in the cache; all other rows are evicted.
 
-        Returns `num_keep` row numbers: int64, ascending, unique, including all protected rows.
-        `num_keep` is at least the number of protected rows and at most `len(rows)`.
+        Returns the numbers of the rows that stay: int64, ascending, unique, including all protected
+        rows. `num_keep` is at least the number of protected rows and at most `len(rows)`.
         """
 
 
@@ -112,12 +112,13 @@ class ScorePolicy(Policy):
 
     @abstractmethod
     def score(self, rows: HeldRows) -> Tensor:
-        """The scores [n] of the rows; rows with higher scores stay."""
+        """Compute the scores [n] of the n rows (tokens); rows with higher scores stay."""
 
     def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
-        """The factors whose product is the score, by name; the command `/why` shows them.
+        """The factors whose product is each row's score; the command `/why` shows these factors.
 
-        Each is a tensor of logarithms [n], one for each row. Empty if there are no factors to show.
+        Returns a tensor of logarithms [n], one for each row, by the factor's name. The dictionary
+        is empty if the policy's score has no factors.
         """
         return {}
 
@@ -125,17 +126,20 @@ class ScorePolicy(Policy):
         return highest(self._ranking(rows), rows.protected, num_keep)
 
     def best_first(self, rows: HeldRows) -> Tensor:
-        """The numbers [n] of all rows, in reverse order of eviction: the first are evicted last."""
+        """The numbers [n] of all rows, in reverse order of eviction.
+
+        The row that would be evicted last comes first.
+        """
         return _best_first(self._ranking(rows), rows.protected)
 
     def _ranking(self, rows: HeldRows) -> Tensor:
-        """The values [n] by which unprotected rows are ranked; rows with higher values stay."""
+        """The values [n] by which rows are ranked; of unprotected rows, the highest values stay."""
         return self.score(rows)
 
 
 @dataclass(frozen=True)
 class RecentScorePolicy(ScorePolicy):
-    """A score policy that ranks the `recent` newest tokens above all others."""
+    """A policy with scores that ranks the `recent` newest tokens above all other tokens."""
 
     recent: int = field(default=32, metadata={"help": "number of newest tokens that always stay"})
 
@@ -144,10 +148,10 @@ class RecentScorePolicy(ScorePolicy):
 
 
 def highest(ranking: Tensor, protected: Tensor, num_keep: int) -> Tensor:
-    """The row numbers [num_keep], ascending, of the rows with the highest `ranking` [n].
+    """Choose the `num_keep` rows with the highest values `ranking` [n].
 
-    Rows in the mask `protected` [n] are chosen before all others. Of rows with equal ranking, the
-    newer one is chosen.
+    Rows in the mask `protected` [n] are chosen before all other rows. Of rows with equal values,
+    the newer row is chosen. Returns the numbers of the chosen rows, ascending.
     """
     kept: Tensor = _best_first(ranking, protected)[:num_keep].sort().values
     return kept
@@ -171,18 +175,21 @@ def rows_of_text(
     sinks: int = 4,
     seed: int = 0,
 ) -> HeldRows:
-    """Make the rows that a policy sees from a text of n tokens, without a chat; all are held.
+    """Make the table that an eviction policy sees, from a text of n tokens without a chat.
+
+    All tokens count as held in the cache.
 
     Args:
-        ids: its token ids [n].
-        surprisal: of each token, in nats; that of the first one, which nothing predicts, is NaN.
-        roles: who wrote each token; if empty, the user wrote all.
-        continues_word: whether each token belongs to the same word as the one before it.
+        ids: token ids [n] of the text.
+        surprisal: surprisal of each token, in nats; NaN for the first token, which nothing
+            predicts.
+        roles: who wrote each token; if empty, the user wrote all tokens.
+        continues_word: whether each token belongs to the same word as the token before it.
         learned_scores: score of each token from the model's scorer, for the policy `learned`.
         sinks: how many of the first tokens are protected.
         seed: seed of the policy's random numbers.
 
-    Statistics of attention, keys and values are 0; `dataclasses.replace` sets them.
+    All statistics of attention, keys and values are 0; `dataclasses.replace` can set them.
     """
     ledger = Ledger(seed)
     ledger.append(

@@ -15,10 +15,11 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Entropy(RecentScorePolicy):
     """Keeps the sinks, the tokens of highest decayed surprisal, and the `recent` newest.
 
-    SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1). Its "token entropy" is
-    the surprisal -log p(token | tokens held in the cache), in nats; after each round every score so
-    far is multiplied by `decay`. Known deviation: the newest tokens stay, whatever their surprisal;
-    in the paper they can be evicted. To follow the paper, set `recent` to 0.
+    SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1). The paper's "token
+    entropy" is the surprisal -log p(token | tokens held in the cache), in nats. After each round,
+    the scores of all tokens are multiplied by the setting `decay`. Known deviation: in the paper,
+    the newest tokens can be evicted; here they stay, whatever their surprisal. To follow the paper,
+    set `recent` to 0.
     """
 
     source: ClassVar[str] = "SirLLM, arXiv:2405.12528"

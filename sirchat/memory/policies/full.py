@@ -16,7 +16,7 @@ from sirchat.memory.policies.base import Policy
 class Full(Policy):
     """Keeps everything; stops with an error at the model's context length.
 
-    Its budget is the model's context length; the setting `budget` has no effect.
+    The budget of this policy is the model's context length; the setting `budget` has no effect.
     """
 
     source: ClassVar[str] = "the model as it is"
@@ -24,7 +24,7 @@ class Full(Policy):
     bounded: ClassVar[bool] = False
 
     def keep(self, rows: HeldRows, num_keep: int) -> Tensor:
-        """Raise ContextFullError: `keep` is called when room is needed, but nothing is evicted."""
+        """Raise ContextFullError, because the cache is full and this policy never evicts."""
         raise ContextFullError(
             f"the model's context is full: {len(rows)} tokens held, and policy full evicts none",
             hint="choose another policy, such as /policy entropy, or start anew with /reset",

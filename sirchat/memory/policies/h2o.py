@@ -17,13 +17,13 @@ class H2o(RecentScorePolicy):
     """Keeps the sinks, the tokens that received most attention so far, and the `recent` newest.
 
     H2O (Zhang et al. 2023, arXiv:2306.14048, Algorithm 1): the score is the sum of the attention
-    weights from all queries since the token was read; after each round it is multiplied by `decay`.
-    The option `lifetime` divides the sum by the number of these queries, so that a token's age
-    alone does not raise its score. The option `values` multiplies the sum by |v|, the L1 norm of
-    the token's value (VATP, Guo et al. 2024, arXiv:2406.12335: "H2O w/ VATP"). Known deviation: the
-    paper chooses tokens for each head and layer; here all keep the same tokens. Their score is the
-    mean over heads and over `layers` evenly spaced layers; |v| is the mean over all heads and
-    layers.
+    weights from all queries since the token was read. After each round, the sum is multiplied by
+    the setting `decay`. The option `lifetime` divides the sum by the number of these queries, so
+    that a token's age alone does not raise its score. The option `values` multiplies the sum by
+    |v|, the L1 norm of the token's value (VATP, Guo et al. 2024, arXiv:2406.12335: "H2O w/ VATP").
+    Known deviation: the paper chooses tokens for each head and layer; here all heads and layers
+    keep the same tokens. A token's score is the mean over heads and over `layers` evenly spaced
+    layers; |v| is the mean over all heads and layers.
     """
 
     source: ClassVar[str] = "H2O, arXiv:2306.14048"

@@ -15,10 +15,11 @@ from sirchat.memory.policies.base import Policy
 class Interval(Policy):
     """Keeps the sinks and, from the oldest on, every stride-th of the other tokens in the cache.
 
-    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1). The stride is the number of these
-    tokens divided by the number of tokens to keep, rounded down; tokens are chosen "until the cache
-    size is fully utilized". When fewer than half of the tokens must be evicted, the stride is 1,
-    and the oldest stay: this is the paper's rule, and it makes the baseline weak.
+    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1). The stride is the number of
+    unprotected tokens in the cache divided by the number of them that stay, rounded down. Tokens
+    are chosen "until the cache size is fully utilized". If fewer than half of the tokens must be
+    evicted, the stride is 1, and the oldest tokens stay. This is the paper's rule, and it makes the
+    baseline weak.
     """
 
     source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"

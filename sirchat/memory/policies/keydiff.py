@@ -15,11 +15,11 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Keydiff(RecentScorePolicy):
     """Keeps the sinks, the tokens with the most distinctive keys, and the `recent` newest.
 
-    KeyDiff (Park et al. 2025, arXiv:2504.15364): the score is -cos(k, a), where the anchor a is the
-    mean of k / |k| over all tokens that are ranked; keys are taken as attention reads them, with
-    their rotary position, as in the library kvpress. Known deviations: the paper chooses tokens for
-    each head and layer; here all keep the same tokens, by the mean score over heads and layers. The
-    newest tokens always stay, whatever their score.
+    KeyDiff (Park et al. 2025, arXiv:2504.15364): the score is -cos(k, a), where a is the mean of
+    k / |k| over all tokens that are ranked. Keys are taken as attention reads them, with their
+    rotary position, as in the library kvpress. Known deviations: the paper chooses tokens for each
+    head and layer; here all heads and layers keep the same tokens, by the mean score over heads and
+    layers. Here the newest tokens always stay, whatever their score.
     """
 
     source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"

@@ -17,9 +17,9 @@ class Knorm(RecentScorePolicy):
 
     L2 norm-based compression (Devoto et al. 2024, arXiv:2406.11430): a key of low L2 norm usually
     gets much attention, so the score is -|k|. Known deviations: the paper chooses tokens for each
-    head and layer; here all keep the same tokens, by the mean score over heads and layers. The
-    released code can exempt the first two layers from eviction; here tokens are evicted from all
-    layers. The newest tokens always stay, whatever their score.
+    head and layer; here all heads and layers keep the same tokens, by the mean score over heads and
+    layers. The released code can exempt the first two layers from eviction; here tokens are evicted
+    from all layers. Here the newest tokens always stay, whatever their score.
     """
 
     source: ClassVar[str] = "L2 norm, arXiv:2406.11430"

@@ -19,22 +19,23 @@ _LEAST = 1e-9  # a weight of zero still has a logarithm
 class Kvzip(RecentScorePolicy):
     """Keeps the sinks, the tokens needed to repeat the conversation, and the newest.
 
-    KVzip (Kim et al. 2025, arXiv:2505.23416) between turns: when a round has ended, the model reads
-    its text a second time, after the first. A token's score is the highest attention weight that it
-    receives in this second reading (section 3). A repeated token attends to its first occurrence,
-    unless the model can predict the token without it. Known deviations: the paper's prompt, which
-    asks the model to repeat the text, is left out, and a round is read again only once. The paper
-    has a score for each head; here it is the mean over heads and layers, so that all of them keep
-    the same tokens. Two factors, the same as in `salience`, are ours; each can be switched off by
-    the option with its name. With `whole_words`, each token of a word gets the sum of the scores of
-    all tokens of the word; `template` is 0 for the chat template's tokens.
+    KVzip (Kim et al. 2025, arXiv:2505.23416): when a round has ended, the model reads the round a
+    second time, with the first reading still in the cache. A token's score is the highest attention
+    weight that it receives in the second reading (section 3). A repeated token attends to its first
+    occurrence, unless the model can predict the token without it. Known deviations: the paper's
+    prompt, which asks the model to repeat the text, is left out, and a round is read again only
+    once. The paper has a score for each head; here a score is the mean over heads and layers, so
+    that all heads and layers keep the same tokens. Two factors of the score are ours, the same as
+    in the policy `salience`; each can be switched off by the option with its name. With
+    `whole_words`, each token of a word gets the sum of the scores of all tokens of the word;
+    `template` is 0 for the chat template's tokens.
 
     On SmolLM2-135M and real talk (`sirchat eval facts-in-dialogue`, 1,000 tokens, 200 questions,
-    seed 0; paired, 95 %) it answers a larger share of the questions correctly than `salience`: 0.12
-    more (0.07 to 0.17) at a budget of 256, 0.03 more (0.00 to 0.06) at 512, and as many (-0.05 to
-    0.05) at 128. In a simulation with the recorded attention of 16 conversations, it holds 0.91 of
-    the words that the questions ask for at 256; without `whole_words` 0.62, and with a prompt that
-    asks the model to repeat the text 0.93.
+    seed 0; paired, 95 %), with `kvzip` a larger share of the questions is answered correctly than
+    with `salience`: 0.12 more (0.07 to 0.17) at a budget of 256, 0.03 more (0.00 to 0.06) at 512,
+    and as many (-0.05 to 0.05) at 128. In a simulation with the recorded attention of 16
+    conversations, `kvzip` holds 0.91 of the words that the questions ask for at a budget of 256;
+    without `whole_words` 0.62, and with a prompt that asks the model to repeat the text 0.93.
     """
 
     source: ClassVar[str] = "KVzip, arXiv:2505.23416"

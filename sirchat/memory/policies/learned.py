@@ -30,9 +30,10 @@ class Learned(RecentScorePolicy):
     where h is the hidden states after a few layers, joined to one vector. `sirchat train scorer`
     fits w and b by ridge regression. Known deviations: the paper has a scorer for every layer, and
     evicts tokens whose score is below a threshold; here all layers share one score, which predicts
-    the mean over heads and layers, and only as many tokens are evicted as necessary. Three factors,
-    the same as in `salience`, are ours; an option switches each on or off: `whole_words`,
-    `template` and `neighbours`. A token that was read without a scorer gets the median score.
+    the mean over heads and layers, and only as many tokens are evicted as necessary. Three factors
+    of the score are ours, the same as in the policy `salience`: `whole_words`, `template` and
+    `neighbours`. The option with a factor's name switches the factor on or off. A token that was
+    read without a scorer gets the median score.
 
     `smollm2`'s scorer learned from every second conversation of DailyDialog and synthetic dialogue;
     in conversations that it did not learn from, it explains 0.77 of the variance of the log scores
@@ -41,10 +42,11 @@ class Learned(RecentScorePolicy):
     `salience` and `kvzip`, as far as 60 questions can show: a share of 0.60 at a budget of 128,
     which is 0.02 more (-0.10 to 0.13) than `salience` and 0.02 less (-0.08 to 0.10) than `kvzip`;
     0.77 at 256, which is 0.03 more (-0.05 to 0.12) than `salience` and 0.03 less (-0.03 to 0.10)
-    than `kvzip`. At 256 it holds 0.85 of the words that the questions ask for: 0.10 more (0.01 to
-    0.18) than `salience`, 0.05 less (-0.02 to 0.14) than `kvzip`; at 128 as much as `salience`
-    (0.43), and 0.10 less (0.02 to 0.18) than `kvzip`. With `neighbours` it holds no more of them,
-    so this option is off by default. The scorer adds 1 % to the time of reading.
+    than `kvzip`. At 256, `learned` holds 0.85 of the words that the questions ask for: 0.10 more
+    (0.01 to 0.18) than `salience`, 0.05 less (-0.02 to 0.14) than `kvzip`; at 128 it holds as many
+    as `salience` (0.43), and 0.10 less (0.02 to 0.18) than `kvzip`. With `neighbours` it holds no
+    more of these words, so this option is off by default. The scorer adds 1 % to the time of
+    reading.
     """
 
     source: ClassVar[str] = "KVzap, arXiv:2601.07891"

@@ -19,9 +19,9 @@ class Random(ScorePolicy):
 
     The choice is made anew at each eviction.
 
-    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token stays only if every
-    eviction so far has chosen it, so old tokens stay less often than new ones; the policy
-    `reservoir` does not have this bias.
+    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token is still in the cache only
+    if the choice at every eviction has kept it. Therefore fewer of the old tokens stay than of the
+    new tokens; the policy `reservoir` does not have this bias.
     """
 
     source: ClassVar[str] = "SirLLM's RandomLLM, arXiv:2405.12528"

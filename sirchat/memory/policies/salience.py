@@ -20,8 +20,9 @@ _LEAST = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 class Salience(RecentScorePolicy):
     """Keeps the sinks, whole words of high surprisal, the tokens beside them, and the newest.
 
-    Ours, from SirLLM's token entropy. A token's score is the product of these factors, each of
-    which is switched on or off, or set, by the option with its name:
+    This policy is sirchat's own, developed from SirLLM's token entropy. A token's score is the
+    product of the surprisal (after the decays) and these factors; the option with a factor's name
+    sets the factor, or switches it on or off:
 
     - `whole_words`: each token of a word gets the sum of the surprisals, after the decays, of all
       tokens of the word. A name, a number or a rare word is several tokens, of which only the first

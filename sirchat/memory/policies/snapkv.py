@@ -18,8 +18,8 @@ class Snapkv(RecentScorePolicy):
 
     The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
     sum of the attention weights from the newest `window` queries. Known deviations: the paper
-    chooses tokens once, after the prompt; here they are chosen anew at each eviction, by the last
-    queries before it, whether these are of the user's tokens or of the model's. The paper's pooling
+    chooses tokens once, after the prompt; here tokens are chosen anew at each eviction, by the last
+    queries before the eviction, whether of the user's or of the model's tokens. The paper's pooling
     over neighbouring tokens is left out. The paper chooses tokens for each head; here all heads and
     layers keep the same tokens, by the mean score over heads and over `layers` evenly spaced
     layers.

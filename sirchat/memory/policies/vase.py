@@ -32,9 +32,9 @@ class Vase(RecentScorePolicy):
     the newest `window` queries, averaged over 5 adjacent tokens. The score is log(u) / w, where u
     is a uniform random number and w the attention: the tokens with the largest scores are such a
     sample (Efraimidis and Spirakis 2006). Known deviations: the paper chooses tokens for each head
-    and layer; here all keep the same tokens, by the mean over heads and layers (for attention,
-    `layers` evenly spaced layers). `large` is a share of the room, 25 % by default; in the released
-    code it is a number of tokens.
+    and layer; here all heads and layers keep the same tokens, by the mean over heads and layers
+    (for attention, `layers` evenly spaced layers). `large` is a share of the room, 25 % by default;
+    in the released code it is a number of tokens.
     """
 
     source: ClassVar[str] = "VaSE, arXiv:2606.03928"

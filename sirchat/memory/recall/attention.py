@@ -16,8 +16,8 @@ class Attention(LayerRetriever):
     """Scores tokens by the attention weight that the turn's queries would give to them.
 
     The weight is a softmax of q k / sqrt(d) over the archived tokens alone, where the rotary
-    positions of q and k are undone. A token's score in a layer is the largest weight from any of
-    the turn's queries, as a mean over heads.
+    positions of query q and key k are undone. In each layer and head, the largest weight from any
+    of the turn's queries is taken; a token's score in a layer is its mean over heads.
     """
 
     needs_queries = True

@@ -1,8 +1,8 @@
 """The base classes of retrievers, which score archived tokens (rows) for a turn.
 
 A retriever's class attributes say what it needs. Settings are checked against these attributes,
-also by commands that load no model. To keep such commands fast, these modules import torch only
-for types and inside functions that compute with it.
+also by commands that load no model. To keep these commands fast, the modules of retrievers import
+torch only for types and inside functions that compute with tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Retriever(ABC):
         needs_turn: whether the turn is read once before the search, for its keys and values.
             (Reading it may evict rows; the search can find the evicted rows, too.)
         needs_queries: whether the turn's query vectors are recorded when it is read.
-        needs_words: whether it needs word scores: for each turn, a score by the words that this
-            turn shares with the new turn.
+        needs_words: whether the retriever needs word scores: for each earlier turn, a score by the
+            words that it shares with the new turn.
         wide_words: whether a word score also counts pairs of words and words of similar meaning.
         index_probes: how many lists of a faiss index each query visits; 0 if the retriever can't
-            use an index. (To use one, it must need queries, or be a `SimilarityRetriever`.)
-        takes_weight: whether the setting `recall_weight` applies to its scores.
-        takes_soft: whether the setting `recall_soft` applies to its scores.
+            use an index. (Only a retriever that needs queries, or a `SimilarityRetriever`, can.)
+        takes_weight: whether the setting `recall_weight` applies to the retriever's scores.
+        takes_soft: whether the setting `recall_soft` applies to the retriever's scores.
     """
 
     needs_turn: ClassVar[bool] = True
@@ -46,14 +46,14 @@ class Retriever(ABC):
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
-        """The scores of the n candidates: [layers, n], or [1, n] if all layers have the same.
+        """Compute the scores of n archived tokens: [layers, n], or [1, n] for all layers.
 
-        Raises LookupError if the model can't provide what the retriever needs.
+        Raises LookupError if the model can't provide the queries that the retriever needs.
         """
 
 
 class LayerRetriever(Retriever):
-    """A retriever that scores each layer's keys and values separately."""
+    """A retriever that scores archived tokens in each layer separately, by keys and values."""
 
     def score(self, candidates: Candidates) -> Tensor:
         import torch
@@ -63,23 +63,23 @@ class LayerRetriever(Retriever):
 
     @abstractmethod
     def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
-        """The scores [n] of the candidates in layer number `layer`, as float32."""
+        """Compute the scores [n] of n archived tokens in layer number `layer`, as float32."""
 
 
 class SimilarityRetriever(LayerRetriever):
-    """Scores rows by the similarity of keys and values to those of the turn's tokens.
+    """Scores archived tokens by the similarity of their keys and values to those of the new turn.
 
     The class attributes select one of the equations (1) to (3) of Retrieval-Augmented StreamingLLM.
 
-    Keys and values are compared as first written, with the rotary position undone, so that the
-    distance between tokens has no influence. Vectors are compared head by head: inner products
-    are averaged over keys, values and heads; the score is the largest such average over the turn's
-    tokens.
+    Rotary positions are undone before keys and values are compared, so that the distance between
+    tokens has no influence. Vectors are compared head by head: an archived token and a token of the
+    turn get the average of the inner products over keys, values and heads. The archived token's
+    score is the largest average with any token of the turn.
 
     Class attributes:
         cosine: whether vectors are first scaled to length 1.
-        mean: True to compare rows with the mean key and mean value of the turn; False to compare
-            them with those of every token of the turn.
+        mean: True to compare archived tokens with the mean key and mean value of the turn; False
+            to compare them with the key and value of every token of the turn.
     """
 
     cosine: ClassVar[bool] = True
@@ -102,13 +102,17 @@ class SimilarityRetriever(LayerRetriever):
         return torch.cat(scores)
 
     def vectors(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values [..., D] as they are compared: of length 1 if `cosine` is true."""
+        """Prepare keys and values [..., D] for comparison; returns both.
+
+        If the attribute `cosine` is true, they are scaled to length 1.
+        """
         return (unit(keys), unit(values)) if self.cosine else (keys, values)
 
     def vectors_of_query(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The new turn's keys and values [..., m, D], to be compared with those of archived rows.
+        """Prepare the new turn's keys and values [..., m, D] for comparison; returns both.
 
-        If `self.mean` is true, their means [..., 1, D] are returned instead.
+        If the attribute `mean` is true, returns their means [..., 1, D] over the turn's m tokens.
+        If the attribute `cosine` is true, vectors are scaled to length 1.
         """
         if self.mean:
             keys, values = keys.mean(-2, keepdim=True), values.mean(-2, keepdim=True)
@@ -116,15 +120,16 @@ class SimilarityRetriever(LayerRetriever):
 
 
 class TurnRetriever(Retriever):
-    """A retriever that scores whole turns: all rows of a turn get the turn's score."""
+    """A retriever that scores whole turns: all archived tokens of a turn get the turn's score."""
 
     needs_words = True
     takes_weight = False
 
     def score(self, candidates: Candidates) -> Tensor:
-        """Give each row the score of its turn, and rows of the chat template the lowest of all.
+        """Give each archived token the score of its turn; returns scores [1, n] for all layers.
 
-        Template tokens have no content, but are a sixth of the tokens of a short turn.
+        Tokens of the chat template get a lower score than all other tokens. They have no content,
+        but are a sixth of the tokens of a short turn.
         """
         import torch
 
@@ -134,11 +139,14 @@ class TurnRetriever(Retriever):
 
     @abstractmethod
     def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
-        """The scores of all turns of the conversation so far, one for each."""
+        """Compute one score for each earlier turn of the conversation."""
 
 
 class WordRetriever(TurnRetriever):
-    """A retriever that scores turns by words alone, so the search does not read the new turn."""
+    """A retriever that scores whole turns by words alone.
+
+    The model does not read the new turn for the search.
+    """
 
     needs_turn = False
 
@@ -147,9 +155,9 @@ class WordRetriever(TurnRetriever):
 
     @abstractmethod
     def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The final scores [n] of all turns, from their word scores `words` [n].
+        """Compute the final scores [n] of all earlier turns from their word scores `words` [n].
 
-        A word score counts the words that a turn shares with the new turn.
+        A turn's word score is high if the turn shares many or rare words with the new turn.
         """
 
 
@@ -160,7 +168,10 @@ NEIGHBOUR = 0.5
 
 
 def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The scores [n] of consecutive turns, each plus half of the scores of the turns beside it."""
+    """The scores [n] of consecutive turns, each raised by half of its neighbours' scores.
+
+    The neighbours of a turn are the turns right before and after it.
+    """
     shared = scores.copy()
     shared[1:] += NEIGHBOUR * scores[:-1]
     shared[:-1] += NEIGHBOUR * scores[1:]
@@ -168,6 +179,6 @@ def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """The vectors [..., D], scaled to length 1."""
+    """Scale vectors [..., D] to length 1; a zero vector stays a zero vector."""
     length: Tensor = vectors.norm(dim=-1, keepdim=True)
     return vectors / length.clamp_min(_SHORTEST)

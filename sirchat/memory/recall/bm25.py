@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Bm25(WordRetriever):
     """Scores whole turns by the words that they share with the new turn.
 
-    A turn's score is its word score (`chat.word_index.WordIndex`) plus half of the word scores of
-    the turns before and after it.
+    A turn's word score is its BM25 score (`chat.word_index.WordIndex`). The turn's final score is
+    its word score plus half of the word scores of the turns right before and after it.
     """
 
     def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:

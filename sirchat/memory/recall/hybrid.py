@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from sirchat.memory.retrieval import Candidates
 
 KEYS = 0.4
-"""Weight of a turn's score by keys in the sum of its two scores; the score by words has 1."""
+"""Weight of a turn's score by keys, in the sum of its scores by words (weight 1) and by keys."""
 
 
 class Hybrid(TurnRetriever):
     """Scores whole turns by the words that they share with the new turn, and by similar keys.
 
-    A turn's score is the sum of a score by words and one by keys, each in standard deviations from
-    its mean over the archived turns. The keys are those of the middle layer.
+    A turn's score is the weighted sum of a score by words and a score by keys, each in standard
+    deviations from its mean over the archived turns. The keys are those of the middle layer.
     """
 
     def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
@@ -37,7 +37,7 @@ class Hybrid(TurnRetriever):
 
 
 def _said(candidates: Candidates, layer: int) -> Tensor:
-    """A layer's keys [H, m, D] of the new turn's tokens, scaled to length 1.
+    """The keys [H, m, D] of the new turn's tokens in one layer, scaled to length 1.
 
     Tokens of the chat template are left out.
     """
@@ -51,12 +51,13 @@ def _said(candidates: Candidates, layer: int) -> Tensor:
 
 
 def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.float64]:
-    """Scores [t] of the t turns that have archived tokens, by the keys `sought` [H, m, D].
+    """Score the t turns that have archived tokens by the keys of the new turn; returns scores [t].
 
-    The keys have length 1. For each key, its similarity to a turn is the largest cosine with a key
-    of that turn. This similarity is expressed in standard deviations from the mean over all turns,
-    so that a key that is similar to every turn counts no more than a key that is similar to few
-    turns. A turn's score is the sum over all keys.
+    `sought` [H, m, D] are the keys of the new turn's m tokens in one layer, scaled to length 1. The
+    similarity of such a key to an earlier turn is the largest cosine with a key of that turn. It is
+    expressed in standard deviations from its mean over all turns, so that a key that is similar to
+    every turn counts no more than a key that is similar to few turns. A turn's score is the sum of
+    the similarities of all m keys.
     """
     turns = candidates.turns
     starts = np.flatnonzero(np.diff(turns, prepend=-1))
@@ -77,9 +78,10 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
 
 
 def _standard(scores: NDArray[np.float64], among: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The scores of all turns, in standard deviations from the mean of the turns `among` [k].
+    """Express the scores of all turns in standard deviations from their mean.
 
-    All are 0 if the scores of these turns are equal.
+    Mean and standard deviation are those of the turns with the numbers `among` [k]. If the scores
+    of these turns are equal, all results are 0.
     """
     deviation = float(scores[among].std())
     standard: NDArray[np.float64] = (scores - scores[among].mean()) / (deviation or np.inf)

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class Words(WordRetriever):
     """Scores whole turns by the new turn's words, pairs of them, and words of similar meaning.
 
-    `chat.word_index.WideIndex` computes a turn's score; the turns before and after it contribute to
-    this score. Words of similar meaning are found by the model's input embeddings.
+    `chat.word_index.WideIndex` computes the score of an earlier turn; the turns right before and
+    after that turn contribute to its score. Words of similar meaning are found by the model's input
+    embeddings.
     """
 
     wide_words = True
