@@ -6,12 +6,12 @@ So all settings read the same ids, and their predictions can be compared token b
 true, each setting continues with its own answers; then the ids differ, and only answers are
 compared.
 
-`full` is the reference until the model's context is full. After that no agreement is measured, and
-the setting with the largest budget gives the replies that the transcript lacks.
+`full` is the reference until the model's context is full. From then on no agreement is measured,
+and the setting with the largest budget gives the replies that the transcript lacks.
 
 The agreement of a setting with `full` is measured by the KL divergence at each token. A recording
 model reports the logits of every forward pass. The predictions of `full` are stored for one round,
-and those of the other settings are compared with them in each forward pass. So memory never holds
+and those of each other setting are compared with them in each forward pass. So memory never holds
 the logits of more than one round.
 """
 
@@ -58,10 +58,10 @@ def compare(
     advance: Callable[[], None] = lambda: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Comparison:
-    """Run the conversation under every setting, one round after the other.
+    """Run a transcript under every setting, one round after the other; returns the results.
 
     Args:
-        settings: the first one is `full`, which the others are compared with.
+        settings: the first one is `full`, which all other settings are compared with.
         file: the transcript's name, for messages.
         own: whether each setting continues with its own answers.
         advance: called whenever a setting has finished a round.
@@ -104,14 +104,17 @@ def _run_round(
 
 
 OnLogits = Callable[[int, Tensor], None]
-"""A function of the stream position of the first of m tokens, and the logits [m, V] of all m."""
+"""A function that takes the logits [m, V] of m tokens in the stream.
+
+Its arguments are the stream position of the first of these tokens, and the logits.
+"""
 
 
 @dataclass
 class ReferenceRound:
-    """The answer and the predictions of `full` in the current round.
+    """The answer and the predictions of `full` in the current round, for comparison.
 
-    Both are None if `full` had to stop before.
+    Both are None if the session of `full` has ended, for example because its context was full.
     """
 
     answer: Answer | None = None
@@ -238,7 +241,10 @@ class ComparedSession:
     def _finish(
         self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
     ) -> None:
-        """Record a finished round; `measured` are the positions with a measured KL divergence."""
+        """Add the result of a finished round to this session's results.
+
+        `measured` are the stream positions with a measured KL divergence.
+        """
         if self._is_reference:
             reference.answer = answer
         expected = reference.answer
@@ -298,13 +304,13 @@ OnPass = Callable[[Tensor, BoundedCache], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingModel(LoadedModel):
-    """A model that calls `on_pass` after every forward pass."""
+    """A model that calls `on_pass`, with logits and cache, after every forward pass."""
 
     on_pass: OnPass
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
-        """Run the model's forward pass, and report it to `on_pass`."""
+        """Run the model's forward pass, and call `on_pass` with its logits; returns the logits."""
         logits = super().forward(ids, cache, **how)
         self.on_pass(logits, cache)
         return logits
@@ -321,21 +327,28 @@ def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
 
 
 class Predictions:
-    """The predictions of `full` at the tokens of one round, which begins at position `start`."""
+    """The model's predictions under `full` at each token of one round.
+
+    The round begins at the stream position `start`.
+    """
 
     def __init__(self, start: int) -> None:
         self._end = start
         self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Add the logits [m, V] of the m tokens from `position` on; called in stream order."""
+        """Add the predictions of a forward pass: logits [m, V] of the m tokens from `position` on.
+
+        Forward passes are added in stream order.
+        """
         self._chunks.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """The predictions after each of `count` tokens from `start`, as log-probabilities [m, V].
+        """The predictions after each of `count` tokens from the stream position `start` on.
 
-        m is `count`, or less if the round has fewer tokens from there on.
+        Returns log-probabilities [m, V]; m is `count`, or less if the round has fewer tokens from
+        `start` on.
         """
         end = min(start + count, self._end)
         return torch.cat(
@@ -365,7 +378,7 @@ class Agreement:
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """The KL divergence [m] of m predictions from the reference's, in nats, at least 0.
+    """The KL divergence [m], in nats, of m predictions from those of a reference; at least 0.
 
     Args:
         reference: log-probabilities [m, V] of the reference.
