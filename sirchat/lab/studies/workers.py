@@ -68,8 +68,8 @@ def _run_until_one_dies(
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) in new processes; yield (key, record) of each.
 
-    `shared` is the pickled study and load function. If a process dies, yields the units that have
-    finished, and raises BrokenProcessPool.
+    `shared` is the pickled study and load function. If a process dies, the records of the finished
+    units are yielded, and BrokenProcessPool is raised.
     """
     # A fork of this process would copy locks that torch's threads hold. The fork server has no
     # threads, and imports torch once for all processes.
@@ -113,9 +113,10 @@ def _run_unit(shared: bytes, key: str) -> Record:
 
 @cache
 def _prepared(shared: bytes) -> RunUnit:
-    """Load this process's model; returns the function that runs a study's units.
+    """Load this process's model; returns the function that runs a study's units (independent runs).
 
-    `shared` is the pickled study and load function. Units run on one thread.
+    `shared` is the pickled study and the function that loads the model. The model runs on one
+    thread.
     """
     study, load = pickle.loads(shared)
     model = load()
