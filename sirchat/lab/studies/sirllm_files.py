@@ -1,7 +1,7 @@
 """Reads SirLLM's released files, or files like them: conversations of multiple-choice questions.
 
 The files may be in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`) or side by side in
-one folder, or a file is given by its path.
+one folder. The path of a single file can also be given.
 
 A line is a JSON object `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
 In DailyDialog an id is `CONVERSATION_TURN`. In Grocery Shopping the line with the id `key_N` names
@@ -38,10 +38,10 @@ def move_files(player: str) -> tuple[str, ...]:
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path `data` if it is not a folder, else the first of the files `names` in the folder.
+    """The path `data` if it is not a folder, else that of the first file of `names` in it.
 
     The folder's subfolder `data/` is searched, too, which exists in a copy of the authors'
-    repository. Returns None if no file is found.
+    repository. Returns None if the folder has none of the files `names`.
     """
     path = Path(os.path.expanduser(data))
     if not path.is_dir():
@@ -51,7 +51,10 @@ def find(data: str, names: Sequence[str]) -> Path | None:
 
 
 def require(data: str, names: Sequence[str]) -> Path:
-    """The path that `find` returns; if it returns None, raises SettingError, naming the files."""
+    """The path of a file that `find` finds in `data`; raises SettingError if there is none.
+
+    The error's message has the names of the missing files.
+    """
     found = find(data, names)
     if found is None:
         raise no_files(data, names)
