@@ -16,11 +16,11 @@ Scoring = Literal["paper", "text", "released", "reply"]
 
 - `paper` (SirLLM, section 4.1): the option with the most likely reply, by the sum of its tokens'
   log-probabilities; where options are listed by letters, the reply is the letter.
-- `text`: likewise, but the replies are the options' own texts, and the question does not list them
-  (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
+- `text`: as `paper`, but the replies are the options' own texts, and the question does not list
+  them (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
 - `released`: as in SirLLM's released code, the option whose reply equals the greedy output. If no
   reply does, the options are compared by the first token in which their replies differ.
-- `reply`: the option that a generated reply names, if it names one.
+- `reply`: the option that a generated reply names; none if the reply names no option.
 """
 
 

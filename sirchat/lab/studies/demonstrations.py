@@ -124,7 +124,10 @@ class Demonstrations(Grid):
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table with the paper's columns Acc, C, T and MaxKV, defined in the module docstring."""
+        """A table of accuracy (Acc), evicted share (C), speed-up (T) and tokens held (MaxKV).
+
+        The module docstring defines these columns, which are the paper's.
+        """
         findings = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),

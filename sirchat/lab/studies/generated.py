@@ -18,7 +18,10 @@ GROCERY_ROUNDS = 20
 
 
 def dailydialog(seed: int, number: int) -> list[Question]:
-    """Conversation `number` of the DailyDialog task: 4 to 14 questions with up to four options."""
+    """Conversation `number` of the DailyDialog task, as a list of questions.
+
+    It has 4 to 14 questions with up to four options each.
+    """
     rng = Random(f"dailydialog/{seed}/{number}")
     return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
 

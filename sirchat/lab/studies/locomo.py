@@ -194,10 +194,11 @@ def tables_of(
     retrievers: Sequence[str],
     counts: Sequence[int],
 ) -> tuple[Table, ...]:
-    """The tables of the report; `settings[n]` is the setting of `findings[n]`.
+    """The tables of the study's report: answers, differences, categories and restored evidence.
 
-    If there are no replies, no table shows F1. If there is only one setting, there is no table of
-    differences.
+    `settings[n]` is the setting of `findings[n]`. If there are no replies, no table shows F1. If
+    there is only one setting, there is no table of differences. If there are no `retrievers`, there
+    is no table of restored evidence.
     """
     measured = {
         "token F1": f1,

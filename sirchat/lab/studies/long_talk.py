@@ -105,9 +105,10 @@ class LongTalk:
 
 
 def long_talks(path: Path) -> list[LongTalk]:
-    """The conversations of a file, or of all `Chat_*.json` in a folder, sorted by number.
+    """The conversations in a file, or in all files `Chat_*.json` of a folder.
 
-    Raises SettingError if there are no conversations, or a file can't be read in either format.
+    The files of a folder are sorted by the numbers in their names. Raises SettingError if there are
+    no conversations, and if a file can't be read or has neither LoCoMo's nor Realtalk's format.
     """
     files = [path]
     if path.is_dir():
@@ -338,7 +339,7 @@ def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:
     """The stream positions of each message of a turn; `rows` are the turn's tokens, in order.
 
     A token with parts of two messages belongs to both. If a message is not found, because the
-    tokenizer changed the text, all tokens of the turn count as that message.
+    tokenizer changed the text, it gets the positions of all tokens of the turn.
     """
     text = "".join(row.text for row in rows)
     at = np.array([row.position for row in rows], np.int64)

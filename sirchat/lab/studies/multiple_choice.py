@@ -1,9 +1,9 @@
 """SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
-from the project's own question bank. In the few-shot rows of the table (as in the paper's Table 4)
-the cache is emptied before every question, and only the n previous questions with their right
-answers are read into it.
+from the project's own question bank. The table also has few-shot rows, as the paper's Table 4. In
+the row `n-shot` the cache is emptied before every question, and only the n previous questions with
+their right answers are read into the cache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MultipleChoice(Grid):
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns which of the chosen options were right.
+        """Run conversation `unit`; the record says which of the chosen options were right.
 
         The record has a list of booleans for each `Question.group`. Under the scoring `text`, it
         also has, in `right by mean`, whether the option with the highest mean log-probability per

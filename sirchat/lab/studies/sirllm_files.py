@@ -85,7 +85,7 @@ def grocery(path: Path) -> list[list[Question]]:
 
 
 def moves(path: Path) -> list[str]:
-    """The moves in the file of a player of rock-paper-scissors, in order."""
+    """The moves of one player of rock-paper-scissors, from the player's file, in order."""
     found = []
     for line in _lines(path, "user_choice"):
         texts = {one["label"]: one["text"] for one in line["question"]["choices"]}
@@ -104,9 +104,9 @@ def _conversations(
 
 
 def _question(line: Record, group: str) -> Question:
-    """The question in a line of a file: its text lists the options, and their letters are replies.
+    """The question in a line of a file; its replies are the letters of the listed options.
 
-    If there is only one option, it is not listed, and its text is the reply.
+    If there is only one option, its text is the reply, and it is not listed in the question.
     """
     choices = line["question"]["choices"]
     labels = [one["label"] for one in choices]

@@ -181,7 +181,7 @@ def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
 
 
 NOT_MENTIONED = "Not mentioned in the conversation"
-"""The right option of an adversarial question."""
+"""The right option of every adversarial question (a question whose answer is not in the text)."""
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -254,7 +254,7 @@ def reply_score(question: TalkQuestion, reply: str) -> float:
 
 
 def abstains(reply: str, options: tuple[str, str]) -> bool:
-    """Whether the reply to an adversarial question says that nothing was mentioned about it.
+    """Whether a reply to an adversarial question says that the answer was not mentioned.
 
     `options` are the two options that the question lists as (a) and (b). As in LoCoMo's code, a
     reply of one or three characters names an option: (a) if it is `a` or `(a)`, else (b).
