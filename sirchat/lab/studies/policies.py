@@ -105,7 +105,10 @@ class Policies:
         }
 
     def shared(self) -> Record:
-        """The parameters that must be equal in all runs that write to the same results log."""
+        """The parameters that must be equal in all runs that write to the same results log.
+
+        They are all fields except those that only decide which units (independent runs) are run.
+        """
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:

@@ -285,7 +285,7 @@ def _plain(value: Value) -> object:
 
 
 def _csv(table: Table) -> str:
-    """A table as CSV text; an Estimate takes three columns: number, lower and upper bound."""
+    """A table as CSV text; a column of Estimates becomes three: number, lower and upper bound."""
     wide = {
         number
         for number in range(len(table.columns))

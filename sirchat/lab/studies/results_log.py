@@ -16,7 +16,7 @@ Record = dict[str, Any]
 """The results of one unit (independent run) of a study, or any other JSON object."""
 
 _FORMAT = 2
-"""Version of the file format; in version 1, keys were row numbers."""
+"""Version of the results log's file format; in version 1, keys were row numbers."""
 
 
 class ResultsLog:

@@ -112,16 +112,22 @@ class Findings:
 
 
 ON_SCREEN = ("panel", "theme", "markdown", "thinking", "attention", "save", "save_kv")
-"""Settings for what a chat shows on the screen and saves; they change nothing in a study."""
+"""Names of settings for what a chat shows on the screen and saves; no study depends on them."""
 
 SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "repetition_window", "max_new_tokens", "lookup"),
 )
-"""Settings for generating replies; they change nothing in a study that generates none."""
+"""Names of settings for generating replies.
+
+They change nothing in a study that generates no replies.
+"""
 
 GREEDY = ("temperature", "top_k", "top_p", "min_p")
-"""Settings for random replies; they change nothing in a study that takes the likeliest tokens."""
+"""Names of settings for random replies.
+
+They change nothing in a study whose replies always take the likeliest token.
+"""
 
 WITHOUT_SESSION = (
     *ON_SCREEN,
@@ -130,10 +136,13 @@ WITHOUT_SESSION = (
     *("recall", "recall_n", "recall_weight", "recall_soft", "recall_span"),
     *("recall_scope", "recall_query", "recall_index"),
 )
-"""Settings of a chat session; they change nothing in a study that uses an engine directly."""
+"""Names of settings of a chat session.
+
+They change nothing in a study that uses an engine directly, without a session.
+"""
 
 UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")
-"""Settings that change no results, or only by rounding; `setting_key` leaves them out."""
+"""Names of settings that change no results, or only by rounding; `setting_key` leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ class Grid(ABC):
     """
 
     longest_reply: ClassVar[int] = 64
-    """The largest number of tokens that a reply may have."""
+    """The largest number of tokens that a generated reply may have."""
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
     """Names of fields that only decide which units (runs) are run.
@@ -168,7 +177,7 @@ class Grid(ABC):
     """
 
     without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
-    """Settings that change nothing in this study; the commands refuse them."""
+    """Names of settings that change nothing in this study; the commands refuse these settings."""
 
     @property
     @abstractmethod
@@ -194,7 +203,7 @@ class Grid(ABC):
         }
 
     def cells(self) -> list[Cell]:
-        """The rows of the table, one for each setting."""
+        """The rows of the study's result table: one for each setting."""
         names = setting_names(self.settings)
         return [
             Cell(name, setting, self._seeds(setting))
@@ -211,7 +220,10 @@ class Grid(ABC):
         ]
 
     def shared(self) -> Record:
-        """The parameters that must be equal in all runs that write to the same results log."""
+        """The parameters that must be equal in all runs that write to the same results log.
+
+        They are all fields except those named in `extends`.
+        """
         return without(self.parameters(), self.extends)
 
     def log_key(self, key: str) -> str:

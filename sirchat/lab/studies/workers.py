@@ -95,7 +95,7 @@ def _run_until_one_dies(
 
 
 def _begin() -> None:
-    """Set up a new process: it ignores Ctrl-C, and ends when its parent ends."""
+    """Set up a new worker process: it ignores Ctrl-C, and ends when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -208,7 +208,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
 def _refuse_unreachable(address: str) -> None:
     """Raise UsageError if the address `[ray://]HOST:PORT` can't be reached.
 
-    Ray itself would try for minutes. An address of any other form is not tested.
+    Ray itself would try to connect for minutes. An address of any other form is not tested.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():

@@ -79,7 +79,7 @@ class LmEval:
     def shared(self) -> Record:
         """The parameters that must be equal in all runs that write to the same results log.
 
-        Only settings and tasks may differ.
+        They are all parameters except `settings` and `tasks`.
         """
         return without(self.parameters(), ("settings", "tasks"))
 
@@ -198,8 +198,8 @@ class Harness:
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
         """Run a task, or each task of a group; returns a record for each metric of each task.
 
-        Raises SirchatError for a task that can't be loaded, and UsageError for a task that runs
-        code written by a model.
+        `lm` is the model, and `system` the system prompt or None. Raises SirchatError for a task
+        that can't be loaded, and UsageError for a task that runs code written by a model.
         """
         from lm_eval.evaluator import evaluate
 
@@ -256,7 +256,10 @@ def harness_version() -> str:
 
 @cache
 def _index(folder: str | None) -> Any:
-    """The index of all tasks, lm-eval's own and those in `folder`; building it takes seconds."""
+    """The index of all tasks: lm-eval's own tasks and those in `folder`.
+
+    Building the index takes seconds, so the result is cached.
+    """
     # Without this, lm-eval warns about settings that are made here on purpose.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager

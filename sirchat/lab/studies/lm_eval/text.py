@@ -102,11 +102,11 @@ class TextEncoder:
         return head or [self.prefix], tail
 
     def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
-        """A conversation as text, rendered by the chat template; the text is for `encode`.
+        """A conversation as text, rendered by the chat template; `encode` makes ids of the text.
 
-        If `prompt` is true, the text ends with the generation prompt. Otherwise the last message
-        is left unfinished, so that it can be continued. The system message is left out if the
-        template does not allow one.
+        If `prompt` is true, the text ends with the generation prompt. Otherwise the last message is
+        left unfinished, so that it can be continued. The system message is left out if the template
+        does not allow one.
         """
         clean = [{**one, "content": self._plain(one["content"])} for one in messages]
         try:
