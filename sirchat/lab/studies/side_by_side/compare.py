@@ -128,7 +128,7 @@ class ComparedSession:
         model: the model, which all compared sessions share.
         setting: the profile.
         name: the setting in a few words.
-        is_reference: whether the setting is `full`, which the others are compared with.
+        is_reference: whether the setting is `full`, with which all other settings are compared.
 
     Attributes:
         is_open: whether the session can continue; false after its context was full or an undo
@@ -214,11 +214,11 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a round; record its predictions, or compare them with those in `reference`.
+        """Read a user turn and its reply; record the predictions, or compare them with `reference`.
 
         The reference session records its predictions in `reference`; every other session compares
-        its own with them. Returns the stream positions of the round, or an empty range if
-        `reference` has no predictions.
+        its own with those in `reference`. Returns the stream positions of the round, or an empty
+        range if `reference` has no predictions.
         """
         start, agreement = self._session.seen, None
         if self._is_reference:
@@ -267,9 +267,10 @@ class ComparedSession:
 
     @contextmanager
     def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
-        """Context manager: a full context or a failed undo ends this session, not the comparison.
+        """Context manager: a full context or a failed undo within it ends this session.
 
-        The error becomes a note for the reader.
+        The other sessions go on, and the error becomes a note for the reader. If this is the
+        reference session, its answer and predictions are removed from `reference`.
         """
         try:
             yield
@@ -299,7 +300,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 OnPass = Callable[[Tensor, BoundedCache], None]
-"""A function of the logits [m, V] and the cache, called at the end of a forward pass."""
+"""A function that is called after a forward pass, with the logits [m, V] and the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +362,10 @@ class Predictions:
 
 
 class Agreement:
-    """Compares the predictions of a setting with those of the full cache in the same round."""
+    """Compares the predictions of a setting with those of the full cache in the same round.
+
+    `nats` has the results: the KL divergence at each token.
+    """
 
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions

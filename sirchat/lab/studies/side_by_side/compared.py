@@ -66,13 +66,16 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
 
 
 Span = tuple[int, int | None]
-"""A time in which a token was held: start and end, in tokens read; end None if still held."""
+"""A span of time in which a token was held: (start, end), counted in tokens read.
+
+The end is None if the token is still held.
+"""
 
 
 class HeldSpans:
-    """The spans of time in which each token was held; `note` updates them with events.
+    """The spans of time in which each token was held; `note` records an event's changes.
 
-    Time is measured in tokens read.
+    Time is counted in tokens read.
     """
 
     def __init__(self) -> None:
@@ -90,7 +93,10 @@ class HeldSpans:
             self._restore(event.positions, event.seen)
 
     def spans(self, seen: int) -> list[tuple[Span, ...]]:
-        """The spans of each of the first `seen` tokens, in order; each token has at least one."""
+        """The spans of time in which each of the first `seen` tokens was held, in stream order.
+
+        Each token has at least one span.
+        """
         return [self._of(position) for position in range(seen)]
 
     def _of(self, position: int) -> tuple[Span, ...]:
@@ -206,7 +212,7 @@ class SettingResult:
 
     @property
     def same_answers(self) -> tuple[int, int]:
-        """Number of answers that equal those of `full`, and number of compared answers."""
+        """A pair: number of answers that equal those of `full`, and number of compared answers."""
         known = [one.same for one in self.rounds if one.same is not None]
         return sum(known), len(known)
 
