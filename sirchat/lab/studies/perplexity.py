@@ -150,7 +150,8 @@ class Perplexity(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """A table and a plot of the mean surprisal, by setting.
 
-        The table has the means of the whole text, of its second tenth and of its last tenth.
+        The table has the means of the whole text, of its second tenth and of its last tenth, and
+        the ratio of the last tenth to the second.
         """
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
@@ -247,7 +248,7 @@ def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
 
 
 def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
-    """A synthetic conversation: user message and reply of each round."""
+    """A synthetic conversation, as a list of (user message, reply), one for each round."""
     messages = Dialogue(Random(seed), _TALK).messages(rounds)
     texts = [one.text for one in messages if one.role != "system"]
     return list(zip(texts[::2], texts[1::2], strict=False))

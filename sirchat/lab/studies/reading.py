@@ -35,10 +35,11 @@ def read_ids(
     to_come: int = 0,
     roles: Sequence[Role] | None = None,
 ) -> None:
-    """Read ids [n] as round `number`, after making room for them and for `to_come` more ids.
+    """Let an engine read token ids [n] as round `number`, with room for `to_come` more ids.
 
-    The round stays open: the caller closes it. `roles` [n] are the roles of the ids; by default all
-    are the user's. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
+    Before it reads, the engine evicts tokens as the setting `evict` says. The round stays open: the
+    caller closes it. `roles` [n] are the roles of the ids; by default all have the role of the
+    user. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
     for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):

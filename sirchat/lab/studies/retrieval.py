@@ -60,7 +60,7 @@ class RecallVariant:
 
     @property
     def makes_sense(self) -> bool:
-        """Whether the retriever can use the values of `weight` and `soft`."""
+        """Whether the retriever can use this variant's values of `weight` and `soft`."""
         takes = retriever(self.retriever)
         weight_matters = self.weight == "none" or takes.takes_weight
         return weight_matters and (not self.soft or takes.takes_soft)
@@ -138,7 +138,10 @@ class Retrieval(ExtendedByLimit):
         return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
-        """Conversation `number`; the same number and seed give the same conversation."""
+        """Conversation `number` of the file `data` or, if there is no file, of the task.
+
+        The same number and seed give the same conversation.
+        """
         if self.data is not None:
             return self.file_dialogues[number]
         return needle_dialogue(self.task, self.profile.seed, number)

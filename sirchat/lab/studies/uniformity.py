@@ -1,8 +1,9 @@
 """Tests whether random policies are uniform: how often each token is held, over many seeds.
 
-The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
-the newest `budget` ones are held by random choice alone, so each should be held equally often. This
-is tested by Pearson's chi-squared test over tenths of the stream.
+The same stream is read under each policy with many seeds. Sinks (first tokens, which are never
+evicted) and the newest `budget` tokens are left out. All other tokens are held by random choice
+alone, so each should be held equally often. Pearson's chi-squared test over tenths of the stream
+tests this.
 """
 
 from __future__ import annotations
@@ -123,6 +124,9 @@ def _uniform(one: Findings) -> tuple[float, float]:
 
 
 def chi2_tail(chi2: float, freedom: int) -> float:
-    """The probability that chi squared with `freedom` degrees of freedom exceeds `chi2`."""
+    """The p-value of a chi-squared test: the probability of a statistic greater than `chi2`.
+
+    `freedom` is the number of degrees of freedom.
+    """
     half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
     return float(torch.special.gammaincc(half[0], half[1]))
