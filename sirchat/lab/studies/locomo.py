@@ -370,7 +370,8 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
     """A table of the missing evidence that is restored, for each setting and retriever.
 
-    The missing evidence of a question is the tokens that are not held of the turns with the answer.
+    The evidence of a question is the tokens of the turns with the answer. The missing evidence is
+    those of these tokens that are not held.
     """
 
     def of(retriever: str, n: int, key: str) -> Measured:

@@ -38,10 +38,11 @@ def move_files(player: str) -> tuple[str, ...]:
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path `data` if it is not a folder, else that of the first file of `names` in it.
+    """The path of the file to read: `data` itself, unless it is a folder.
 
-    The folder's subfolder `data/` is searched, too, which exists in a copy of the authors'
-    repository. Returns None if the folder has none of the files `names`.
+    In a folder, it is the first of the files `names` that exists. The folder's subfolder `data/`,
+    which exists in a copy of the authors' repository, is searched, too. Returns None if the folder
+    has none of the files.
     """
     path = Path(os.path.expanduser(data))
     if not path.is_dir():

@@ -163,7 +163,7 @@ def _token_columns(tokens: tuple[Token, ...]) -> Record:
 def _rounded(value: float | None) -> Any:
     """The value rounded to five significant digits; None stays None.
 
-    Fewer digits keep a record short, which has thousands of such values.
+    A record has thousands of these values, and fewer digits keep it short.
     """
     return None if value is None else float(f"{value:.5g}")
 
