@@ -1,9 +1,11 @@
-"""Which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
+"""Measures which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
 
+An anchor is a token into which the model was trained to compress the sentence or round before it.
 The user states several facts, each in its own round, and asks for one of them. The conversation is
-read in one forward pass under the paper's attention mask (equation 4): tokens see earlier rounds
-only through their anchors. The study measures which share of the attention that the question and
-its answer pay to anchors goes to the anchors of the round that stated the fact.
+read in one forward pass under the paper's attention mask (equation 4): of earlier rounds, a token
+sees only the anchors. The tokens of the question and its answer pay some of their attention to
+anchors. The study measures which share of this attention goes to the anchors of the round that
+stated the fact.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from sirchat.text.template import Template
 
 @dataclass(frozen=True)
 class AnchorAttention(ExtendedByLimit):
-    """The study of which anchors an answer attends to.
+    """The study that measures which anchors an answer attends to.
+
+    An anchor is a token into which the model compresses a sentence or round.
 
     Attributes:
         profile: the settings; their seed draws the conversations.
@@ -62,20 +66,18 @@ class AnchorAttention(ExtendedByLimit):
         return "anchor-attention"
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
         return fields_of(self) | {"profile": None, "seed": self.profile.seed}
 
     def keys(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads the conversation with a given key, and returns a record.
+        """Create a function that reads the conversation with a given key and returns its record.
 
         The record has, for each layer, the share of the attention to anchors that goes to each
-        round's anchors.
-
-        Raises SettingError for a model without anchors.
+        round's anchors. Raises SettingError for a model without anchors.
         """
         if model.anchors is None:
             raise SettingError(
@@ -85,9 +87,10 @@ class AnchorAttention(ExtendedByLimit):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds of a conversation, and the index of the round whose fact is asked for.
+        """The rounds of conversation `number`, and the index of the round whose fact is asked for.
 
-        The last round has the question for the fact, and the answer.
+        A round is a user message with its reply. In the last round the user asks for the fact, and
+        the reply is the right answer.
         """
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
@@ -97,10 +100,11 @@ class AnchorAttention(ExtendedByLimit):
         return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Two tables about the attention that question and answer pay to anchors.
+        """Two tables and a plot of the attention that question and answer pay to anchors.
 
-        The first has, for each layer, the share that goes to the round which states the fact. The
-        second is for the first conversation: the attention that each token pays to each round.
+        The first table and the plot show, for each layer, the share of this attention that goes to
+        the round with the fact. The second table is for the first conversation: the attention that
+        each token pays to the anchors of each round.
         """
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
@@ -130,7 +134,10 @@ class AnchorAttention(ExtendedByLimit):
 
 
 def _first_conversation(one: Record) -> Table:
-    """A table of the attention that each token of question and answer pays to rounds' anchors."""
+    """A table for one conversation, from its record: a row for each token of question and answer.
+
+    A row has the attention that the token pays to the anchors of each round.
+    """
     columns = ("token", *one["rounds"])
     rows = tuple(
         (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)

@@ -1,9 +1,10 @@
 """Studies whether surprising tokens receive more attention (SirLLM, section 3.2, Figure 3).
 
 The first tokens of many texts are read without a cache. The tokens of each text, except the first
-(a sink) and the last (which receives no attention), are divided into four segments by surprisal,
-lowest first. The attention that a token receives is the mean weight over all later tokens and all
-heads; the attention of a segment is the mean over its tokens.
+and the last, are divided into four segments by surprisal, lowest first. The first token is left out
+because it is a sink: it receives much attention in any text. The last token receives no attention.
+The attention that a token receives is the mean weight over all later tokens and all heads; the
+attention of a segment is the mean over its tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionStudy(ExtendedByLimit):
-    """The study of how much attention tokens receive, by their surprisal.
+    """The study that measures how much attention tokens of low and of high surprisal receive.
 
     Attributes:
         profile: the settings; their seed draws the texts.
@@ -48,7 +49,8 @@ class AttentionStudy(ExtendedByLimit):
         tokens: number of tokens to read of each text.
         text: a UTF-8 file with one text on each line; None for synthetic conversations.
 
-    Raises SettingError for too few tokens, and when the file can't be read.
+    Raises SettingError if `tokens` is too small, and if the file can't be read or has too few
+    lines.
     """
 
     needs_hub: ClassVar[bool] = True
@@ -69,7 +71,7 @@ class AttentionStudy(ExtendedByLimit):
         return "attention"
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
         return {
             "limit": self.limit,
             "tokens": self.tokens,
@@ -78,20 +80,23 @@ class AttentionStudy(ExtendedByLimit):
         }
 
     def keys(self) -> list[str]:
-        """The names of the texts to read: their numbers, from 0."""
+        """The names of the texts to read: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that reads the text with a given key, and returns a record.
+        """Create a function that reads the text with a given key and returns its record.
 
-        The record has, for each layer, the result of `mean_by_segment`.
+        The record has a list for each layer: the attention that the first token and each segment of
+        tokens receive, as `mean_by_segment` returns it.
         """
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of the attention that each segment receives.
+        """A table and a plot of the attention that each segment of tokens receives.
 
-        The table has means over all layers: the attention weight, and the segment's rank by it.
+        The table has a segment's attention weight and its rank by this weight, both as means over
+        all layers, and the share of layers in which the segment ranks first. The plot shows the
+        weight in each layer.
         """
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
@@ -153,11 +158,11 @@ class AttentionStudy(ExtendedByLimit):
 
 
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
-    """The attention [1 + SEGMENTS] of the first token, then the mean attention of each segment.
+    """The attention [1 + SEGMENTS] that the first token and each segment of tokens receive.
 
-    To make segments, the tokens between the first and the last are sorted by surprisal and divided
-    into SEGMENTS parts of equal size. `received` [n] is the attention that each token receives,
-    `nats` [n] its surprisal.
+    The tokens between the first and the last are sorted by surprisal and divided into SEGMENTS
+    segments of nearly equal size. The attention of a segment is the mean over its tokens.
+    `received` [n] is the attention that each token receives, `nats` [n] its surprisal in nats.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
     means = [received[part].mean() for part in np.array_split(inner, SEGMENTS)]
@@ -165,9 +170,10 @@ def mean_by_segment(received: Floats, nats: Floats) -> Floats:
 
 
 def attention_received(weights: Tensor) -> Tensor:
-    """The mean attention weight [n - 1] that each token, but the last, gets from later tokens.
+    """The attention [n - 1] that each token, except the last, receives from all later tokens.
 
-    `weights` [H, n, n] are the attention weights of all heads.
+    It is the mean weight over the later tokens and over all heads. `weights` [H, n, n] are the
+    attention weights of the H heads of one layer.
     """
     mean = weights.float().mean(0)  # [n, n]
     later_tokens = torch.arange(len(mean) - 1, 0, -1)
@@ -193,7 +199,10 @@ def _read(model: LoadedModel, ids: list[int]) -> Record:
 
 @contextmanager
 def eager_attention(module: Any) -> Iterator[Any]:
-    """Context manager: switch the model to eager attention, which returns attention weights."""
+    """Context manager: the model uses eager attention, which returns attention weights.
+
+    At the end the model uses its own attention implementation again.
+    """
     original = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:

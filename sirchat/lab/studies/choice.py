@@ -16,17 +16,17 @@ Scoring = Literal["paper", "text", "released", "reply"]
 
 - `paper` (SirLLM, section 4.1): the option with the most likely reply, by the sum of its tokens'
   log-probabilities; where options are listed by letters, the reply is the letter.
-- `text`: likewise, but the replies are the options' own texts, and the question does not list them
-  (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
+- `text`: as `paper`, but the replies are the options' own texts, and the question does not list
+  them (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
 - `released`: as in SirLLM's released code, the option whose reply equals the greedy output. If no
   reply does, the options are compared by the first token in which their replies differ.
-- `reply`: the option that a generated reply names, if it names one.
+- `reply`: the option that a generated reply names; none if the reply names no option.
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a reply for each of its options.
+    """A multiple-choice question with a reply for each of its options.
 
     Attributes:
         text: the question, with its options if they are listed.
@@ -47,12 +47,15 @@ class Question:
 
     @property
     def answer(self) -> str:
-        """The right reply."""
+        """The reply that is right for this question."""
         return self.replies[self.right]
 
     @property
     def unlisted(self) -> Question:
-        """The same question without its list of options; each reply is the text of an option."""
+        """The same question without its list of options; each reply is the text of an option.
+
+        A question whose `texts` are empty is returned unchanged.
+        """
         if not self.texts:
             return self
         return replace(self, text=self.stem, replies=self.texts, stem="", texts=())
@@ -61,8 +64,9 @@ class Question:
 def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
     """Ask a question, and return the index of the option that the model chooses.
 
-    The conversation continues with the reply of that option. Under the scoring `reply` it continues
-    with the generated reply, and the result is None if that reply names no option.
+    The conversation continues with the reply of the chosen option. Under the scoring `reply` it
+    continues with the reply that the model generated. If the generated reply names no option, the
+    result is None.
     """
     if scoring == "text":
         return choose_text(session, question)[0]
@@ -77,9 +81,10 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
     """Ask a question without listing its options, and continue with the chosen option's text.
 
-    Returns the indices of two options. The first, which is the chosen option, has the greatest sum
-    of its tokens' log-probabilities. The second has the greatest mean of its tokens'
-    log-probabilities, which does not favour short options.
+    Returns the indices of two options. The first index is that of the chosen option, whose text has
+    the greatest sum of the tokens' log-probabilities. The second index is that of the option whose
+    text has the greatest mean of the tokens' log-probabilities; a mean does not favour short
+    options.
     """
     asked = question.unlisted
     scores = _scores(session, asked)
@@ -91,7 +96,11 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
 
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
-    """Read the question, and score each reply to it; a single reply gets a score of 0 at once."""
+    """Read a question in the session; returns a score for each of its replies.
+
+    A score has the log-probabilities of the reply's tokens. A single reply is not scored by the
+    model, since there is no choice: it gets a log-probability of 0.
+    """
     for _ in session.read_user(question.text):
         pass
     if len(question.replies) == 1:
@@ -100,7 +109,10 @@ def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]
 
 
 def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
-    """The index of the option that `scoring` chooses; of equally good options, the first."""
+    """The index of the option that the rule `scoring` chooses, given a score for each option.
+
+    Of equally good options, the first is chosen.
+    """
     if scoring == "released":
         for number, one in enumerate(scores):
             if one.greedy:
@@ -113,7 +125,10 @@ def most_likely(scores: Sequence[ContinuationScore], scoring: Scoring) -> int:
 
 
 def named_option(text: str, replies: Sequence[str]) -> int | None:
-    """The index of the option with whose reply `text` begins; None if there is no such option."""
+    """The index of the first option with whose reply `text` begins; None if there is none.
+
+    Blanks around `text` are ignored, and so is a full stop at the end of a reply.
+    """
     text = text.strip()
     for number, reply in enumerate(replies):
         if text.startswith(reply.rstrip(".")):
@@ -122,6 +137,6 @@ def named_option(text: str, replies: Sequence[str]) -> int | None:
 
 
 def _shared_prefix_length(scores: Sequence[ContinuationScore]) -> int:
-    """Number of ids at the start of the replies that are the same in all replies."""
+    """The number of token ids with which all scored replies begin alike."""
     columns = zip(*(one.ids for one in scores), strict=False)
     return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

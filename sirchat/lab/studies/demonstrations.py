@@ -1,9 +1,9 @@
-"""Questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
+"""Asks questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
 Demonstrations are questions of the project's question bank with their answers. They are read once,
-and their tokens in the cache are reused for every question. The table has the paper's columns:
-Acc is the share of right answers. C is the share of the demonstrations' tokens that were evicted.
-T is the speed-up of an answer, given twice: compared with reading the demonstrations again for each
+and their tokens in the cache are reused for every question. The table has the paper's columns: Acc
+is the share of right answers. C is the share of the demonstrations' tokens that were evicted. T is
+the speed-up of an answer, given twice: compared with reading the demonstrations again for each
 question, and compared with the full cache. MaxKV (`max` in the records) is the largest number of
 tokens held during an answer.
 """
@@ -39,15 +39,15 @@ _PLACES: dict[Per, str] = {
 
 @dataclass(frozen=True)
 class Demonstrations(Grid):
-    """The study of demonstrations that are read once, and then used for many questions.
+    """The study of demonstrations (questions with answers) that are read once for many questions.
 
     `limit` is the number of sets of demonstrations.
 
     Attributes:
         shots: numbers of demonstrations in a set; the table has a row for each number and setting.
         questions: number of questions asked after each set.
-        places: ways to place anchors among the demonstrations (the paper's section 7.1), compared
-            with the places that the model was trained with.
+        places: ways to place anchor tokens among the demonstrations (the paper's section 7.1),
+            compared with the places that the model was trained with.
     """
 
     shots: tuple[int, ...] = (0, 5)
@@ -63,9 +63,10 @@ class Demonstrations(Grid):
         return "demonstrations"
 
     def cells(self) -> list[Cell]:
-        """The rows of the table: every setting with every number of shots.
+        """The rows of the table: one for every setting and every number of demonstrations.
 
-        A setting with the anchor policy also has a row for each of the `places`.
+        A setting with the policy `anchor` also has a row for each of the `places` where anchor
+        tokens can be put, unless the number of demonstrations is 0.
         """
         cells: list[Cell] = []
         for n in self.shots:
@@ -80,11 +81,11 @@ class Demonstrations(Grid):
         return cells
 
     def units(self) -> list[str]:
-        """The names of the sets of demonstrations: their numbers, from 0."""
+        """The names of the sets of demonstrations: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) with a given key, using `model`.
+        """Create a function that runs the unit (independent run) with a given key, using `model`.
 
         Raises SettingError if there are `places` and the model has no anchor token.
         """
@@ -98,7 +99,9 @@ class Demonstrations(Grid):
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read one set of demonstrations, then ask and undo each of its questions.
 
-        Returns which answers were right, the seconds they took, and numbers of tokens.
+        The record has, for each question, whether the answer was right and how many seconds it
+        took. It also has three numbers of tokens: those of the demonstrations, those held after the
+        demonstrations were read, and the most that were held during an answer.
         """
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [
@@ -121,7 +124,10 @@ class Demonstrations(Grid):
         return found
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table with the paper's columns Acc, C, T and MaxKV, defined in the module docstring."""
+        """A table of accuracy (Acc), evicted share (C), speed-up (T) and tokens held (MaxKV).
+
+        The module docstring defines these columns, which are the paper's.
+        """
         findings = self.findings(found)
         columns = (
             *("setting", "Acc", "demonstrations", "cached", "C", "MaxKV", "ms a question"),
@@ -141,7 +147,10 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The results of the policy `full` with as many shots as `cell`; None if it was not run."""
+        """The results of the policy `full` with as many demonstrations as in the table row `cell`.
+
+        Returns None if `full` was not run.
+        """
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one
@@ -150,7 +159,10 @@ class Demonstrations(Grid):
     def _uncached_seconds(
         self, session: Session, shots: list[Question], questions: list[Question]
     ) -> list[float]:
-        """The seconds that each question takes, reading the demonstrations before it included."""
+        """The seconds that each question takes if the demonstrations are read again before it.
+
+        The seconds include the reading of the demonstrations.
+        """
         seconds = []
         for one in questions:
             session.reset()
@@ -169,7 +181,7 @@ def _chosen(session: Session, one: Question) -> int:
 
 
 def _peak_held(session: Session, one: Question) -> int:
-    """The largest number of tokens held while the question is answered."""
+    """The largest number of tokens held while a question is answered; the question is undone."""
     peak = session.resident
     for _ in session.ask(one.text):
         peak = max(peak, session.resident)

@@ -7,9 +7,9 @@ that no question influences another. An answer is wrong if any of its tokens is 
 surprisal of the rounds after the facts gives the perplexity of the text that follows.
 
 In the study `Topics` each topic is a few facts, followed by small talk. At the end the user asks
-for the facts of the last topic, as after a change of topic, and for the facts of the first topic,
-as in a conversation that returns to its beginning. Decay helps to recall the last topic, and makes
-it harder to recall the first.
+for the facts of the last topic, which the conversation is still about. The user also asks for the
+facts of the first topic, as if the conversation returned to its beginning. Decay helps to recall
+the last topic, and makes it harder to recall the first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = tuple(PROBED)
 
 @dataclass(frozen=True)
 class Facts(Grid):
-    """The study of facts that are asked for later.
+    """The study in which the user states facts and asks for them after some small talk.
 
     `limit` is the number of questions for each table cell.
 
@@ -83,7 +83,11 @@ class Facts(Grid):
         ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns which answers were right at each distance."""
+        """Run conversation `unit`: read its rounds, and ask for each fact at each distance.
+
+        The record has, for each distance, a list of booleans: whether the answer for each fact was
+        right.
+        """
         count, number = map(int, unit.split())
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
@@ -99,7 +103,11 @@ class Facts(Grid):
         return FactsDialogue(statements, small_talk, questions)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables of right answers, by setting, number of facts and distance, and of perplexity."""
+        """Two tables with a row for each setting: right answers, and perplexity.
+
+        The first table has the share of right answers for each number of facts and each distance.
+        The second has the perplexity of the text that follows the facts.
+        """
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -130,7 +138,11 @@ class Facts(Grid):
 
 @dataclass(frozen=True)
 class FactsDialogue:
-    """Rounds that state facts, rounds of small talk, and a question and answer for each fact."""
+    """A conversation of the study `Facts`.
+
+    It has rounds that state facts, rounds of small talk, and a question with its answer for each
+    fact.
+    """
 
     facts: list[Round]
     small_talk: list[Round]
@@ -138,10 +150,11 @@ class FactsDialogue:
 
 
 def share_right(findings: Findings, count: int, between: int) -> Estimate:
-    """The share of right answers for `count` facts, asked `between` rounds after the facts.
+    """The share of right answers, with its 95 % interval, in conversations with `count` facts.
 
-    Questions of one conversation are not independent, so the interval covers both Wilson's
-    interval over questions and Student's interval over conversations.
+    Only the questions that were asked `between` rounds after the facts count. Questions of one
+    conversation are not independent, so the interval covers both Wilson's interval over questions
+    and Student's interval over conversations.
     """
     records = [one for one in findings.records if one["facts"] == count]
     return share_over_seeds([one["right"][str(between)] for one in records])
@@ -169,9 +182,9 @@ def _run(model: LoadedModel, cell: Cell, talk: FactsDialogue, distances: tuple[i
 
 
 def is_right(engine: Engine, template: Template, one: Round, number: int) -> bool:
-    """Ask a question as round `number`, then undo it.
+    """Ask a question as round `number`, then undo it; `one` has the question and the right answer.
 
-    Returns whether every token of the greedy answer was right.
+    Returns whether every token of the greedy reply is the same as in the right answer.
     """
     question, answer = one
     checkpoint = engine.checkpoint()
@@ -192,7 +205,7 @@ def is_right(engine: Engine, template: Template, one: Round, number: int) -> boo
 
 @dataclass(frozen=True)
 class Topics(Grid):
-    """The study of conversations with several topics, each a few facts and small talk.
+    """The study of conversations with several topics; a topic is a few facts and then small talk.
 
     `limit` is the number of conversations for each setting.
 
@@ -223,11 +236,14 @@ class Topics(Grid):
         return "topics"
 
     def units(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> tuple[list[Round], list[Round]]:
-        """The rounds of conversation `number`, and for each fact a round that asks for it."""
+        """The rounds of conversation `number`, and a list with a question round for each fact.
+
+        A question round is the question that asks for the fact, with the right answer.
+        """
         rng = Random(f"held out/topics/{self.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style.draw(rng)
         kinds = rng.sample(KINDS, self.topics * self.facts)
@@ -239,9 +255,9 @@ class Topics(Grid):
         return rounds, [talk.ask((fact.kind.key, fact.subject)) for fact in facts]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns which answers were right.
+        """Run conversation `unit`, then ask for the facts of the last and of the first topic.
 
-        The record has a list of booleans for the `last` topic and one for the `first`.
+        The record has two lists, `last` and `first`: for each fact, whether the answer was right.
         """
         rounds, questions = self.conversation(int(unit))
         model = session.model
@@ -257,7 +273,10 @@ class Topics(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The share of right answers by setting: last topic, first topic, and both."""
+        """A table of the share of right answers, with a row for each setting.
+
+        The columns are the share for the last topic, for the first topic, and for both.
+        """
         rows: list[tuple[Value, ...]] = []
         for one in self.findings(found):
             last, first = ([each[key] for each in one.records] for key in ("last", "first"))

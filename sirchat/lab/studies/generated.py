@@ -18,16 +18,19 @@ GROCERY_ROUNDS = 20
 
 
 def dailydialog(seed: int, number: int) -> list[Question]:
-    """Conversation `number` of the DailyDialog task: 4 to 14 questions with up to four options."""
+    """Conversation `number` of the DailyDialog task, as a list of questions.
+
+    It has 4 to 14 questions with up to four options each.
+    """
     rng = Random(f"dailydialog/{seed}/{number}")
     return [question(rng, 4, DIALOGUE) for _ in range(rng.randint(4, 14))]
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """Conversation `number` of the Grocery Shopping task.
+    """Conversation `number` of the Grocery Shopping task, as a list of questions.
 
-    It begins with a request to buy an item. After 20 questions about other things, the last
-    question asks which of four items was to be bought.
+    The conversation begins with a request to buy an item. After 20 questions about other things,
+    the last question asks which of four items was to be bought.
     """
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(words.GROCERIES, 4)
@@ -40,9 +43,10 @@ def grocery(seed: int, number: int) -> list[Question]:
 
 
 def question(rng: Random, count: int, group: str) -> Question:
-    """Draw a question from the bank with `count` options, or fewer if its topic has fewer.
+    """Draw a multiple-choice question with `count` options from the project's question bank.
 
-    `group` is the group of questions in whose results this question is counted.
+    If the question has fewer options in the bank, it gets all of them. `group` is the group of
+    questions in whose results this question is counted.
     """
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]

@@ -20,9 +20,9 @@ _Z = 1.959964  # 95 %
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
-    """The 95 % interval (low, high) of the share `right / total`, Wilson's score interval.
+    """Wilson's 95 % score interval (low, high) of the share `right / total`.
 
-    It is (0, 1) if `total` is 0.
+    The interval is (0, 1) if `total` is 0.
     """
     if not total:
         return 0.0, 1.0
@@ -58,10 +58,11 @@ RESAMPLES = 2000
 
 
 def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its 95 % interval; values that are NaN do not count.
+    """The mean of all values, with its 95 % bootstrap interval; NaN values are left out.
 
-    `values_by_cluster` has the values of each conversation; whole conversations are resampled. The
-    interval is infinite for fewer than two conversations, and the mean of no values is NaN.
+    `values_by_cluster` has a list of values for each cluster, for example for each conversation. A
+    bootstrap sample draws whole clusters. The interval is infinite for fewer than two clusters, and
+    the mean of no values is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster]
     clusters = [one[~np.isnan(one)] for one in clusters]
@@ -82,9 +83,10 @@ def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 def paired_interval(
     values: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
 ) -> Estimate:
-    """The mean of the differences `values` - `others`, with its 95 % interval.
+    """The mean of the differences `values` - `others`, with its 95 % bootstrap interval.
 
-    Both arguments have a list of values for each conversation, in the same order.
+    Both arguments have a list of values for each conversation, in the same order. A bootstrap
+    sample draws whole conversations.
     """
     return clustered_mean(
         [
@@ -95,13 +97,14 @@ def paired_interval(
 
 
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its 95 % interval; a cluster is, for example, a conversation.
+    """The mean of all values, with its 95 % interval from the hierarchical bootstrap.
 
-    The interval is that of the hierarchical bootstrap (Davison and Hinkley, Bootstrap Methods and
-    their Application, 1997, section 3.8). It resamples clusters, then the values in each cluster,
-    and suits few clusters whose values are themselves a sample: it gives an interval even for a
-    single cluster. To compare two settings, pass the differences of their values. The interval of
-    fewer than two values is infinite, and the mean of no values is NaN.
+    `values_by_cluster` has a list of values for each cluster, for example for each conversation. A
+    sample of the hierarchical bootstrap (Davison and Hinkley, Bootstrap Methods and their
+    Application, 1997, section 3.8) draws clusters, then values in each drawn cluster. This suits a
+    small number of clusters whose values are themselves a sample: even a single cluster gives an
+    interval. To compare two settings, pass the differences of their values. The interval of fewer
+    than two values is infinite, and the mean of no values is NaN.
     """
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)
@@ -112,7 +115,10 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _drawn_twice(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The mean of each sample [RESAMPLES] of the hierarchical bootstrap."""
+    """The means [RESAMPLES] of all samples of the hierarchical bootstrap.
+
+    A sample draws clusters, then values in each drawn cluster.
+    """
     rng = np.random.default_rng(0)
     sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
     for drawn in rng.integers(len(clusters), size=(len(clusters), RESAMPLES)):

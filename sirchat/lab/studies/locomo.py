@@ -1,11 +1,11 @@
-"""Conversations over weeks, and questions about them, from LoCoMo and Realtalk.
+"""The study of conversations over weeks, and of questions about them, from LoCoMo and Realtalk.
 
 LoCoMo is by Maharana et al. 2024, https://arxiv.org/abs/2402.17753, and Realtalk by Lee et al.
 2025, https://arxiv.org/abs/2502.13270. A conversation is read once under each setting. Then each of
-its questions is asked and undone. Measured are the score of the reply, the surprisal of the right
-answer, the share of the evidence (the turns with the answer) that is still held, and the share of
-the missing evidence that each retriever would restore. The files are not part of sirchat;
-`long_talk` names them.
+its questions is asked and undone. The study measures the score of the reply and the surprisal of
+the right answer. The evidence of a question is the turns that contain the answer. The study also
+measures the share of the evidence that is still held, and the share of the missing evidence that
+each retriever would restore. The files are not part of sirchat; `long_talk` names them.
 
 The tables show means over questions; with several seeds, a question's value is its mean over the
 seeds. Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions
@@ -55,8 +55,8 @@ class Locomo(Grid):
         counts: numbers of tokens that a retriever restores; each number is measured.
 
     Raises SettingError for data that can't be read, for the number of a conversation that does not
-    exist, for an unknown retriever, and for a count of more tokens than recall may restore
-    with the given settings.
+    exist, for an unknown retriever, and for a count of more tokens than recall may restore with the
+    given settings.
     """
 
     data: str = ""
@@ -88,7 +88,7 @@ class Locomo(Grid):
                 )
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
@@ -102,11 +102,14 @@ class Locomo(Grid):
         return "locomo"
 
     def units(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their indices in `talks`, as strings."""
         return [str(n) for n in self.conversations or range(len(self.talks))]
 
     def questions(self, talk: LongTalk) -> list[TalkQuestion]:
-        """The questions that are asked about a conversation, in the file's order."""
+        """The questions that are asked about a conversation, in the file's order.
+
+        If the file has more than `limit` questions about it, `limit` of them are drawn at random.
+        """
         every = talk.questions
         if self.limit >= len(every):
             return list(every)
@@ -114,11 +117,12 @@ class Locomo(Grid):
         return sorted(drawn, key=lambda one: one.number)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation and ask about it.
+        """Read the conversation named `unit`, and ask questions about it.
 
-        The record has `fits`, false if the model's context is too short for a policy that evicts
-        nothing. If `fits` is true, it also has the number of `tokens` read, the `seconds` for
-        `reading` and `asking`, and a record for each of the `questions`; see `ReadTalk`.
+        The record has `fits`, which is false if the policy evicts nothing and the conversation is
+        longer than the model's context. If `fits` is true, the record also has the number of
+        `tokens` read, the `seconds` for `reading` and `asking`, and a record for each of the
+        `questions`; see `ReadTalk`.
         """
         talk, start = self.talks[int(unit)], time.perf_counter()
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
@@ -143,10 +147,10 @@ class Locomo(Grid):
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """The tables that `tables_of` makes of the results, and a header.
+        """A report with a header and the tables that `tables_of` makes of the results.
 
-        They show F1, surprisal and held evidence by setting, differences between settings, and the
-        evidence that retrievers restore.
+        The tables show F1, surprisal and held evidence by setting, differences between settings,
+        and the evidence that retrievers restore.
         """
         findings = self.findings(found)
         fit = [one for one in found.values() if one["fits"]]
@@ -178,7 +182,10 @@ Values = Mapping[tuple[int, int], float]
 """A value for each question; a key is (index of its conversation, number of the question)."""
 
 Measured = Callable[[Record], float | None]
-"""Takes one value from a question's record; returns None if the record has no such value."""
+"""A function that takes one value from a question's record.
+
+The function returns None if the record has no such value.
+"""
 
 
 def tables_of(
@@ -187,10 +194,11 @@ def tables_of(
     retrievers: Sequence[str],
     counts: Sequence[int],
 ) -> tuple[Table, ...]:
-    """The tables of the report; `settings[n]` is the setting of `findings[n]`.
+    """The tables of the study's report: answers, differences, categories and restored evidence.
 
-    If there are no replies, no table shows F1. If there is only one setting, there is no table of
-    differences.
+    `settings[n]` is the setting of `findings[n]`. If there are no replies, no table shows F1. If
+    there is only one setting, there is no table of differences. If there are no `retrievers`, there
+    is no table of restored evidence.
     """
     measured = {
         "token F1": f1,
@@ -224,38 +232,52 @@ def tables_of(
 
 
 def nats(question: Record) -> float | None:
-    """Surprisal of the right answer, in nats; None for an adversarial question."""
+    """The surprisal of the right answer, in nats, from a question's record.
+
+    None for an adversarial question, which has no right answer.
+    """
     value: float | None = question["nats"]
     return value
 
 
 def nats_a_token(question: Record) -> float | None:
-    """Surprisal of the right answer, in nats per token; None for an adversarial question."""
+    """The surprisal of the right answer, in nats per token, from a question's record.
+
+    None for an adversarial question, which has no right answer.
+    """
     return None if question["nats"] is None else question["nats"] / question["answer_tokens"]
 
 
 def f1(question: Record) -> float | None:
-    """Token F1 of the reply; None without a reply, and for an adversarial question."""
+    """The token F1 of the reply to a question, from the question's record.
+
+    None if no reply was generated, and for an adversarial question, which has no right answer.
+    """
     value: float | None = question["f1"]
     return value
 
 
 def held(question: Record) -> float | None:
-    """Share of the evidence's tokens that are held; None for an adversarial question."""
+    """The share of a question's evidence that is held, from the question's record.
+
+    The evidence is the tokens of the turns that contain the answer. None for a question without
+    evidence and for an adversarial question.
+    """
     return None if question["category"] == ADVERSARIAL else question["held"]
 
 
 def abstains(question: Record) -> float | None:
     """1 if the reply to an adversarial question says that nothing was mentioned, else 0.
 
-    None for any other question.
+    The value is taken from the question's record. None for any other question, and if there is no
+    reply.
     """
     value: float | None = question["abstains"]
     return value
 
 
 def per_question(one: Findings, measured: Measured) -> Values:
-    """The value that `measured` takes from each question, as a mean over the seeds.
+    """For each question, the value that `measured` takes from its record, as a mean over the seeds.
 
     Questions without a value are left out.
     """
@@ -270,7 +292,7 @@ def per_question(one: Findings, measured: Measured) -> Values:
 
 
 def _clusters(values: Values) -> list[list[float]]:
-    """The values of the questions, in a list for each conversation."""
+    """The values of all questions, as one list of values for each conversation."""
     found: dict[int, list[float]] = {}
     for (place, _), value in values.items():
         found.setdefault(place, []).append(value)
@@ -284,9 +306,10 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """A table of each setting's mean difference from three others.
+    """A table of the mean differences between each setting and up to three reference settings.
 
-    They are the first setting, `sink` at the same budget, and `full`, if these were run.
+    The references are the first setting, `sink` at the same budget, and `full`; `sink` and `full`
+    are left out if they were not run. `measured` takes the compared value from a question's record.
     """
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
@@ -313,9 +336,10 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
 
 
 def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
-    """The mean over questions of row `at` minus row `other`; None if there is no other row.
+    """The mean, over questions, of the values in row `at` minus the values in row `other`.
 
-    It is also None if both rows are the same or have no question in common.
+    `values[n]` has the values of row n, by question. Returns None if `other` is None, if both rows
+    are the same, and if they have no question in common.
     """
     if other is None or other == at:
         return None
@@ -325,7 +349,11 @@ def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | No
 
 
 def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
-    """A table of the mean of one value for each category of questions."""
+    """A table with a row for each setting and a column for each category of questions.
+
+    A cell is the mean of the values that `measured` takes from the questions' records. Adversarial
+    questions are left out.
+    """
 
     def of(category: int) -> Measured:
         return lambda question: measured(question) if question["category"] == category else None
@@ -340,7 +368,11 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 
 
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
-    """A table of the share of missing evidence restored, for each setting and retriever."""
+    """A table of the missing evidence that is restored, for each setting and retriever.
+
+    The evidence of a question is the tokens of the turns with the answer. The missing evidence is
+    those of these tokens that are not held.
+    """
 
     def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (

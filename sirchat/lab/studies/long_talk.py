@@ -1,9 +1,10 @@
-"""Conversations over weeks between two people, with questions: reads LoCoMo's and Realtalk's files.
+"""Reads the files of LoCoMo and Realtalk: conversations over weeks, and questions about them.
 
-LoCoMo (https://arxiv.org/abs/2402.17753; `locomo10.json`, a list of conversations) and Realtalk
-(https://arxiv.org/abs/2502.13270; a file `Chat_*.json` for each conversation, or a folder of them).
-Both name, for each question, the turns that contain the evidence for its answer. If a turn has a
-picture, its text includes the picture's caption from the file.
+LoCoMo (https://arxiv.org/abs/2402.17753) is one file, `locomo10.json`, with a list of
+conversations. Realtalk (https://arxiv.org/abs/2502.13270) has a file `Chat_*.json` for each
+conversation; a folder of these files can also be read. Both name, for each question, the turns that
+contain the evidence for its answer. If a turn has a picture, its text includes the picture's
+caption from the file.
 
 A conversation becomes rounds of a chat: the person who speaks first is the user, and anyone else
 gives the replies. Successive messages of the same side make one turn, with a line for each message.
@@ -52,7 +53,7 @@ ADVERSARIAL = 5
 
 @dataclass(frozen=True)
 class Utterance:
-    """One message: its id, its speaker, and its text."""
+    """One message of a conversation: its id, its speaker, and its text."""
 
     id: str
     speaker: str
@@ -69,7 +70,7 @@ class TalkSession:
 
 @dataclass(frozen=True)
 class TalkQuestion:
-    """A question about the conversation.
+    """A question about a conversation, with the right answer.
 
     Attributes:
         number: the question's index in the file, from 0.
@@ -77,7 +78,7 @@ class TalkQuestion:
         answer: the right answer; in category 1 several answers, separated by commas; '' for an
             adversarial question, which has no right answer.
         category: a key of CATEGORIES.
-        evidence: ids of the turns with the evidence; ids that no turn has are left out.
+        evidence: ids of the messages that contain the answer; ids that no message has are left out.
         adversarial: the wrong answer that an adversarial question suggests; '' for any other.
     """
 
@@ -99,14 +100,15 @@ class LongTalk:
 
     @property
     def speakers(self) -> tuple[str, ...]:
-        """Everybody who speaks, in the order of their first turns."""
+        """The names of all people who speak, in the order of their first messages."""
         return tuple(dict.fromkeys(turn.speaker for one in self.sessions for turn in one.turns))
 
 
 def long_talks(path: Path) -> list[LongTalk]:
-    """The conversations of a file, or of all `Chat_*.json` in a folder, sorted by number.
+    """The conversations in a file, or in all files `Chat_*.json` of a folder.
 
-    Raises SettingError if there are no conversations, or a file can't be read in either format.
+    The files of a folder are sorted by the numbers in their names. Raises SettingError if there are
+    no conversations, and if a file can't be read or has neither LoCoMo's nor Realtalk's format.
     """
     files = [path]
     if path.is_dir():
@@ -135,9 +137,10 @@ def _of_file(path: Path) -> list[LongTalk]:
 
 
 def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
-    """The conversation in one JSON object of a file; `stem` is its name if the object has none.
+    """Read the conversation in one JSON object of a file; the object has sessions and questions.
 
-    LoCoMo has the sessions under the key `conversation`, Realtalk at the top level.
+    The conversation's name is the object's `sample_id`; if there is none, the name is `stem`.
+    LoCoMo has the sessions under the key `conversation`, Realtalk at the top level of the object.
     """
     said = entry.get("conversation", entry)
     names = sorted(filter(re.compile(r"session_\d+").fullmatch, said), key=_numbers)
@@ -176,11 +179,11 @@ def _question(number: int, one: Mapping[str, Any], ids: Sequence[str]) -> TalkQu
 
 
 def _evidence(given: Sequence[str], ids: Sequence[str]) -> tuple[str, ...]:
-    """The ids of the turns that a question names as evidence, in stream order, each once.
+    """The ids of the messages that a question names as evidence, in the conversation's order.
 
-    `given` has the names as in the file, `ids` the ids of all turns. The files spell some ids
-    carelessly (`D8:6; D9:17`, `D:11:26`, `D30:05`, `D5:3.`), and Realtalk names runs of turns
-    (`D12:3-D12:5`), which stay within one session.
+    `given` has the ids as the file spells them, `ids` the ids of all messages. The files spell some
+    ids carelessly (`D8:6; D9:17`, `D:11:26`, `D30:05`, `D5:3.`), and Realtalk names runs of
+    messages (`D12:3-D12:5`), which stay within one session. Each id is returned once.
     """
     order = {one: at for at, one in enumerate(ids)}
     found: set[str] = set()
@@ -214,7 +217,7 @@ def _in_words(date: str) -> str:
 
 
 def _numbers(name: str) -> list[int]:
-    """The numbers in a name: a sort key that puts `session_10` after `session_9`."""
+    """The numbers in a name, as a list: a sort key that puts `session_10` after `session_9`."""
     return [int(one) for one in re.findall(r"\d+", name)]
 
 
@@ -223,14 +226,18 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Side:
-    """The text of a turn, and (id, start, end) of each message in the text, in characters."""
+    """The text of a turn, and the messages that the turn consists of.
+
+    `messages` has (id, start, end) for each message: where it begins and ends in the text, in
+    characters.
+    """
 
     text: str = ""
     messages: tuple[tuple[str, int, int], ...] = ()
 
 
 class TalkRound(NamedTuple):
-    """A user turn and its reply, each with the messages in it."""
+    """A round of a chat: a user turn and its reply, each with the messages in it."""
 
     user: Side
     reply: Side
@@ -238,7 +245,7 @@ class TalkRound(NamedTuple):
 
 @dataclass
 class _Draft:
-    """The text of a turn while it is built line by line."""
+    """The text of a turn, and the places of its messages, while the turn is built line by line."""
 
     text: str = ""
     messages: list[tuple[str, int, int]] = field(default_factory=list)
@@ -251,7 +258,10 @@ class _Draft:
 
 
 def rounds_of(talk: LongTalk) -> list[TalkRound]:
-    """The rounds of a conversation, in order."""
+    """The rounds (user turn and reply) of a conversation over weeks, in order.
+
+    The person who speaks first is the user; anyone else gives the replies.
+    """
     return [one for session in talk.sessions for one in _rounds(session, talk.speakers[0])]
 
 
@@ -273,9 +283,9 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
     """Read a whole conversation; returns the stream positions of each message, by its id.
 
     After the first round, each user turn and its reply are read in one piece, which takes a third
-    of the time. Nothing is recalled while reading. Afterwards the session is in the same state as
-    if the turns had been read one by one, except that they can't be undone. The positions of a
-    message leave out the speaker's name and a date before the message.
+    of the time of reading turn by turn. Nothing is recalled while reading. Afterwards the session
+    is in the same state as if the turns had been read one by one, except that they can't be undone.
+    The positions of a message leave out the speaker's name and a date before the message.
 
     Raises ContextFullError if the policy evicts nothing and the conversation does not fit.
     """
@@ -317,7 +327,7 @@ def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
 
 
 def _continued(session: Session) -> Engine:
-    """A new engine in the same state as the session's engine."""
+    """Create an engine in the same state as the session's engine."""
     settings = replace(build_cache_settings(session.profile), folder=None)
     engine = build_engine(session.model, settings, session.profile.seed)
     attention = session.attention(np.arange(session.seen))
@@ -329,7 +339,7 @@ def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:
     """The stream positions of each message of a turn; `rows` are the turn's tokens, in order.
 
     A token with parts of two messages belongs to both. If a message is not found, because the
-    tokenizer changed the text, all tokens of the turn count as that message.
+    tokenizer changed the text, it gets the positions of all tokens of the turn.
     """
     text = "".join(row.text for row in rows)
     at = np.array([row.position for row in rows], np.int64)

@@ -1,9 +1,9 @@
 """SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
-from the project's own question bank. In the few-shot rows of the table (as in the paper's Table 4)
-the cache is emptied before every question, and only the n previous questions with their right
-answers are read into it.
+from the project's own question bank. The table also has few-shot rows, as the paper's Table 4. In
+the row `n-shot` the cache is emptied before every question, and only the n previous questions with
+their right answers are read into the cache.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class MultipleChoice(Grid):
             below the rows of the settings.
         data: a folder with the released files, or a file in their format; None for generated
             conversations.
-        answered: whether questions of general knowledge are not scored: each is then followed by
-            its right reply.
+        answered: if true, the model does not answer questions of general knowledge: each is
+            followed by its right reply, and is not scored.
 
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
@@ -83,18 +83,22 @@ class MultipleChoice(Grid):
         return [list(map(_with_answer, one)) for one in found] if self.answered else found
 
     def cells(self) -> list[Cell]:
-        """The rows of the table: one for each setting, then the few-shot rows, under `full`."""
+        """The rows of the table: one for each setting, then one for each number of shots.
+
+        A shot is an example that is read before a question. Rows with shots run under the policy
+        `full`, which evicts nothing.
+        """
         full = changed(self.settings[0], self.name, policy="full")
         return super().cells() + [
             Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
         ]
 
     def units(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns which of the chosen options were right.
+        """Run conversation `unit`; the record says which of the chosen options were right.
 
         The record has a list of booleans for each `Question.group`. Under the scoring `text`, it
         also has, in `right by mean`, whether the option with the highest mean log-probability per
@@ -125,7 +129,8 @@ class MultipleChoice(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """A report on the share of right options by setting, with the paper's tables.
 
-        If `sink` was run, the table also has each share's difference from that of `sink`.
+        If `sink` was run, the table also has the difference between each share and the share under
+        `sink`. If several decays are compared, there is also a plot of the shares by decay.
         """
         findings = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
@@ -159,7 +164,10 @@ class MultipleChoice(Grid):
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
     def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
-        """A plot of the share of right options by decay, if several decays are compared."""
+        """A plot of the share of right options at each decay; no plot if there is only one decay.
+
+        Rows under `full`, rows with shots and the decay `auto` are left out.
+        """
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell, one in zip(self.cells(), findings, strict=True):
             setting = cell.setting

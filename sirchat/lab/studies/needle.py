@@ -1,10 +1,10 @@
 """Needle tasks: conversations that state something (the needle) and ask for it at the end.
 
-The tasks `stories` and `lines` follow Retrieval-Augmented StreamingLLM (section 3); the others take
-facts from the generator of synthetic dialogue. A file of tasks is JSONL: each object is a
-conversation whose `turns` are user messages, and the last message is the question. The answer is
-the first text in `reference`. If there is no `reference`, the answer is the text of the newest turn
-that mentions the name or number in the question.
+The tasks `stories` and `lines` follow Retrieval-Augmented StreamingLLM (section 3); the tasks
+`facts` and `items` take facts from the generator of synthetic dialogue. A file of tasks is JSONL:
+each object is a conversation whose `turns` are user messages, and the last message is the question.
+The answer is the first text in `reference`. If there is no `reference`, the answer is the text of
+the newest turn that mentions the name or number in the question.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ TASKS = {
     "items-10": 10,
     "lines-10": 10,
 }
-"""The size of each task. For stories it is the number of stories; for facts, the number of rounds
-of small talk after the fact; for items, the number of facts in a row; for lines, that of lines.
+"""The size of each needle task, by the task's name.
+
+For stories it is the number of stories; for facts, the number of rounds of small talk after the
+fact; for items, the number of facts in a row; for lines, the number of lines.
 """
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
@@ -40,7 +42,7 @@ _NUMBERED = "In story"
 
 @dataclass(frozen=True)
 class NeedleDialogue:
-    """A conversation and its question.
+    """A conversation that states something, and the question that asks for it at the end.
 
     Attributes:
         rounds: user message and reply of each round, in order.
@@ -55,10 +57,10 @@ class NeedleDialogue:
     substring: bool = False
 
     def is_right(self, reply: str) -> bool:
-        """Whether a reply is right.
+        """Whether a reply to the conversation's question is right.
 
         If `substring` is true, the reply must contain the answer. Otherwise the scored part of the
-        reply must equal that of the answer.
+        reply must equal the scored part of the answer; see `scored_part`.
         """
         if self.substring:
             return _normalised(self.answer) in _normalised(reply)
@@ -70,7 +72,7 @@ class NeedleDialogue:
 
 
 def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
-    """Conversation `number` of a task; the same seed gives the same conversation."""
+    """Conversation `number` of a needle task; the same seed gives the same conversation."""
     rng = Random(f"retrieval/{seed}/{task}/{number}")
     talk, count = Dialogue(rng, SMALL_TALK), TASKS[task]
     if task.startswith("stories"):
@@ -87,7 +89,7 @@ def needle_dialogue(task: str, seed: int, number: int) -> NeedleDialogue:
 
 
 def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
-    """The conversations of a file; a conversation whose answer is in no turn is left out.
+    """The conversations in a file; a conversation whose answer is in no turn is left out.
 
     Raises SettingError when the file can't be read, or no conversation is left.
     """
@@ -167,7 +169,8 @@ def _lines(rng: Random, count: int) -> NeedleDialogue:
 def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
     """The conversation in one line of a file; None if the answer is in no turn before the question.
 
-    `reference` has the answer; if it is None, the answer is searched in the turns.
+    `turns` has the user messages, and the last message is the question. `reference` has the answer;
+    if it is None, the answer is searched in the turns.
     """
     *lines, question = turns
     answer = str(reference[0]) if reference else _answer(question, lines)
@@ -179,7 +182,8 @@ def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue |
 def _answer(question: str, lines: list[str]) -> str:
     """The text of the newest line that mentions the name or number in the question.
 
-    The text is that after the last colon, if the line has one. Returns '' if there is no such line.
+    If that line has a colon, only the text after its last colon is returned. Returns '' if no line
+    mentions the name or number.
     """
     sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
     names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)

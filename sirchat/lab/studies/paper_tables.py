@@ -1,7 +1,7 @@
 """The results that the papers print, as tables to compare our own with.
 
-SirLLM's StreamLLM, RandomLLM and IntervalLLM are `sink`, `random` and `interval` here, and SirLLM
-is `entropy`. A budget here is the paper's cache size, sinks included.
+The tables use sirchat's names: SirLLM's StreamLLM, RandomLLM and IntervalLLM are `sink`, `random`
+and `interval`, and SirLLM itself is `entropy`. A budget is the paper's cache size, sinks included.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ _RETRIEVAL = (("cosine-pairwise", 0, 0, 0), ("cosine", 0, 0, 0), ("mips", 0, 0, 
 
 
 def dailydialog() -> Table:
-    """SirLLM's results for DailyDialog (Table 1): budget 512 tokens, 4 of them sinks."""
+    """SirLLM's results for DailyDialog (the paper's Table 1): share of right answers by policy.
+
+    The budget is 512 tokens, 4 of them sinks (first tokens, which are never evicted).
+    """
     rows: list[tuple[Value, ...]] = []
     for model, (every, decay) in _DAILYDIALOG.items():
         for policy, right in zip(_POLICIES, every, strict=True):
@@ -78,7 +81,11 @@ def dailydialog() -> Table:
 
 
 def grocery() -> Table:
-    """SirLLM's results for Grocery Shopping (Table 2): budget 1,024, 4 of them sinks, decay 1."""
+    """SirLLM's results for Grocery Shopping (the paper's Table 2): right answers by policy.
+
+    The budget is 1,024 tokens, 4 of them sinks (first tokens, which are never evicted); the decay
+    is 1.
+    """
     rows: list[tuple[Value, ...]] = []
     for model, every in _GROCERY.items():
         for policy, both in zip(_POLICIES, every, strict=True):
@@ -88,7 +95,10 @@ def grocery() -> Table:
 
 
 def few_shot() -> Table:
-    """SirLLM's Table 4: Grocery Shopping under sink and entropy, and with 1 to 3 examples."""
+    """SirLLM's Table 4: shares of right answers in Grocery Shopping.
+
+    The rows are the policies `sink` and `entropy`, and 1 to 3 examples before each question.
+    """
     rows: list[tuple[Value, ...]] = []
     for model, every in _FEW_SHOT.items():
         for name, both in zip(_SHOTS, every, strict=True):
@@ -97,7 +107,10 @@ def few_shot() -> Table:
 
 
 def rock_paper_scissors() -> Table:
-    """SirLLM's shares of rounds won (Table 3): budget 1,024 tokens, 4 of them sinks."""
+    """SirLLM's results for rock-paper-scissors (the paper's Table 3): shares of rounds won.
+
+    The budget is 1,024 tokens, 4 of them sinks (first tokens, which are never evicted).
+    """
     rows: list[tuple[Value, ...]] = []
     for model, every in _ROCK_PAPER_SCISSORS.items():
         for policy, ((paper, rock, scissors, average), decay) in zip(_POLICIES, every, strict=True):
@@ -108,9 +121,10 @@ def rock_paper_scissors() -> Table:
 
 
 def retrieval() -> Table:
-    """Table 1 of Retrieval-Augmented StreamingLLM, with Llama 2.
+    """Table 1 of the paper Retrieval-Augmented StreamingLLM, with Llama 2.
 
-    The paper has one reply for each cell: 1 if the reply was right, else 0.
+    Rows are retrievers, columns are numbers of restored tokens. The paper has one reply for each
+    cell: the cell is 1 if the reply was right, else 0.
     """
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",

@@ -2,17 +2,17 @@
 
 There are three kinds of text: a file, which is read without a chat template in rounds of 64 tokens;
 synthetic dialogue, which is read as a chat; and real talk, which a session reads turn by turn, with
-recall if the setting has it. The surprisal of a token depends on the tokens held when it was read.
-`full` reads on beyond the context length of the model, as in the paper. Anchor tokens are inserted
-for a model that was trained with them, but they do not count.
+recall if the setting switches it on. The surprisal of a token depends on the tokens held when it
+was read. `full` reads on beyond the context length of the model, as in the paper. Anchor tokens are
+inserted for a model that was trained with them; their own surprisal is left out of the results.
 
 Some parts of a text are harder than others. Several readings even this out: each reading starts
 later in the same text and ends with the part before its start, so that each part is read at
 different places.
 
-`Context` is the perplexity by the length of the context (Anchor-based LLMs, appendix A.1, Table 4):
-synthetic conversations are read from their beginning, and the perplexity at a length is that of all
-tokens up to that length.
+The study `Context` measures the perplexity by the length of the context (Anchor-based LLMs,
+appendix A.1, Table 4): synthetic conversations are read from their beginning, and the perplexity at
+a length is that of all tokens up to that length.
 """
 
 from __future__ import annotations
@@ -86,14 +86,15 @@ class Perplexity(Grid):
 
     @property
     def without_effect(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Settings that change nothing in this study.
+        """Names of the settings that change nothing in this study.
 
-        These are settings for replies and, unless real conversations are read, for a chat.
+        Settings of the screen and settings for replies change nothing. Unless real conversations
+        are read, settings of a chat session change nothing either.
         """
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
         data = data_name(Path(self.data)) if self.data else None
         return super().parameters() | {"data": data}
 
@@ -103,11 +104,14 @@ class Perplexity(Grid):
         return "perplexity"
 
     def units(self) -> list[str]:
-        """The names of the readings: their numbers, from 0."""
+        """The names of the readings of the text: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.readings)]
 
     def rounds(self, model: LoadedModel, reading: int = 0) -> Iterator[list[int]]:
-        """The ids of one reading, round by round; at most `limit` ids in all."""
+        """Yield the token ids of each round of one reading of the text.
+
+        A reading has at most `limit` ids in all, not counting anchor tokens.
+        """
         if self.text is None:
             left = self.limit
             for ids in self._talk(model, reading):
@@ -119,7 +123,10 @@ class Perplexity(Grid):
             yield from self._chunks(model, reading)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the text; returns the mean surprisal, in nats per token, of each hundredth of it."""
+        """Read the text once; the record has the mean surprisal in each hundredth of the text.
+
+        The surprisal is in nats per token.
+        """
         if self.data is not None:
             return self._nats(self._read_talk(session, int(unit)))
         model = session.model
@@ -131,7 +138,10 @@ class Perplexity(Grid):
         return self._nats(found[_is_text([i for ids in rounds for i in ids], model)])
 
     def _nats(self, found: np.ndarray) -> Record:
-        """The record of a reading: the mean of each hundredth of the surprisals `found` [n]."""
+        """The record of one reading: the mean surprisal in each hundredth of the text.
+
+        `found` [n] has the surprisals of all tokens in nats.
+        """
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
@@ -140,7 +150,8 @@ class Perplexity(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """A table and a plot of the mean surprisal, by setting.
 
-        The table has the means of the whole text, of its second tenth and of its last tenth.
+        The table has the means of the whole text, of its second tenth and of its last tenth, and
+        the ratio of the last tenth to the second.
         """
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
@@ -179,7 +190,7 @@ class Perplexity(Grid):
         )
 
     def _talk(self, model: LoadedModel, reading: int) -> Iterator[list[int]]:
-        """Yield the ids of each round of several conversations, which are read as one chat."""
+        """Yield the token ids of each round of synthetic conversations, read as one chat."""
         template, first, tokens = Template(model.tokenizer, model.anchors), True, 0
         conversations: list[list[tuple[str, str]]] = []
         while tokens < self.limit:
@@ -209,13 +220,17 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts in the order of a reading: from its start on, then the parts before its start."""
+    """The parts of a text in the order in which one of several readings takes them.
+
+    Each of the `readings` starts at another part. It goes on to the end of the text, and then takes
+    the parts before its start.
+    """
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
 
 def _is_text(ids: Sequence[int], model: LoadedModel) -> np.ndarray:
-    """A mask [n], bool: false for the ids that are inserted anchor tokens."""
+    """A mask [n], bool, over token ids: false for inserted anchor tokens, true for all text."""
     anchor = None if model.anchors is None else model.anchors.token_id
     return np.array([one != anchor for one in ids], bool)
 
@@ -225,7 +240,7 @@ def _count(ids: Sequence[int], model: LoadedModel) -> int:
 
 
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
-    """The first ids, up to and including `count` ids that are not anchor tokens.
+    """The beginning of `ids` that has `count` ids, not counting anchor tokens.
 
     Anchor tokens right after the last of these ids are included.
     """
@@ -233,19 +248,22 @@ def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
 
 
 def conversation(seed: str, rounds: int) -> list[tuple[str, str]]:
-    """A synthetic conversation: user message and reply of each round."""
+    """A synthetic conversation, as a list of (user message, reply), one for each round."""
     messages = Dialogue(Random(seed), _TALK).messages(rounds)
     texts = [one.text for one in messages if one.role != "system"]
     return list(zip(texts[::2], texts[1::2], strict=False))
 
 
 def round_ids(template: Template, user: str, reply: str, *, first: bool = False) -> list[int]:
-    """The ids of a round: user turn, reply, closing tokens; `first`: if the round is the first."""
+    """The token ids of a round: user turn, reply and closing tokens.
+
+    `first` says whether the round is the first of the conversation.
+    """
     return whole_round(template, user, reply, first=first).ids
 
 
 def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> np.ndarray:
-    """Read rounds under a setting; returns the surprisals [n] of all tokens, in nats.
+    """Read rounds of token ids under a setting; returns the surprisals [n] of all tokens, in nats.
 
     The surprisal of the first token is NaN.
     """
@@ -257,7 +275,7 @@ def read(model: LoadedModel, setting: Profile, rounds: Iterator[list[int]]) -> n
 
 
 def _row(one: Findings) -> tuple[Value, ...]:
-    """A row of the table: means over all readings and seeds."""
+    """The table row of one setting: means of the surprisal over all readings and seeds."""
     readings = [each["nats"] for each in one.records]
     tenth = max(1, len(readings[0]) // 10)
     second = np.mean([nats[tenth : 2 * tenth] or nats for nats in readings])
@@ -298,11 +316,15 @@ class Context(Grid):
         return "context"
 
     def units(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation; returns, up to each length, the total nats and the token count."""
+        """Read a conversation; the record has two numbers for each context length.
+
+        They are the sum of the surprisals, in nats, of all tokens up to that length, and the number
+        of these tokens. Anchor tokens do not count.
+        """
         model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))
@@ -332,7 +354,7 @@ class Context(Grid):
         return Report(header, (table,), (plot,), self.parameters())
 
     def _rounds(self, model: LoadedModel, unit: str) -> Iterator[list[int]]:
-        """The ids of a conversation, round by round, up to the longest length."""
+        """Yield the token ids of each round, up to the longest of the context lengths in all."""
         template, left = Template(model.tokenizer, model.anchors), self.lengths[-1]
         for number, (user, reply) in enumerate(
             conversation(f"context/{self.seed}/{unit}", left // 8)

@@ -2,7 +2,7 @@
 
 The study `facts` runs with every policy and every budget, and also measures the perplexity of the
 text after the facts. The other studies run with one budget only. In the ablation, each policy runs
-several times, each time with another of its switches turned off.
+several times, each time with another of its switches (boolean options) turned off.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
 
 @dataclass(frozen=True)
 class Policies:
-    """The study that compares policies, in several parts.
+    """The study that compares policies, in several parts; each part is a study of its own.
 
     Attributes:
         settings: profiles, one for each row of a table.
@@ -42,7 +42,7 @@ class Policies:
         parts: which of `PARTS` to run.
         facts: numbers of facts told in a conversation.
         between: numbers of rounds between the facts and the questions.
-        at: budget, in tokens, of all parts except facts.
+        at: budget, in tokens, of all parts except the part `facts`.
         data: a folder with SirLLM's released files, or one file, if only one part needs a file;
             None for generated shopping lists and random moves.
 
@@ -77,7 +77,10 @@ class Policies:
 
     @cached_property
     def studies(self) -> dict[str, Grid]:
-        """The study that each part consists of, by the part's name."""
+        """A dict from the name of each part to the study that the part runs.
+
+        Parts without settings, such as an ablation of policies without switches, are left out.
+        """
         common = (self.limit, self.seed, self.repeats)
         at_one_budget = tuple(setting for setting in self.settings if setting.budget == self.at)
         ablated = tuple(less for setting in at_one_budget for less in without_each(setting))
@@ -102,11 +105,14 @@ class Policies:
         }
 
     def shared(self) -> Record:
-        """The parameters that must be equal in all runs that write to the same results log."""
+        """The parameters that must be equal in all runs that write to the same results log.
+
+        They are all fields except those that only decide which units (independent runs) are run.
+        """
         return without(self.parameters(), _EXTENDS)
 
     def log_key(self, key: str) -> str:
-        """The name in the results log of the unit (independent run) with this key.
+        """The name that the unit (independent run) with this key has in the results log.
 
         It is `PART: NAME`, where NAME is the unit's name in the study of its part.
         """
@@ -114,12 +120,18 @@ class Policies:
         return f"{part}: {self.studies[part].log_key(own)}"
 
     def keys(self) -> list[str]:
-        """The keys `PART: KEY` of all units (independent runs); the study of the part has KEY."""
+        """The keys of all units (independent runs), as `PART: KEY`.
+
+        PART is the name of a part, and KEY is the unit's key in the study of that part.
+        """
         keys_of = {part: study.keys() for part, study in self.studies.items()}
         return [f"{part}: {key}" for part, keys in keys_of.items() for key in keys]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) of a given key and returns its record."""
+        """Create a function that runs a unit (independent run), given its key.
+
+        The function returns the unit's record.
+        """
         workers = {part: study.worker(model) for part, study in self.studies.items()}
 
         def work(key: str) -> Record:
@@ -142,7 +154,7 @@ class Policies:
 
 
 def without_each(setting: Profile) -> Sequence[Profile]:
-    """Copies of a setting, each with another switch of its policy turned off.
+    """Copies of a setting; in each copy, another switch of the setting's policy is turned off.
 
     A switch is a boolean option of the policy; there is a copy for each switch that is on.
     """

@@ -35,10 +35,11 @@ def read_ids(
     to_come: int = 0,
     roles: Sequence[Role] | None = None,
 ) -> None:
-    """Read ids [n] as round `number`, after making room for them and for `to_come` more ids.
+    """Let an engine read token ids [n] as round `number`, with room for `to_come` more ids.
 
-    The round stays open: the caller closes it. `roles` [n] are the roles of the ids; by default all
-    are the user's. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
+    Before it reads, the engine evicts tokens as the setting `evict` says. The round stays open: the
+    caller closes it. `roles` [n] are the roles of the ids; by default all have the role of the
+    user. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
     for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):
@@ -70,13 +71,16 @@ def read_system(engine: Engine, template: Template, user: str, setting: Profile)
 
 
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
-    """The ids of a round: user turn, reply, closing tokens; `first`: if the round is the first."""
+    """The token ids, with their roles, of a round: user turn, reply and closing tokens.
+
+    `first` says whether the round is the first of the conversation.
+    """
     user_turn = template.opening(user)[1] if first else template.user(user)
     return followed_by_reply(template, user_turn, reply)
 
 
 def followed_by_reply(template: Template, user_turn: TurnIds, reply: str) -> TurnIds:
-    """The ids of a round: the given user turn, then the reply and its closing tokens."""
+    """The token ids, with their roles, of a round: a user turn, the reply and closing tokens."""
     reply_turn, closing = template.assistant(reply), template.closing
     roles = [*user_turn.roles, *reply_turn.roles, *[Role.TEMPLATE] * len(closing)]
     return TurnIds([*user_turn.ids, *reply_turn.ids, *closing], roles, user_turn.content)
@@ -100,7 +104,10 @@ def ask(session: Session, user: str) -> str:
 
 @contextmanager
 def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
-    """Context manager: within it, anchor tokens are placed as `per` says; None changes nothing."""
+    """Context manager: within it, the session places anchor tokens in the text as `per` says.
+
+    `per` is, for example, `sentence`; None changes nothing.
+    """
     original, anchors = session.template, session.model.anchors
     if per is None or anchors is None:
         yield
@@ -113,5 +120,5 @@ def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
 
 
 def switch(session: Session, **settings: object) -> None:
-    """Change several settings of a session at once."""
+    """Change several settings of a session at once; `settings` has their new values, by name."""
     session.switch("eval", **settings)

@@ -72,7 +72,7 @@ class RecallStudy(Grid):
         return tuple(kind for kind in self.kinds if PROBED[kind].updates)
 
     def units(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def conversation(self, number: int) -> RecallDialogue:
@@ -83,7 +83,11 @@ class RecallStudy(Grid):
         return _conversation(kind, between, self, Random(f"held out/{self.seed}/{number}"))
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; returns the reply, whether it is right, and the tokens held."""
+        """Run the conversation named `unit`, and ask for its fact.
+
+        The record has the reply, whether it is right, and the number of tokens held before the
+        question.
+        """
         one, right = self.conversation(int(unit)), 0
         for (user, reply), scored in zip(one.rounds, one.quizzes, strict=True):
             if self.generate and scored:
@@ -106,7 +110,7 @@ class RecallStudy(Grid):
         }
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables of the share of right answers, by setting and by kind of fact.
+        """Two tables of the share of right answers: one by setting, one by kind of fact.
 
         The report's `details` have all wrong replies.
         """
@@ -151,14 +155,14 @@ class RecallStudy(Grid):
 
 @dataclass(frozen=True)
 class RecallDialogue:
-    """Rounds, then a question with its right answer.
+    """A conversation of the recall study: its rounds, then a question with its right answer.
 
     Attributes:
         kind: the kind of fact.
-        between: number of rounds after the fact.
+        between: number of multiple-choice questions between the fact and the question for it.
         rounds: user message and reply of each round.
-        quizzes: for each round, whether it is a multiple-choice question; any other round states
-            or corrects the fact.
+        quizzes: for each round, whether it is a multiple-choice question; any other round states or
+            corrects the fact.
         question, answer: the last user message, and the only right reply.
     """
 

@@ -32,7 +32,10 @@ from sirchat.saved.autosave import fingerprint
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; NaN if there were no values to compute it from."""
+    """A number with the bounds of its 95 % interval, `low` and `high`.
+
+    The number is NaN if there were no values from which to compute it.
+    """
 
     value: float
     low: float
@@ -45,7 +48,7 @@ Value = Estimate | float | int | str | None
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first column names the row; numbers have `digits` decimals."""
+    """A table of a report; the first column names the row, and numbers have `digits` decimals."""
 
     name: str
     columns: tuple[str, ...]
@@ -85,7 +88,10 @@ class Report:
 
 
 def provenance(model: LoadedModel, task: str, command: str) -> Record:
-    """The facts needed to repeat an evaluation, for its JSON record: command, model, versions."""
+    """The facts needed to repeat an evaluation: the command, the model and versions.
+
+    They are the first entries of the evaluation's JSON record.
+    """
     step = model.decode_step
     return {
         "task": task,
@@ -110,7 +116,8 @@ def revision(model: LoadedModel) -> str:
 def setting_names(settings: Sequence[Profile]) -> list[str]:
     """A short name for each setting, such as `entropy 256 decay 0.8`.
 
-    The names contain the values in which the settings differ.
+    A name has the policy, its budget, decay and options, and other values in which the settings
+    differ.
     """
     differ = [
         key
@@ -138,7 +145,7 @@ def _name(setting: Profile, differ: Sequence[str]) -> str:
 
 
 def record_of(report: Report, head: Record) -> Record:
-    """The report as one JSON object, which begins with the entries of `head`."""
+    """A report as one JSON object, which begins with the entries of `head` (see `provenance`)."""
     tables = {table.name: _plain_table(table) for table in report.tables}
     return {**head, "tables": tables, **report.details}
 
@@ -149,7 +156,7 @@ def print_json(record: Record) -> None:
 
 
 def print_report(report: Report, head: Record) -> None:
-    """Print the tables to stdout, below a heading that says what was run."""
+    """Print a report's tables to stdout, below a heading that says what was run."""
     console = Console(highlight=False)
     console.print("\n".join(_heading(report, head)), markup=False, soft_wrap=True)
     for table in report.tables:
@@ -202,7 +209,7 @@ def write_report(report: Report, head: Record, folder: Path, name: str) -> list[
 
 
 def markdown(report: Report, head: Record) -> str:
-    """The tables as Markdown, below a heading that says what was run."""
+    """A report's tables as Markdown text, below a heading that says what was run."""
     title, command = _heading(report, head)
     parts = [f"{title}\n\n`{command}`\n"]
     for table in report.tables:
@@ -278,7 +285,7 @@ def _plain(value: Value) -> object:
 
 
 def _csv(table: Table) -> str:
-    """A table as CSV text; an Estimate takes three columns: number, lower and upper bound."""
+    """A table as CSV text; a column of Estimates becomes three: number, lower and upper bound."""
     wide = {
         number
         for number in range(len(table.columns))
@@ -298,9 +305,10 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """The row with each value in a column of `wide` replaced by the three values of `expand`.
+    """A table row for a CSV file, in which a column with intervals becomes three columns.
 
-    `wide` has the indices of the columns with intervals.
+    `wide` has the indices of the columns with intervals. `expand` returns, for the value in such a
+    column, the three values that take its place.
     """
     return [
         one

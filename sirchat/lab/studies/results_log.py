@@ -1,4 +1,4 @@
-"""The results of a study so far, on disk: one JSON line for each finished unit (independent run).
+"""A study's results log: a file with one JSON line for each finished unit (independent run).
 
 An interrupted run resumes from this file, and its results equal those of an uninterrupted run. A
 run with further units extends the file; see `study.Extensible`.
@@ -16,15 +16,17 @@ Record = dict[str, Any]
 """The results of one unit (independent run) of a study, or any other JSON object."""
 
 _FORMAT = 2
-"""Version of the file format; in version 1, keys were row numbers."""
+"""Version of the results log's file format; in version 1, keys were row numbers."""
 
 
 class ResultsLog:
     """The records of finished units (independent runs), by key, in memory and in a file.
 
     `path` is the file; None for no file. `about` has the parameters that all units share, and
-    becomes the file's first line. If the file exists and its first line differs from `about`,
-    raises SettingError, whose message names the first difference.
+    becomes the file's first line.
+
+    Raises SettingError if the file exists and its first line differs from `about`. The message
+    names the first difference.
     """
 
     def __init__(self, path: Path | None, about: Record) -> None:
@@ -50,7 +52,10 @@ class ResultsLog:
         return self._done[key]
 
     def add(self, key: str, found: Record) -> None:
-        """Add the record `found` of the finished run `key`; runs may finish in any order."""
+        """Add the record `found` of the finished unit (independent run) with the key `key`.
+
+        Units may finish in any order.
+        """
         self._done[key] = found
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -58,7 +63,10 @@ class ResultsLog:
 
 
 def _difference(there: Record, here: Record) -> str:
-    """The first difference between the first lines of two logs, as text; '' if they are equal."""
+    """The first difference between the first lines of two logs, as text; '' if they are equal.
+
+    `there` is the line in the file, `here` the line that the current run would write.
+    """
     if there.get("format") != here["format"]:
         return "it was written by another version of sirchat"
     for name in {**here, **there}:

@@ -5,7 +5,7 @@ The base budget is the budget without the restored tokens.
 In the study `Retrieval`, a conversation is read once under `sink` with the base budget. Then its
 question is asked and undone for every cell of the table: with n tokens recalled by a retriever,
 with the base budget alone, with n more recent tokens in place of recalled ones, and with all tokens
-restored. `full` reads the same conversation separately.
+restored. For comparison, the same conversation is also read under `full`.
 
 In the study `Privacy` (Retrieval-Augmented StreamingLLM, section 1), an old turn states something
 private, and is then evicted. The more tokens are recalled, the more of the private text can be
@@ -48,7 +48,10 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class RecallVariant:
-    """A retriever with a value for each of `recall_weight`, `recall_span` and `recall_soft`."""
+    """A way to recall: a retriever, with values of three settings.
+
+    The settings are `recall_weight`, `recall_span` and `recall_soft`.
+    """
 
     retriever: str
     weight: str = "none"
@@ -57,7 +60,7 @@ class RecallVariant:
 
     @property
     def makes_sense(self) -> bool:
-        """Whether the retriever can use the values of `weight` and `soft`."""
+        """Whether the retriever can use this variant's values of `weight` and `soft`."""
         takes = retriever(self.retriever)
         weight_matters = self.weight == "none" or takes.takes_weight
         return weight_matters and (not self.soft or takes.takes_soft)
@@ -78,10 +81,11 @@ class Retrieval(ExtendedByLimit):
         profile: the settings that all table cells share.
         task: the conversations, one of TASKS.
         limit: number of conversations; every cell gets the same ones.
-        bases: base budgets, in tokens.
+        bases: base budgets (without the recalled tokens), in tokens.
         counts: numbers of recalled tokens.
-        retrievers, weights, spans, soft: values of the settings to combine; combinations that a
-            retriever can't use are left out.
+        retrievers, weights, spans, soft: values to combine of the settings `recall`,
+            `recall_weight`, `recall_span` and `recall_soft`; combinations that a retriever can't
+            use are left out.
         data: a file with conversations, used instead of those of `task`; see the module `needle`.
 
     Raises SettingError for an unknown task, retriever or weight, and for a file that can't be read.
@@ -130,22 +134,25 @@ class Retrieval(ExtendedByLimit):
 
     @cached_property
     def file_dialogues(self) -> list[NeedleDialogue]:
-        """The conversations of the file `data`; empty if there is no file."""
+        """The first `limit` conversations in the file `data`; an empty list if there is no file."""
         return [] if self.data is None else dialogues_of_file(Path(self.data))[: self.limit]
 
     def conversation(self, number: int) -> NeedleDialogue:
-        """Conversation `number`; the same number and seed give the same conversation."""
+        """Conversation `number` of the file `data` or, if there is no file, of the task.
+
+        The same number and seed give the same conversation.
+        """
         if self.data is not None:
             return self.file_dialogues[number]
         return needle_dialogue(self.task, self.profile.seed, number)
 
     def keys(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         count = self.limit if self.data is None else len(self.file_dialogues)
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the conversation with a given key, and returns a record.
+        """Create a function that runs the conversation with a given key and returns its record.
 
         The record says, for each cell of the table, whether the answer was right. It also has the
         number of `tokens` of the conversation.
@@ -194,10 +201,13 @@ class Retrieval(ExtendedByLimit):
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """A cell of the table of `Retrieval`.
+    """A cell of the table of the study `Retrieval`.
 
-    It has the name of its row, the base budget, the number of tokens above the base budget
-    (`count`), and the session settings to switch to.
+    Attributes:
+        row: name of the table row.
+        base: the base budget (without the recalled tokens), in tokens.
+        count: number of tokens above the base budget.
+        settings: the session settings under which the question is asked.
     """
 
     row: str
@@ -207,7 +217,7 @@ class RetrievalCell:
 
     @property
     def key(self) -> str:
-        """The key under which a record has this cell's result."""
+        """The key `ROW/COUNT`, under which a record has this cell's result."""
         return f"{self.row}/{self.count}"
 
 
@@ -215,9 +225,9 @@ FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "
 
 
 def cells(options: Retrieval) -> list[RetrievalCell]:
-    """The table's cells, in order, except those of the rows with all tokens.
+    """The cells of the table of the study `Retrieval`, in order.
 
-    These rows are `full cache` and `everything restored`.
+    The rows `full cache` and `everything restored`, whose cache has all tokens, are not included.
     """
     return [cell for base in options.bases for cell in _cells(options, base)]
 
@@ -275,7 +285,7 @@ def read_dialogue(session: Session, one: NeedleDialogue) -> None:
 
 
 def is_answered(session: Session, one: NeedleDialogue) -> bool:
-    """Ask the question of a conversation; returns whether the reply is right.
+    """Ask the question of a conversation; returns whether the model's reply is right.
 
     Generation stops as soon as the reply can't become right any more.
     """
@@ -296,7 +306,7 @@ class Privacy(ExtendedByLimit):
         profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
         task: the conversations, one of TASKS.
         limit: number of conversations.
-        base: the base budget, in tokens.
+        base: the base budget (without the recalled tokens), in tokens.
         counts: numbers of recalled tokens; 0 for no recall.
 
     Raises SettingError for an unknown task, and for a profile without recall.
@@ -323,13 +333,14 @@ class Privacy(ExtendedByLimit):
         return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     def keys(self) -> list[str]:
-        """The names of the conversations to run: their numbers, from 0."""
+        """The names of the conversations to run: their numbers as strings, from `0`."""
         return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the conversation with a given key, and returns a record.
+        """Create a function that runs the conversation with a given key and returns its record.
 
-        It reads the conversation, then asks the questions with each number of recalled tokens.
+        The function reads the conversation, then asks the questions with each number of recalled
+        tokens.
         """
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
@@ -342,10 +353,11 @@ class Privacy(ExtendedByLimit):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of three results, by number of recalled tokens.
+        """A table and a plot of what recall reveals, by number of recalled tokens.
 
-        They are the surprisal of the private answer; how often the model gives the private answer
-        word for word; and how often it chooses the right answer to a question that needs no memory.
+        The table has three results: the surprisal of the private answer; how often the model gives
+        the private answer word for word; and how often it chooses the right answer to a question
+        that needs no memory. The plot has the last two.
         """
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []

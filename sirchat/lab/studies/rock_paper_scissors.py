@@ -63,7 +63,10 @@ class RockPaperScissors(Grid):
 
     @cached_property
     def players(self) -> dict[str, Sequence[str]]:
-        """The moves of each player, by the player's name; empty if moves are drawn at random."""
+        """The moves in each player's file, by the player's name.
+
+        If `data` is None, the moves are empty, because they are drawn at random for each match.
+        """
         if self.data is None:
             return dict.fromkeys(PLAYERS, ())
         if Path(os.path.expanduser(self.data)).is_file():
@@ -87,7 +90,7 @@ class RockPaperScissors(Grid):
         return [f"{player} {number}" for number in range(self.limit) for player in self.players]
 
     def moves(self, unit: str) -> Sequence[str]:
-        """The player's moves in one match, which do not depend on the model's moves."""
+        """The player's moves in the match `unit`; they do not depend on the model's moves."""
         player, _, number = unit.partition(" ")
         released = self.players[player]
         if released:
@@ -97,7 +100,7 @@ class RockPaperScissors(Grid):
         return rng.choices(MOVES, PLAYERS[player], k=self.rounds)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Play match `unit`; returns the shares of rounds won, tied and lost.
+        """Play the match `unit`; the record has the model's shares of rounds won, tied and lost.
 
         A round in which the model names no move is lost.
         """
@@ -126,10 +129,11 @@ class RockPaperScissors(Grid):
         return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table of the share of rounds won against each player, by setting.
+        """A table of the share of rounds that the model won, by setting, and the paper's table.
 
-        The last column is the difference from the last setting's share: a mean over pairs of
-        matches against the same moves.
+        There is a column for each player. The last column compares each setting with the last
+        setting. It has the mean difference between their shares won, over pairs of matches in which
+        the player makes the same moves.
         """
         findings = self.findings(found)
         columns = (

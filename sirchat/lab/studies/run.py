@@ -1,4 +1,4 @@
-"""Runs the independent runs (units) of a study, logs their results, and prints the report."""
+"""Runs the units (independent runs) of a study, logs their results, and prints the report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sirchat.lab.studies.study import Extensible, Study
 from sirchat.models.model import LoadedModel
 
 RemoteRunner = Callable[[Study, list[str]], Iterator[tuple[str, Record]]]
-"""A function that runs, in other processes, a study's units (independent runs) of the given keys.
+"""A function that runs units (independent runs) of a study in other processes.
 
-Yields (key, record) as each unit finishes.
+The function takes the study and the units' keys, and yields (key, record) as each unit finishes.
 """
 
 
@@ -39,9 +39,9 @@ def run(
     """Run a study, with progress on stderr, and print its report to stdout.
 
     If `out` is a folder, the report is also written there, and units (independent runs) whose
-    records an earlier run wrote there are not run again. If `remote` is given, it runs the units,
-    in other processes or on a cluster. Raises SettingError if the folder holds results of a run
-    with other parameters.
+    records an earlier run wrote there are not run again. The function `remote`, if given, runs the
+    units in other processes or on a cluster. Raises SettingError if the folder holds results of a
+    run with other parameters.
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)

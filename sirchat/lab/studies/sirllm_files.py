@@ -1,7 +1,7 @@
 """Reads SirLLM's released files, or files like them: conversations of multiple-choice questions.
 
 The files may be in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`) or side by side in
-one folder, or a file is given by its path.
+one folder. The path of a single file can also be given.
 
 A line is a JSON object `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
 In DailyDialog an id is `CONVERSATION_TURN`. In Grocery Shopping the line with the id `key_N` names
@@ -38,10 +38,11 @@ def move_files(player: str) -> tuple[str, ...]:
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path `data` if it is not a folder, else the first of the files `names` in the folder.
+    """The path of the file to read: `data` itself, unless it is a folder.
 
-    The folder's subfolder `data/` is searched, too, which exists in a copy of the authors'
-    repository. Returns None if no file is found.
+    In a folder, it is the first of the files `names` that exists. The folder's subfolder `data/`,
+    which exists in a copy of the authors' repository, is searched, too. Returns None if the folder
+    has none of the files.
     """
     path = Path(os.path.expanduser(data))
     if not path.is_dir():
@@ -51,7 +52,10 @@ def find(data: str, names: Sequence[str]) -> Path | None:
 
 
 def require(data: str, names: Sequence[str]) -> Path:
-    """The path that `find` returns; if it returns None, raises SettingError, naming the files."""
+    """The path of a file that `find` finds in `data`; raises SettingError if there is none.
+
+    The error's message has the names of the missing files.
+    """
     found = find(data, names)
     if found is None:
         raise no_files(data, names)
@@ -82,7 +86,7 @@ def grocery(path: Path) -> list[list[Question]]:
 
 
 def moves(path: Path) -> list[str]:
-    """The moves in the file of a player of rock-paper-scissors, in order."""
+    """The moves of one player of rock-paper-scissors, from the player's file, in order."""
     found = []
     for line in _lines(path, "user_choice"):
         texts = {one["label"]: one["text"] for one in line["question"]["choices"]}
@@ -101,9 +105,9 @@ def _conversations(
 
 
 def _question(line: Record, group: str) -> Question:
-    """The question in a line of a file: its text lists the options, and their letters are replies.
+    """The question in a line of a file; its replies are the letters of the listed options.
 
-    If there is only one option, it is not listed, and its text is the reply.
+    If there is only one option, its text is the reply, and it is not listed in the question.
     """
     choices = line["question"]["choices"]
     labels = [one["label"] for one in choices]

@@ -52,21 +52,24 @@ class Study(Protocol):
         """The study's name; the names of its result files begin with it."""
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
 
     def keys(self) -> list[str]:
         """The key of each unit (independent run), in the order in which the units are run."""
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) of a given key and returns its record."""
+        """Create a function that runs a unit (independent run), given its key.
+
+        The function returns the unit's record.
+        """
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the results; `found` has each independent run's record, by key."""
+        """Tables and plots of the results; `found` has the record of each unit (run), by key."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table: one setting, with the seeds that it is run with.
+    """A row of a study's table: one setting, with the seeds that it is run with.
 
     Attributes:
         name: the row's name.
@@ -92,11 +95,14 @@ class Findings:
 
     @property
     def records(self) -> list[Record]:
-        """The records of all seeds, in one list."""
+        """The records of all units (runs) under this setting, with all seeds, in one list."""
         return [one for records in self.by_seed for one in records]
 
     def share(self, key: str, **wanted: object) -> Estimate:
-        """Among the records that have the values `wanted`, the share in which `key` is true."""
+        """The share of this setting's records in which `key` is true, with its 95 % interval.
+
+        `wanted` has keys with values: only records that have all of these values are counted.
+        """
         return share_over_seeds(
             [
                 [one[key] for one in records if all(one[k] == v for k, v in wanted.items())]
@@ -106,16 +112,22 @@ class Findings:
 
 
 ON_SCREEN = ("panel", "theme", "markdown", "thinking", "attention", "save", "save_kv")
-"""Settings for what a chat shows on the screen and saves; they change nothing in a study."""
+"""Names of settings for what a chat shows on the screen and saves; no study depends on them."""
 
 SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "repetition_window", "max_new_tokens", "lookup"),
 )
-"""Settings for generating replies; they change nothing in a study that generates none."""
+"""Names of settings for generating replies.
+
+They change nothing in a study that generates no replies.
+"""
 
 GREEDY = ("temperature", "top_k", "top_p", "min_p")
-"""Settings for random replies; they change nothing in a study that takes the likeliest tokens."""
+"""Names of settings for random replies.
+
+They change nothing in a study whose replies always take the likeliest token.
+"""
 
 WITHOUT_SESSION = (
     *ON_SCREEN,
@@ -124,10 +136,13 @@ WITHOUT_SESSION = (
     *("recall", "recall_n", "recall_weight", "recall_soft", "recall_span"),
     *("recall_scope", "recall_query", "recall_index"),
 )
-"""Settings of a chat session; they change nothing in a study that uses an engine directly."""
+"""Names of settings of a chat session.
+
+They change nothing in a study that uses an engine directly, without a session.
+"""
 
 UNLOGGED = ("description", *ON_SCREEN, "threads", "compile", "lookup")
-"""Settings that change no results, or only by rounding; `setting_key` leaves them out."""
+"""Names of settings that change no results, or only by rounding; `setting_key` leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +162,22 @@ class Grid(ABC):
     repeats: int = 1
 
     needs_hub: ClassVar[bool] = False
-    """Whether the study needs a module and tokenizer of transformers for every kind of file."""
+    """Whether the study needs the model's module and tokenizer from transformers.
+
+    They are then loaded for every kind of model file, also for a GGUF file.
+    """
 
     longest_reply: ClassVar[int] = 64
-    """The largest number of tokens that a reply may have."""
+    """The largest number of tokens that a generated reply may have."""
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "limit", "repeats")
-    """Fields that only decide which units are run; runs with other values can share a log."""
+    """Names of fields that only decide which units (runs) are run.
+
+    Runs that differ only in these fields can share a results log.
+    """
 
     without_effect: ClassVar[tuple[str, ...]] = (*ON_SCREEN, "max_new_tokens")
-    """Settings that change nothing in this study; the commands refuse them."""
+    """Names of settings that change nothing in this study; the commands refuse these settings."""
 
     @property
     @abstractmethod
@@ -173,7 +194,7 @@ class Grid(ABC):
 
     @abstractmethod
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Tables and plots of the results; `found` has each independent run's record, by key."""
+        """Tables and plots of the results; `found` has the record of each unit (run), by key."""
 
     def parameters(self) -> Record:
         """Every field of the study, by name: all that its results depend on, except the model."""
@@ -182,7 +203,7 @@ class Grid(ABC):
         }
 
     def cells(self) -> list[Cell]:
-        """The rows of the table, one for each setting."""
+        """The rows of the study's result table: one for each setting."""
         names = setting_names(self.settings)
         return [
             Cell(name, setting, self._seeds(setting))
@@ -199,11 +220,14 @@ class Grid(ABC):
         ]
 
     def shared(self) -> Record:
-        """The parameters that must be equal in all runs that write to the same results log."""
+        """The parameters that must be equal in all runs that write to the same results log.
+
+        They are all fields except those named in `extends`.
+        """
         return without(self.parameters(), self.extends)
 
     def log_key(self, key: str) -> str:
-        """The name in the results log of the unit (independent run) with this key.
+        """The name that the unit (independent run) with this key has in the results log.
 
         It is `SETTING HASH/SEED/UNIT`, where SETTING and HASH are the setting's name and hash.
         """
@@ -212,7 +236,7 @@ class Grid(ABC):
 
     @cached_property
     def _row_keys(self) -> list[str]:
-        """For each row, the name of its setting in the results log: `SETTING HASH`.
+        """For each row, the name that its setting has in the results log: `SETTING HASH`.
 
         The name does not depend on the study's other rows.
         """
@@ -223,9 +247,10 @@ class Grid(ABC):
         ]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the unit (independent run) of a given key and returns its record.
+        """Create a function that runs a unit (independent run), given its key.
 
-        Units of the same row and seed use one session, which is reset before each unit.
+        The function returns the unit's record. Units of the same row and seed use one session,
+        which is reset before each unit.
         """
         cells, sessions = self.cells(), dict[str, Session]()
 
@@ -243,7 +268,10 @@ class Grid(ABC):
         return work
 
     def findings(self, found: Mapping[str, Record]) -> list[Findings]:
-        """The records in `found`, grouped by setting and seed, in the order of `cells`."""
+        """The results of each setting: the records in `found`, grouped by setting and seed.
+
+        The settings are in the order of `cells`.
+        """
         return [
             Findings(cell.name, [self._records(found, row, seed) for seed in cell.seeds])
             for row, cell in enumerate(self.cells())
@@ -263,19 +291,19 @@ def fields_of(study: DataclassInstance) -> Record:
 
 
 def share(right: Iterable[bool]) -> Estimate:
-    """The share of `right` that is true, with its 95 % interval (Wilson's); NaN if empty."""
+    """The share of true values in `right`, with Wilson's 95 % interval; NaN if `right` is empty."""
     ones = list(right)
     value = sum(ones) / len(ones) if ones else math.nan
     return Estimate(value, *wilson(sum(ones), len(ones)))
 
 
 def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of right answers, with its interval; `answers` has a list of booleans per seed.
+    """The share of right answers, with its 95 % interval.
 
-    With one seed the interval is Wilson's. With several, the share is the mean of the seeds'
-    shares, and the interval covers two intervals: Wilson's over all answers, and Student's over
-    the seeds' shares, which shows how much the random choices matter. The share of no answers is
-    NaN.
+    `answers` has a list for each seed: whether each answer was right. With one seed the interval is
+    Wilson's. With several, the share is the mean of the seeds' shares, and the interval covers two
+    intervals: Wilson's over all answers, and Student's over the seeds' shares, which shows how much
+    the random choices matter. The share of no answers is NaN.
     """
     pooled = share([one for of_seed in answers for one in of_seed])
     shares = [sum(of_seed) / len(of_seed) for of_seed in answers if of_seed]
@@ -290,7 +318,7 @@ def share_over_seeds(answers: Sequence[Sequence[bool]]) -> Estimate:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of `values`, with its 95 % interval by Student's t.
 
-    The interval is infinite for one value, and the mean of no values is NaN.
+    The interval is infinite for fewer than two values, and the mean of no values is NaN.
     """
     return Estimate(*mean_interval(values))
 
@@ -316,7 +344,7 @@ class Extensible(Protocol):
         """The parameters that must be equal in all runs that write to the same results log."""
 
     def log_key(self, key: str) -> str:
-        """The name in the results log of the unit (independent run) with this key.
+        """The name that the unit (independent run) with this key has in the results log.
 
         The name contains all that the unit's results depend on, except the parameters in `shared`.
         """
@@ -326,7 +354,7 @@ class ExtendedByLimit:
     """A study of `limit` numbered units (independent runs): a greater `limit` only adds units."""
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
         raise NotImplementedError
 
     def shared(self) -> Record:
@@ -334,19 +362,22 @@ class ExtendedByLimit:
         return without(self.parameters(), ("limit",))
 
     def log_key(self, key: str) -> str:
-        """The name of a unit (independent run) in the results log: its number, as in its key."""
+        """The name that the unit (independent run) with this key has in the results log.
+
+        It is the key itself, which is the unit's number.
+        """
         return key
 
 
 def without(parameters: Record, names: tuple[str, ...]) -> Record:
-    """A copy of `parameters` without those in `names`."""
+    """A copy of `parameters` that leaves out the entries named in `names`."""
     return {name: value for name, value in parameters.items() if name not in names}
 
 
 def setting_key(setting: Profile, **more: object) -> str:
     """A setting's name, such as `entropy 256`, and a hash of all values that change its results.
 
-    `more` has further values that go into the hash.
+    `more` has values that are not part of the setting but also go into the hash.
     """
     depends = without(setting.model_dump(mode="json"), UNLOGGED) | more
     text = json.dumps(depends, sort_keys=True)
@@ -354,7 +385,7 @@ def setting_key(setting: Profile, **more: object) -> str:
 
 
 def data_name(path: Path) -> str:
-    """The name of a data file or folder, with a hash of its contents to detect a change.
+    """The name of a data file or folder, followed by a hash of its contents to detect a change.
 
     Raises SettingError for a file that can't be read.
     """

@@ -48,7 +48,7 @@ class ReadTalk:
     positions: Mapping[str, Positions]
 
     def evidence(self, question: TalkQuestion) -> list[Positions]:
-        """The stream positions of each message with evidence for a question, one array each."""
+        """The stream positions of each message with evidence for a question: a list of arrays."""
         return [self.positions[one] for one in question.evidence]
 
     def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
@@ -85,17 +85,18 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """Measure which of the missing evidence tokens (not held) each retriever would restore.
+        """Measure how much of the missing evidence (tokens not held) each retriever would restore.
 
         Recall is switched on, and the budget is raised by the largest of `counts`, so that the
         policy itself still holds as many tokens as before. Each retriever ranks the tokens once for
         each question. For each n in `counts`, the first n tokens count as restored.
 
         Returns:
-            A record for each question number, retriever and n. In it, `share` is the share of the
-            missing tokens that are restored; `any` is 1 if at least one message gets back half or
-            more of its missing tokens, else 0; `all` is 1 if every message does, else 0.
-            Adversarial questions are left out, and so are questions whose evidence is all held.
+            A dict by question number, then retriever, then n as a string; its values are records.
+            In a record, `share` is the share of the missing tokens that are restored; `any` is 1 if
+            at least one message gets back half or more of its missing tokens, else 0; `all` is 1 if
+            every message with missing tokens gets back half or more of them, else 0. Adversarial
+            questions are left out, and so are questions whose evidence is all held.
         """
         session, most = self.session, max(counts)
         own = session.profile
@@ -115,9 +116,9 @@ class ReadTalk:
         return found
 
     def _without_name(self, reply: str) -> str:
-        """Remove a speaker's name from the start of a reply.
+        """Remove a speaker's name from the start of a reply; returns the reply.
 
-        The model may generate one, because every message of the conversation begins with one.
+        The model may generate a name, because every message of the conversation begins with one.
         """
         reply = reply.strip()
         for name in self.talk.speakers:
@@ -126,7 +127,7 @@ class ReadTalk:
 
 
 def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
-    """The user turn for a question, and the two options that an adversarial question lists.
+    """The user turn that asks a question, and the two options that an adversarial question lists.
 
     Like LoCoMo's prompts, the turn asks for a few words, or for a date if the question is temporal.
     `rng` draws the order of the options; without `rng`, the right option comes first.
@@ -144,9 +145,8 @@ def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple
 def ranked_by_recall(session: Session, text: str) -> Positions:
     """The stream positions that the session recalls for a user turn, best first.
 
-    The turn is read to find them, and then undone.
-
-    Among equal scores the newer token comes first, as in `memory.recall.choose`.
+    The user turn with the text `text` is read and then undone. Among equal scores the newer token
+    comes first, as in `memory.recall.choose`.
     """
     for _ in session.read_user(text):
         pass
@@ -163,9 +163,9 @@ def _surprisal(session: Session, question: TalkQuestion) -> Record:
 
 
 def _share(parts: Sequence[Positions], present: Positions) -> float | None:
-    """The share of the positions in `parts` that are in `present`; None if `parts` is empty.
+    """The share of all stream positions in `parts` that are also in `present`.
 
-    A position in several parts counts once.
+    A position in several parts counts once. Returns None if `parts` has no positions.
     """
     wanted = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
     return float(np.isin(wanted, present).mean()) if len(wanted) else None
@@ -181,7 +181,7 @@ def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
 
 
 NOT_MENTIONED = "Not mentioned in the conversation"
-"""The right option of an adversarial question."""
+"""The right option of every adversarial question (a question whose answer is not in the text)."""
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -200,12 +200,15 @@ def _stemmer() -> Callable[[list[str]], list[str]]:
 
 
 def require_stemmer() -> None:
-    """Raise SettingError if the stemmer is not installed."""
+    """Raise SettingError if the package snowballstemmer, which token F1 needs, is not installed."""
     _stemmer()
 
 
 def stems(text: str) -> list[str]:
-    """The stems of a text's words, in order, without the words a, an, the, and."""
+    """The stems of a text's words, in order, in lower case, without punctuation.
+
+    The words a, an, the, and are left out.
+    """
     plain = text.lower().translate(_NO_PUNCTUATION)
     words = re.sub(r"\b(?:a|an|the|and)\b", " ", plain).split()
     stemmed = _stemmer()(words)
@@ -213,9 +216,10 @@ def stems(text: str) -> list[str]:
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """The harmonic mean of precision and recall of the reply's word stems.
+    """The token F1 of a reply: the harmonic mean of the precision and recall of its word stems.
 
-    It is 0 if the texts have no stem in common.
+    The stems are compared with those of the right answer. The score is 0 if both texts have no stem
+    in common.
     """
     said, wanted = Counter(stems(reply)), Counter(stems(answer))
     same = (said & wanted).total()
@@ -223,30 +227,34 @@ def token_f1(reply: str, answer: str) -> float:
 
 
 def multi_answer_f1(reply: str, answer: str) -> float:
-    """The mean, over the parts of the answer, of the best token F1 that a part of the reply gets.
+    """The token F1 of a reply to a question with several answers.
 
-    Commas separate the parts, in the answer and in the reply.
+    Commas separate the parts of the answer, and the parts of the reply. Each part of the answer is
+    scored by the part of the reply with the best token F1; the result is the mean of these scores.
     """
     said = [part.strip() for part in reply.split(",")]
     return fmean(max(token_f1(one, part) for one in said) for part in answer.split(","))
 
 
 def scored_answer(question: TalkQuestion) -> str:
-    """The part of the right answer that is scored.
+    """The part of a question's right answer that is scored.
 
-    For an open-domain question it ends before a semicolon; else it is the whole answer.
+    For an open-domain question this part ends before a semicolon; else it is the whole answer.
     """
     return question.answer.split(";")[0].strip() if question.category == 3 else question.answer
 
 
 def reply_score(question: TalkQuestion, reply: str) -> float:
-    """The token F1 of a reply; the parts of a multi-hop answer are scored one by one."""
+    """The token F1 of a reply to a question.
+
+    The parts of the answer to a multi-hop question are scored one by one.
+    """
     score = multi_answer_f1 if question.category == 1 else token_f1
     return score(reply, scored_answer(question))
 
 
 def abstains(reply: str, options: tuple[str, str]) -> bool:
-    """Whether the reply to an adversarial question says that nothing was mentioned about it.
+    """Whether a reply to an adversarial question says that the answer was not mentioned.
 
     `options` are the two options that the question lists as (a) and (b). As in LoCoMo's code, a
     reply of one or three characters names an option: (a) if it is `a` or `(a)`, else (b).

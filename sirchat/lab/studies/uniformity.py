@@ -1,8 +1,9 @@
 """Tests whether random policies are uniform: how often each token is held, over many seeds.
 
-The same stream is read under each policy with many seeds. Tokens that are neither sinks nor among
-the newest `budget` ones are held by random choice alone, so each should be held equally often. This
-is tested by Pearson's chi-squared test over tenths of the stream.
+The same stream is read under each policy with many seeds. Sinks (first tokens, which are never
+evicted) and the newest `budget` tokens are left out. All other tokens are held by random choice
+alone, so each should be held equally often. Pearson's chi-squared test over tenths of the stream
+tests this.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Uniformity(Grid):
-    """The study of whether random policies are uniform: whether all tokens are held equally often.
+    """The study that tests whether random policies are uniform (hold all tokens equally often).
 
     `limit` is the number of seeds for each setting.
 
@@ -45,7 +46,7 @@ class Uniformity(Grid):
         return "uniformity"
 
     def cells(self) -> list[Cell]:
-        """The settings to compare, each run with all seeds, or one if its policy is not random."""
+        """The table's settings, each with all seeds, or with one if its policy is not random."""
         return [replace(one, seeds=self._all_seeds(one)) for one in super().cells()]
 
     def units(self) -> list[str]:
@@ -53,9 +54,10 @@ class Uniformity(Grid):
         return ["stream"]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the stream; returns how many tokens each tenth has, and how many of them are held.
+        """Read the stream; the record has each tenth's number of tokens, and how many are held.
 
-        Sinks and the newest `budget` tokens are not part of the tenths.
+        Sinks (first tokens, which are never evicted) and the newest `budget` tokens are left out;
+        the tenths are parts of the tokens between.
         """
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
@@ -70,7 +72,7 @@ class Uniformity(Grid):
     def report(self, found: Mapping[str, Record]) -> Report:
         """A table and a plot of the share of each tenth of the stream that is held.
 
-        The table also has the test's result: is every tenth held equally often?
+        The table also has the result of the test whether every tenth is held equally often.
         """
         findings = self.findings(found)
         columns = ("tenth of the stream", *(one.name for one in findings))
@@ -108,7 +110,7 @@ def _shares(one: Findings) -> list[float]:
 def _uniform(one: Findings) -> tuple[float, float]:
     """Pearson's chi-squared over tenths of the stream, and its p-value.
 
-    It tests the hypothesis that all tokens are held equally often. The held tokens are a sample
+    The tested hypothesis is that all tokens are held equally often. The held tokens are a sample
     without replacement, whose variance is that of independent draws times (1 - share held); the
     statistic is divided by this factor.
     """
@@ -122,6 +124,9 @@ def _uniform(one: Findings) -> tuple[float, float]:
 
 
 def chi2_tail(chi2: float, freedom: int) -> float:
-    """The probability that chi squared with `freedom` degrees of freedom exceeds `chi2`."""
+    """The p-value of a chi-squared test: the probability of a statistic greater than `chi2`.
+
+    `freedom` is the number of degrees of freedom.
+    """
     half = torch.tensor([freedom, chi2], dtype=torch.float64) / 2
     return float(torch.special.gammaincc(half[0], half[1]))

@@ -68,8 +68,8 @@ def _run_until_one_dies(
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) in new processes; yield (key, record) of each.
 
-    `shared` is the pickled study and load function. If a process dies, yields the units that have
-    finished, and raises BrokenProcessPool.
+    `shared` is the pickled study and load function. If a process dies, the records of the finished
+    units are yielded, and BrokenProcessPool is raised.
     """
     # A fork of this process would copy locks that torch's threads hold. The fork server has no
     # threads, and imports torch once for all processes.
@@ -95,7 +95,7 @@ def _run_until_one_dies(
 
 
 def _begin() -> None:
-    """Set up a new process: it ignores Ctrl-C, and ends when its parent ends."""
+    """Set up a new worker process: it ignores Ctrl-C, and ends when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -113,9 +113,10 @@ def _run_unit(shared: bytes, key: str) -> Record:
 
 @cache
 def _prepared(shared: bytes) -> RunUnit:
-    """Load this process's model; returns the function that runs a study's units.
+    """Load this process's model; returns the function that runs a study's units (independent runs).
 
-    `shared` is the pickled study and load function. Units run on one thread.
+    `shared` is the pickled study and the function that loads the model. The model runs on one
+    thread.
     """
     study, load = pickle.loads(shared)
     model = load()
@@ -207,7 +208,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
 def _refuse_unreachable(address: str) -> None:
     """Raise UsageError if the address `[ray://]HOST:PORT` can't be reached.
 
-    Ray itself would try for minutes. An address of any other form is not tested.
+    Ray itself would try to connect for minutes. An address of any other form is not tested.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():

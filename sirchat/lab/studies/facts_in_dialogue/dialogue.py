@@ -1,4 +1,4 @@
-"""Conversations of the study: facts told in real dialogue, and a question for each fact.
+"""Makes the conversations of the study: facts told amid real dialogue, and a question for each.
 
 The dialogue comes from a file: SirLLM's DailyDialog, LoCoMo's and Realtalk's conversations, or any
 transcript that sirchat reads.
@@ -39,12 +39,12 @@ _REPLIES = (
 
 @dataclass(frozen=True)
 class ToldFact:
-    """A fact, and the question for it.
+    """A fact that the user tells in a conversation, and a multiple-choice question for it.
 
     Attributes:
         kind: name of the kind of fact.
-        round: number of the round, from 0, whose user turn tells the fact or, if it is corrected
-            later, the correction.
+        round: index of the round whose user turn tells the fact. If the fact is corrected later, it
+            is the round with the correction.
         told: the sentence in that turn that tells or corrects the fact.
         value: the value in that sentence.
         question: the user turn that asks for the fact.
@@ -78,11 +78,11 @@ def draw_dialogue(
     length: int,
     size: Callable[[str, str], int],
 ) -> FactDialogue:
-    """Draw a conversation of at most `length` tokens that tells facts.
+    """Draw a conversation of at most `length` tokens that tells facts amid real dialogue.
 
-    `facts` is the number of facts, all of different kinds. `size` returns the number of tokens of
-    a round, given its user turn and reply. Raises SettingError when the facts leave no room for
-    dialogue between them.
+    `dialogues` are the real conversations. `facts` is the number of facts, all of different kinds.
+    `size` returns the number of tokens of a round, given its user turn and reply. Raises
+    SettingError when the facts leave no room for dialogue between them.
     """
     drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
     sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
@@ -114,9 +114,10 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Draw different round numbers below `last`: for each fact n, `counts[n]` ascending numbers.
+    """Draw the numbers of the rounds that tell facts; all numbers are different and below `last`.
 
-    Returns the numbers of all facts in one list, fact by fact.
+    Fact n gets `counts[n]` numbers, in ascending order. Returns one list: first the numbers of the
+    first fact, then those of the second, and so on.
     """
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
@@ -126,9 +127,10 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
 
 
 def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """Draw a fact of a kind; returns the sentences that tell it, and the fact.
+    """Draw a fact of the given kind; returns the sentences that tell the fact, and the fact.
 
-    If there are two sentences, the second corrects the first, and has the right value.
+    A fact is told in one sentence or, if it is corrected, in two. The second sentence then corrects
+    the first, and has the right value.
     """
     values: list[str] = []
     while len(values) < OPTIONS:
@@ -166,7 +168,8 @@ def _draw_rounds(
 ) -> Dialogue:
     """Draw conversations in random order, and return their rounds, one after another.
 
-    The rounds have at most `length` tokens in all.
+    The rounds have at most `length` tokens in all; `size` returns the number of tokens of a round.
+    If all conversations are used up, they are drawn again.
     """
     rounds: Dialogue = []
     while True:
@@ -179,14 +182,18 @@ def _draw_rounds(
 
 
 Dialogue = list[tuple[str, str]]
-"""The rounds of one conversation: user turn and reply."""
+"""The rounds of one conversation, each as (user turn, reply)."""
 
 _ROUNDS_OF_TRANSCRIPT = 12
-"""Number of rounds of each conversation that a transcript is cut into."""
+"""Number of rounds in each of the conversations into which a transcript is cut."""
 
 
 def load_dialogues(path: Path) -> list[Dialogue]:
-    """The conversations in a file or folder; raises SettingError if there are none."""
+    """The conversations in a file or folder; raises SettingError if there are none.
+
+    A folder must have files of LoCoMo or Realtalk. A file may also be SirLLM's DailyDialog or a
+    transcript.
+    """
     if path.is_dir():
         return _of_weeks(path)
     try:
@@ -214,9 +221,10 @@ def _dailydialog(path: Path) -> list[Dialogue]:
 
 
 def _of_weeks(path: Path) -> list[Dialogue]:
-    """Read a file of LoCoMo or Realtalk, whose chats last weeks: one dialogue for each session.
+    """Read a file or folder of LoCoMo or Realtalk; returns a dialogue for each session.
 
-    Messages without a reply are left out.
+    A round is a message of the person who begins the session, and the next message, if another
+    person wrote it. All other messages are left out.
     """
     sessions = [one for talk in long_talks(path) for one in talk.sessions]
     dialogues = [
@@ -231,7 +239,7 @@ def _of_weeks(path: Path) -> list[Dialogue]:
 
 
 def _transcript(data: bytes, name: str) -> list[Dialogue]:
-    """Read a transcript as conversations of a fixed number of rounds.
+    """Read a transcript, and cut it into conversations of a fixed number of rounds.
 
     A round is a user turn and the reply that follows it.
     """

@@ -1,11 +1,11 @@
 """Facts told amid real dialogue and asked for later, to see which facts a policy keeps.
 
-A session reads the conversation turn by turn, as a chat does, with recall if the setting has it. At
-the end it is asked for each fact, and each question is undone. Four things are measured for a fact:
-whether the right reply is the likeliest of four; whether the greedy reply says the value; the
+A session reads the conversation turn by turn, as a chat does; recall is on if the setting says so.
+At the end the user asks for each fact, and each question is undone. Four things are measured for a
+fact: whether the right reply is the likeliest of four; whether the greedy reply says the value; the
 surprisal of the right reply, in nats; and how many of the tokens that tell the fact are held or
-restored for the reply. The surprisal is compared with that under `full`, and with closed-book: the
-question asked without the conversation.
+restored for the reply. The surprisal is compared with two others: the surprisal under `full`, and
+the closed-book surprisal, for which the question is asked without the conversation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sirchat.text.template import Template
 
 @dataclass(frozen=True)
 class FactsInDialogue(Grid):
-    """Compares settings by the facts that are recalled from real dialogue.
+    """Compares settings by how many facts, told amid real dialogue, the model recalls.
 
     `limit` is the number of questions for each length.
 
@@ -62,9 +62,9 @@ class FactsInDialogue(Grid):
         data: path of a file or folder with real conversations.
         lengths: lengths of the conversations in tokens, not counting the questions.
         facts: number of facts told in a conversation.
-        reply_tokens: largest number of tokens of a reply; 0 for no replies.
-        summary: ways to sum up the conversation after the questions (see `chat.summary`); the
-            facts in each summary are counted.
+        reply_tokens: largest number of tokens of a reply; 0 if no reply is generated.
+        summary: names of ways to sum up the conversation after the questions (see `chat.summary`);
+            the facts in each summary are counted.
     """
 
     data: str = ""
@@ -89,7 +89,7 @@ class FactsInDialogue(Grid):
         return "facts-in-dialogue"
 
     def parameters(self) -> Record:
-        """The parameters, by name, that the results depend on, except the model."""
+        """The study's parameters, by name: all that its results depend on, except the model."""
         found = super().parameters() | {"data": data_name(Path(self.data))}
         return found if self.summary else without(found, ("summary",))  # as in older results
 
@@ -101,7 +101,9 @@ class FactsInDialogue(Grid):
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read the conversation named `unit`, and ask for each fact.
 
-        The record has, for each fact, the scores that the function `asked` returns.
+        The record has, for each fact, the scores that the function `asked` returns, and the
+        closed-book surprisal: that of the right reply if the question is asked without the
+        conversation.
         """
         length, number = map(int, unit.split())
         switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
@@ -170,11 +172,18 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """A cache of results of `_closed_book`; a key is (question and reply, system prompt)."""
+        """The surprisals that `_closed_book` has computed, so that none is computed twice.
+
+        A key is (question and right reply, system prompt).
+        """
         return {}
 
     def _closed_book(self, session: Session, fact: ToldFact) -> float:
-        """Surprisal of the right reply, in nats, in a new session, without the conversation."""
+        """Surprisal, in nats, of the right reply if the fact is asked for without the conversation.
+
+        The question is asked in a new session, which has read nothing but the setting's system
+        prompt.
+        """
         profile, right = session.profile, fact.replies[fact.right]
         key = f"{fact.question}/{right}", profile.system
         if key not in self._closed:
@@ -188,7 +197,10 @@ class FactsInDialogue(Grid):
 
 
 def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice, slice]:
-    """Two slices of the `ids` of a user turn: the fact's sentence, and the value in it."""
+    """Two slices of `ids`, the token ids of a user turn that tells a fact.
+
+    The first slice is the sentence that tells the fact, the second is the fact's value in it.
+    """
     pieces = texts(ids, range(len(ids)))
     ends = np.cumsum([len(piece) for piece in pieces])
     told = "".join(pieces).index(fact.told)
@@ -211,8 +223,8 @@ def asked(
         kind, corrected: as in the fact.
         right: whether the right reply is the likeliest of the fact's replies.
         nats: surprisal of the right reply.
-        told, held: which shares of the tokens in `statement` and in `value` are held when the reply
-            begins, restored tokens included.
+        told, held: the share of the tokens in `statement`, and of those in `value`, that are held
+            when the reply begins; restored tokens count as held.
         said: whether the greedy reply contains the value; None if no reply is generated.
         restored: number of tokens that are held because they were restored.
     """
@@ -240,7 +252,10 @@ def asked(
 
 
 def _summary(session: Session, way: str) -> str:
-    """The summary that `/summarize` would show, made in the way `way`; the session is unchanged."""
+    """The summary text that `/summarize` would show, made in the way named `way`.
+
+    The session does not change.
+    """
     text = ""
 
     def events() -> Iterator[Event]:
@@ -258,9 +273,10 @@ def says(reply: str, value: str) -> bool:
 
 
 REFERENCE = "entropy"
-"""The policy that the others are compared with, at the same budget.
+"""The policy with which every other policy is compared, at the same budget.
 
-If this policy is not run, the others are compared with the first policy of the study."""
+If no setting has this policy, the policy of the first setting is used instead.
+"""
 
 _COLUMNS = (
     "setting",
@@ -281,13 +297,13 @@ def tables(
     lengths: Sequence[int],
     ways: Sequence[str] = (),
 ) -> tuple[Table, ...]:
-    """The tables of the report: one for each length, with a row for each setting.
+    """The tables of the report: one for each length of conversation, with a row for each setting.
 
     The column `nats gained` is the surprisal of the right reply closed-book (asked without the
     conversation) minus its surprisal under the setting. The column `nats below full` is its
     surprisal under the setting minus its surprisal under `full`; it is empty if `full` was not run.
-    For each of the `ways` to make a summary, one more column has the share of the values that the
-    summary contains.
+    For each of the `ways` to make a summary, one more column has the share of the facts' values
+    that the summary contains.
     """
     return tuple(_table(findings, settings, length, ways) for length in lengths)
 
@@ -334,10 +350,10 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The results that those of `setting` are compared with; None if there are none.
+    """The results with which the results of `setting` are compared; None if there are none.
 
-    They are the results of the policy `_name(settings)`, with no policy options set, at the same
-    budget as `setting`. The policy `full` is not compared.
+    They are the results of a setting with the policy `_name(settings)`, no policy options, and the
+    same budget as `setting`. If the policy of `setting` is `full`, the result is None.
     """
     if setting.policy == "full":
         return None
@@ -349,9 +365,9 @@ def _reference(
 
 
 def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` of all answers in conversations of `length` tokens.
+    """The values of `key` in the records of all answers, for conversations of `length` tokens.
 
-    There is one list of values for each seed and conversation.
+    Returns one list of values for each seed and conversation.
     """
     return [
         [float(answer[key]) for answer in record["answers"]]
@@ -361,6 +377,9 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The `_values` of the first seed of `reference`, repeated as often as `one` has seeds."""
+    """The values of `key` in `reference`, in lists that can be paired with those of `one`.
+
+    They are the `_values` of the first seed of `reference`, repeated once for each seed of `one`.
+    """
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

@@ -51,7 +51,10 @@ class Haystack:
 def haystacks(
     utterances: Sequence[str], length: Callable[[str], int], tokens: int, count: int, seed: int
 ) -> Iterator[Haystack]:
-    """Yield `count` contexts of about `tokens` tokens; `length` counts the tokens of a text."""
+    """Yield `count` contexts of about `tokens` tokens: needles among successive `utterances`.
+
+    A needle is a sentence that is asked for later. `length` counts the tokens of a text.
+    """
     for number in range(count):
         rng = Random(f"needles/{seed}/{number}")
         needles = list(_needles(rng))
@@ -86,9 +89,10 @@ def utterances_of(path: Path) -> list[str]:
 
 
 def presses(tokenizer: Any, scorer: Scorer) -> dict[str, Callable[[float], Any]]:
-    """For each press, by name, a function that creates the press for a compression ratio.
+    """A dict from a press's name to a function that creates the press for a compression ratio.
 
-    The policy `learned` is left out if `scorer` is empty.
+    A press is a method of kvpress to compress the KV cache. The policy `learned` is left out if
+    `scorer` is empty.
     """
     from kvpress import KeyDiffPress, KnormPress, RandomPress, SnapKVPress, StreamingLLMPress
 
@@ -115,7 +119,7 @@ def presses(tokenizer: Any, scorer: Scorer) -> dict[str, Callable[[float], Any]]
 
 
 def main() -> None:
-    """Ask all questions under every press, and print a Markdown table."""
+    """Ask all questions under every press, and print a Markdown table of the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="a folder with the model and its tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="SirLLM's dailydialog.jsonl")
@@ -158,7 +162,10 @@ def main() -> None:
 
 
 def _replies(pipeline: Any, stack: Haystack, press: Any) -> list[str]:
-    """The reply to each question of `stack`, whose context is read and compressed only once."""
+    """The model's reply to each question about the context of `stack`.
+
+    The context is read only once, and compressed by `press`.
+    """
     questions = ["\n\n" + one.question for one in stack.asked]
     how: dict[str, Any] = {"press": press, "answer_prefix": stack.prefix, "max_new_tokens": 20}
     replies: list[str] = pipeline(stack.text, questions=questions, **how)["answers"]
@@ -166,9 +173,9 @@ def _replies(pipeline: Any, stack: Haystack, press: Any) -> list[str]:
 
 
 def table(path: Path) -> str:
-    """A Markdown table of the replies in a file: the share of right ones by press and ratio.
+    """A Markdown table of the share of right replies, by press and compression ratio.
 
-    Each share has its 95 % interval.
+    `path` is a file with one JSON object for each reply. Each share has its 95 % interval.
     """
     from sirchat.lab.studies.intervals import clustered_mean
 

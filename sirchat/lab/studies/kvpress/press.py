@@ -1,10 +1,10 @@
 """A press of kvpress (https://github.com/NVIDIA/kvpress) that evicts by a policy of sirchat.
 
 A press is a method of kvpress to compress the KV cache. kvpress evicts from a layer's cache while
-that layer is computed, when there are no logits yet. So this press reads the context once more,
-right before, to get the surprisals and the hidden states for a scorer. (sirchat itself evicts after
-a forward pass, and reads only once.) This module works without sirchat's model classes, and with
-the version of transformers that kvpress requires.
+that layer is computed, when there are no logits yet. So this press reads each context twice. Its
+own reading comes first, and gives the surprisals, and the hidden states for the scorer of the
+policy `learned`. (sirchat itself evicts after a forward pass, and reads only once.) This module
+works without sirchat's model classes, and with the version of transformers that kvpress requires.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ROWS = 256  # number of tokens whose logits are computed at once
 class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
     """Evicts the tokens to which a policy of sirchat gives the lowest scores, from every layer.
 
-    It can be used wherever kvpress takes a `ScorerPress`, also inside `KeyRerotationPress`. It
-    takes one context at a time.
+    The press can be used wherever kvpress takes a `ScorerPress`, also inside `KeyRerotationPress`.
+    It takes one context at a time.
 
     Attributes:
         compression_ratio: share of the tokens that are evicted.
@@ -65,7 +65,10 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
         self._continues: Callable[[int, int], bool] = tells or (lambda previous, token_id: False)
 
     def post_init_from_model(self, model: Any) -> None:
-        """Prepare for the next context that the model reads; kvpress calls this."""
+        """Install hooks with which the press reads the next context before the model does.
+
+        kvpress calls this method.
+        """
         self._reset()
         body = model.model
 
@@ -93,7 +96,10 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """The rank [1, H, n] of each token by the policy; the token of rank 0 is evicted first."""
+        """The rank [1, H, n] of each of the n tokens under the policy, the same in all H heads.
+
+        The token of rank 0 is evicted first.
+        """
         batch, heads, count, _ = keys.shape
         ranks = torch.arange(count, dtype=torch.float32)
         if not self._reads_ahead:
@@ -109,9 +115,9 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
 
     @contextmanager
     def _reading_ahead(self) -> Iterator[None]:
-        """Context manager: marks forward passes inside it as this press's own reading ahead.
+        """Context manager: forward passes within it count as the press's own reading ahead.
 
-        The hooks of the press do nothing in such passes, which have a cache of their own.
+        In these passes the hooks of the press do nothing.
         """
         self._reads_ahead = True
         try:
@@ -121,7 +127,10 @@ class PolicyPress(ScorerPress):  # type: ignore[misc]  # kvpress is untyped
 
     @torch.no_grad()
     def _read(self, model: Any, ids: Tensor) -> HeldRows:
-        """Read ids [1, n] with an empty cache; returns their ledger rows, as policies get them."""
+        """Read the token ids [1, n] with an empty cache; returns a row for each token.
+
+        The rows have surprisal, role and other columns, in the form in which policies get them.
+        """
         states = LayerStates(model, self.scorer.layers)
         with ExitStack() as stack:
             if self.scorer.layers:

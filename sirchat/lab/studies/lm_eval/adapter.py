@@ -5,9 +5,9 @@ context, such as the options of one question, share one prefill. Under a policy 
 a context that is too long loses its beginning, as in lm-eval; any other policy reads the whole
 context.
 
-A context is read as one user round, so that its end is protected like a question in a chat. It can
-also be read in rounds of a fixed size, so that decay takes effect. Scoring a continuation evicts
-nothing.
+A context is read as one user round, so that its end is protected like a question in a chat. A
+context can also be read in rounds of a fixed size, so that decay takes effect. Scoring a
+continuation evicts nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HarnessAdapter:
     or a text, or a context and generation options, depending on the method.
 
     Attributes:
-        truncated: number of contexts and texts that were cut so far because they were too long.
+        truncated: number of contexts and texts that were cut because they were too long.
     """
 
     def __init__(self, reader: TextReader, texts: TextEncoder) -> None:
@@ -49,9 +49,11 @@ class HarnessAdapter:
         self.truncated = 0
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Each continuation's log-probability, in nats, and whether greedy decoding generates it.
+        """For each request, how likely its continuation is after its context.
 
-        Raises UsageError for a continuation that has no token of its own after its context.
+        Returns pairs: the continuation's log-probability, in nats, and whether greedy decoding
+        generates the continuation. Raises UsageError for a continuation that adds no token of its
+        own to its context.
         """
         by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
         for number, request in enumerate(requests):
@@ -66,7 +68,7 @@ class HarnessAdapter:
         return [found[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-probability of each text, in nats.
+        """The log-probability, in nats, of the text of each request.
 
         The text is read after the BOS token or, if the tokenizer has none, the EOS token.
         """
@@ -76,7 +78,7 @@ class HarnessAdapter:
         ]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """The greedy reply to each context, up to the first of the task's stop strings.
+        """The greedy reply to each request's context, up to the first of the task's stop strings.
 
         Raises SettingError for a task that samples its replies.
         """
@@ -127,7 +129,10 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """`context`, cut at its start if it and `more` further ids exceed the context length."""
+        """`context`, cut at its start if it and `more` further ids exceed the context length.
+
+        Raises SettingError if the further ids alone fill the context length.
+        """
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -165,14 +170,14 @@ class TextReader:
 
     @property
     def longest(self) -> int | None:
-        """The largest number of tokens that can be read; None, for no limit, if the policy evicts.
+        """The largest number of tokens that can be read: the model's context length.
 
-        If the policy evicts nothing, it is the model's context length.
+        If the policy evicts tokens, there is no limit, and the result is None.
         """
         return None if policy_class(self.setting.policy).bounded else self.model.context_length
 
     def read(self, ids: Sequence[int], reply: int = 0) -> Engine:
-        """Create an engine that has read ids [n], n > 0, with room for `reply` more ids.
+        """Create an engine, and let it read ids [n], n > 0; it keeps room for `reply` more ids.
 
         Raises ContextFullError if the policy evicts nothing and the ids do not fit.
         """
@@ -188,7 +193,10 @@ class TextReader:
     def score_continuation(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[ContinuationScore]:
-        """Score each continuation (not empty) after the context, which is read only once."""
+        """Read a context once, and return a score for each of its continuations (not empty).
+
+        A score has the log-probability of each of the continuation's tokens.
+        """
         engine = self.read(context)
         return [engine.reader.score_continuations([ids])[0] for ids in continuations]
 

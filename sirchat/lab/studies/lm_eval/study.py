@@ -42,8 +42,8 @@ class LmEval:
         harness: how the tasks are run.
         piece: number of tokens in a round; if None, a context is read as one round.
 
-    Raises UsageError if lm-eval is not installed, SettingError for an unknown task and for a
-    setting that has no effect.
+    Raises UsageError if lm-eval is not installed, and SettingError for an unknown task and for a
+    setting that has no effect in this study.
     """
 
     needs_hub: ClassVar[bool] = True
@@ -64,7 +64,10 @@ class LmEval:
         return "lm-eval"
 
     def parameters(self) -> Record:
-        """All that the results depend on, except the model: the fields, and lm-eval's version."""
+        """The study's parameters, by name: all that its results depend on, except the model.
+
+        They are the fields, and lm-eval's version.
+        """
         return {
             "settings": [one.model_dump(mode="json") for one in self.settings],
             "tasks": list(self.tasks),
@@ -76,14 +79,14 @@ class LmEval:
     def shared(self) -> Record:
         """The parameters that must be equal in all runs that write to the same results log.
 
-        Only settings and tasks may differ.
+        They are all parameters except `settings` and `tasks`.
         """
         return without(self.parameters(), ("settings", "tasks"))
 
     def log_key(self, key: str) -> str:
-        """The name in the results log of the task under a setting with this key.
+        """The name that the run with this key (one task under one setting) has in the results log.
 
-        It consists of the setting's name, the setting's hash, and the task.
+        It is `SETTING HASH/TASK`, where SETTING and HASH are the setting's name and hash.
         """
         row, _, task = key.partition("/")
         return f"{setting_key(self.settings[int(row)])}/{task}"
@@ -93,7 +96,7 @@ class LmEval:
         return [f"{row}/{task}" for row in range(len(self.settings)) for task in self.tasks]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """A function that runs the task of a given key under the key's setting, with `model`.
+        """Create a function that runs, with `model`, the key's task under the key's setting.
 
         Raises SettingError for a budget above the model's context length.
         """
@@ -128,7 +131,7 @@ class LmEval:
         return Report(tuple(one for one in header if one), (table,), details=details)
 
     def _rows(self, task: str, found: Mapping[str, Record]) -> list[tuple[Value, ...]]:
-        """The table rows of a task, grouped by metric."""
+        """The table rows of a task: for each of its metrics, a row for each setting."""
         names = setting_names(self.settings)
         scores = [found[f"{row}/{task}"]["scores"] for row in range(len(names))]
         numbers = ("value", "stderr", "documents", "shots")
@@ -142,7 +145,8 @@ class LmEval:
 def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
     """Raise SettingError for a setting that has no effect in this study.
 
-    These are recall, and a decay other than 1 if `piece` is None, so a context is one round.
+    Recall has no effect. A decay other than 1 has no effect if `piece` is None, because a context
+    is then read as one round.
     """
     if setting.recall != "off":
         raise SettingError(
@@ -157,15 +161,15 @@ def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
 
 
 _BOOTSTRAPS = 1000
-"""Bootstrap samples for the standard error of a metric that is not a mean."""
+"""Number of bootstrap samples for the standard error of a metric that is not a mean."""
 
 _SEED, _OTHER_SEED = 0, 1234
-"""The default seeds of lm-eval, so that the few-shot examples are the same as there."""
+"""lm-eval's own default seeds; with them, the few-shot examples are the same as in lm-eval."""
 
 
 @dataclass(frozen=True)
 class Harness:
-    """How lm-eval runs its tasks.
+    """The options with which lm-eval runs its tasks.
 
     Attributes:
         shots: number of examples before each question; None for the task's own number.
@@ -194,8 +198,8 @@ class Harness:
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
         """Run a task, or each task of a group; returns a record for each metric of each task.
 
-        Raises SirchatError for a task that can't be loaded, and UsageError for a task that runs
-        code written by a model.
+        `lm` is the model, and `system` the system prompt or None. Raises SirchatError for a task
+        that can't be loaded, and UsageError for a task that runs code written by a model.
         """
         from lm_eval.evaluator import evaluate
 
@@ -252,7 +256,10 @@ def harness_version() -> str:
 
 @cache
 def _index(folder: str | None) -> Any:
-    """The index of all tasks, lm-eval's own and those in `folder`; building it takes seconds."""
+    """The index of all tasks: lm-eval's own tasks and those in `folder`.
+
+    Building the index takes seconds, so the result is cached.
+    """
     # Without this, lm-eval warns about settings that are made here on purpose.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager

@@ -56,9 +56,10 @@ class TextEncoder:
         self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
 
     def encode(self, text: str, *, special: bool = True) -> Ids:
-        """The ids of a text.
+        """The token ids of a text.
 
-        `special` says whether the tokenizer's BOS is put first, unless the text begins with it.
+        If `special` is true, the ids begin with the tokenizer's BOS token. A text that the chat
+        template rendered gets no second BOS token if it already begins with one.
         """
         if self._chat:
             has_prefix = text.startswith(self._tokenizer.decode([self.prefix]))
@@ -68,7 +69,10 @@ class TextEncoder:
         return self._encode(text, special)
 
     def context(self, text: str) -> Ids:
-        """The ids of a context, with an anchor after each example if the model has anchors."""
+        """The token ids of a context.
+
+        If the model has anchors, there is an anchor token after each few-shot example.
+        """
         if self._anchor is None or self._chat:
             return self.encode(text)
         first, *others = _AFTER_BLANK_LINE.split(text)
@@ -78,10 +82,11 @@ class TextEncoder:
         return ids
 
     def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
-        """The ids of a context and the ids of its continuation; neither list is empty.
+        """The token ids of a context and those of its continuation; neither list is empty.
 
-        Both are encoded as one text, which is split at the end of the context; blanks at the end
-        of the context go to the continuation. Raises UsageError for a continuation without ids.
+        Context and continuation are encoded as one text, which is split at the end of the context;
+        blanks at the end of the context go to the continuation. Raises UsageError for a
+        continuation without ids.
         """
         end = len(context.rstrip())
         text = context[end:] + (self._plain(continuation) if self._chat else continuation)
@@ -97,11 +102,11 @@ class TextEncoder:
         return head or [self.prefix], tail
 
     def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
-        """A conversation as text, rendered by the chat template; the text is for `encode`.
+        """A conversation as text, rendered by the chat template; `encode` makes ids of the text.
 
-        If `prompt` is true, the text ends with the generation prompt. Otherwise the last message
-        is left unfinished, so that it can be continued. The system message is left out if the
-        template does not allow one.
+        If `prompt` is true, the text ends with the generation prompt. Otherwise the last message is
+        left unfinished, so that it can be continued. The system message is left out if the template
+        does not allow one.
         """
         clean = [{**one, "content": self._plain(one["content"])} for one in messages]
         try:
@@ -115,7 +120,7 @@ class TextEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _encode_as_plain_text(self, text: str) -> Ids:
-        """The ids of a text; the text of a control token is encoded like any other text."""
+        """The token ids of a text; the text of a control token is encoded like any other text."""
         ids = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": text}],
             chat_template=_CONTENT_ONLY,
@@ -126,7 +131,10 @@ class TextEncoder:
         return list(ids)
 
     def _plain(self, text: str) -> str:
-        """Remove control tokens from a text, repeatedly, since removing one may form another."""
+        """A copy of a text without the texts of control tokens, such as `<|im_end|>`.
+
+        Control tokens are removed again and again, since removing one may form another.
+        """
         while (left := self._control.sub("", text)) != text:
             text = left
         return text
@@ -143,7 +151,7 @@ class TextEncoder:
         return text
 
     def _start(self, messages: list[dict[str, str]]) -> str:
-        """The text of the first messages of a conversation; '' if the template refuses them."""
+        """Some messages as text, rendered by the chat template; '' if the template refuses them."""
         try:
             return self._render(messages)
         except TemplateError:

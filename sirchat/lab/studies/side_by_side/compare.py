@@ -6,12 +6,12 @@ So all settings read the same ids, and their predictions can be compared token b
 true, each setting continues with its own answers; then the ids differ, and only answers are
 compared.
 
-`full` is the reference until the model's context is full. After that no agreement is measured, and
-the setting with the largest budget gives the replies that the transcript lacks.
+`full` is the reference until the model's context is full. From then on no agreement is measured,
+and the setting with the largest budget gives the replies that the transcript lacks.
 
 The agreement of a setting with `full` is measured by the KL divergence at each token. A recording
 model reports the logits of every forward pass. The predictions of `full` are stored for one round,
-and those of the other settings are compared with them in each forward pass. So memory never holds
+and those of each other setting are compared with them in each forward pass. So memory never holds
 the logits of more than one round.
 """
 
@@ -58,10 +58,10 @@ def compare(
     advance: Callable[[], None] = lambda: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Comparison:
-    """Run the conversation under every setting, one round after the other.
+    """Run a transcript under every setting, one round after the other; returns the results.
 
     Args:
-        settings: the first one is `full`, which the others are compared with.
+        settings: the first one is `full`, which all other settings are compared with.
         file: the transcript's name, for messages.
         own: whether each setting continues with its own answers.
         advance: called whenever a setting has finished a round.
@@ -104,14 +104,17 @@ def _run_round(
 
 
 OnLogits = Callable[[int, Tensor], None]
-"""A function of the stream position of the first of m tokens, and the logits [m, V] of all m."""
+"""A function that takes the logits [m, V] of m tokens in the stream.
+
+Its arguments are the stream position of the first of these tokens, and the logits.
+"""
 
 
 @dataclass
 class ReferenceRound:
-    """The answer and the predictions of `full` in the current round.
+    """The answer and the predictions of `full` in the current round, for comparison.
 
-    Both are None if `full` had to stop before.
+    Both are None if the session of `full` has ended, for example because its context was full.
     """
 
     answer: Answer | None = None
@@ -125,7 +128,7 @@ class ComparedSession:
         model: the model, which all compared sessions share.
         setting: the profile.
         name: the setting in a few words.
-        is_reference: whether the setting is `full`, which the others are compared with.
+        is_reference: whether the setting is `full`, with which all other settings are compared.
 
     Attributes:
         is_open: whether the session can continue; false after its context was full or an undo
@@ -211,11 +214,11 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a round; record its predictions, or compare them with those in `reference`.
+        """Read a user turn and its reply; record the predictions, or compare them with `reference`.
 
         The reference session records its predictions in `reference`; every other session compares
-        its own with them. Returns the stream positions of the round, or an empty range if
-        `reference` has no predictions.
+        its own with those in `reference`. Returns the stream positions of the round, or an empty
+        range if `reference` has no predictions.
         """
         start, agreement = self._session.seen, None
         if self._is_reference:
@@ -238,7 +241,10 @@ class ComparedSession:
     def _finish(
         self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
     ) -> None:
-        """Record a finished round; `measured` are the positions with a measured KL divergence."""
+        """Add the result of a finished round to this session's results.
+
+        `measured` are the stream positions with a measured KL divergence.
+        """
         if self._is_reference:
             reference.answer = answer
         expected = reference.answer
@@ -261,9 +267,10 @@ class ComparedSession:
 
     @contextmanager
     def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
-        """Context manager: a full context or a failed undo ends this session, not the comparison.
+        """Context manager: a full context or a failed undo within it ends this session.
 
-        The error becomes a note for the reader.
+        The other sessions go on, and the error becomes a note for the reader. If this is the
+        reference session, its answer and predictions are removed from `reference`.
         """
         try:
             yield
@@ -293,18 +300,18 @@ def _mean(values: list[float]) -> float | None:
 
 
 OnPass = Callable[[Tensor, BoundedCache], None]
-"""A function of the logits [m, V] and the cache, called at the end of a forward pass."""
+"""A function that is called after a forward pass, with the logits [m, V] and the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingModel(LoadedModel):
-    """A model that calls `on_pass` after every forward pass."""
+    """A model that calls `on_pass`, with logits and cache, after every forward pass."""
 
     on_pass: OnPass
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> Tensor:
-        """Run the model's forward pass, and report it to `on_pass`."""
+        """Run the model's forward pass, and call `on_pass` with its logits; returns the logits."""
         logits = super().forward(ids, cache, **how)
         self.on_pass(logits, cache)
         return logits
@@ -321,21 +328,28 @@ def recording(model: LoadedModel, on_pass: OnPass) -> RecordingModel:
 
 
 class Predictions:
-    """The predictions of `full` at the tokens of one round, which begins at position `start`."""
+    """The model's predictions under `full` at each token of one round.
+
+    The round begins at the stream position `start`.
+    """
 
     def __init__(self, start: int) -> None:
         self._end = start
         self._chunks: list[tuple[int, Tensor]] = []  # start, log-probabilities [m, V]
 
     def add(self, position: int, logits: Tensor) -> None:
-        """Add the logits [m, V] of the m tokens from `position` on; called in stream order."""
+        """Add the predictions of a forward pass: logits [m, V] of the m tokens from `position` on.
+
+        Forward passes are added in stream order.
+        """
         self._chunks.append((position, torch.log_softmax(logits, -1)))
         self._end = position + len(logits)
 
     def at(self, start: int, count: int) -> Tensor:
-        """The predictions after each of `count` tokens from `start`, as log-probabilities [m, V].
+        """The predictions after each of `count` tokens from the stream position `start` on.
 
-        m is `count`, or less if the round has fewer tokens from there on.
+        Returns log-probabilities [m, V]; m is `count`, or less if the round has fewer tokens from
+        `start` on.
         """
         end = min(start + count, self._end)
         return torch.cat(
@@ -348,7 +362,10 @@ class Predictions:
 
 
 class Agreement:
-    """Compares the predictions of a setting with those of the full cache in the same round."""
+    """Compares the predictions of a setting with those of the full cache in the same round.
+
+    `nats` has the results: the KL divergence at each token.
+    """
 
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
@@ -365,7 +382,7 @@ class Agreement:
 
 
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """The KL divergence [m] of m predictions from the reference's, in nats, at least 0.
+    """The KL divergence [m], in nats, of m predictions from those of a reference; at least 0.
 
     Args:
         reference: log-probabilities [m, V] of the reference.

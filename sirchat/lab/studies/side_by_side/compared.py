@@ -22,7 +22,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A whole transcript.
+    """A whole transcript, as rounds of a user turn and its reply.
 
     Attributes:
         system: the text of the system turn at the beginning; None if there is no such turn.
@@ -36,10 +36,11 @@ class Rounds:
 
 
 def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
-    """Pair user turns with replies as `sirchat replay --feed` does; errors name the file `name`.
+    """Make rounds of a transcript's turns: each user turn with the reply that follows it.
 
-    A system turn after the first turn is left out. Raises TranscriptError for an assistant turn
-    that follows no user turn, and for a transcript without user turns.
+    `sirchat replay --feed` pairs turns in the same way. A system turn after the first user turn is
+    left out. Errors name the file `name`. Raises TranscriptError for an assistant turn that follows
+    no user turn, and for a transcript without user turns.
     """
     system, rounds, notes, previous = None, list[Round](), list[str](), ""
     for turn in turns:
@@ -65,13 +66,16 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
 
 
 Span = tuple[int, int | None]
-"""A time in which a token was held: start and end, in tokens read; end None if still held."""
+"""A span of time in which a token was held: (start, end), counted in tokens read.
+
+The end is None if the token is still held.
+"""
 
 
 class HeldSpans:
-    """The spans of time in which each token was held; `note` updates them with events.
+    """The spans of time in which each token was held; `note` records an event's changes.
 
-    Time is measured in tokens read.
+    Time is counted in tokens read.
     """
 
     def __init__(self) -> None:
@@ -89,7 +93,10 @@ class HeldSpans:
             self._restore(event.positions, event.seen)
 
     def spans(self, seen: int) -> list[tuple[Span, ...]]:
-        """The spans of each of the first `seen` tokens, in order; each token has at least one."""
+        """The spans of time in which each of the first `seen` tokens was held, in stream order.
+
+        Each token has at least one span.
+        """
         return [self._of(position) for position in range(seen)]
 
     def _of(self, position: int) -> tuple[Span, ...]:
@@ -143,8 +150,8 @@ class RoundResult:
         same: whether both answers are the same; None if `full` has no answer.
         nats: mean KL divergence from `full`, in nats, over the round's tokens; None if not
             measured.
-        held, seen: number of tokens held after the round, and number of tokens read so far.
-        shares: for every turn so far, how many of its tokens are held.
+        held, seen: number of tokens held after the round, and number of tokens read up to its end.
+        shares: for every turn up to this round, how many of the turn's tokens are held.
         turns: indices, in `shares`, of this round's turns.
         cache_bytes: memory of the cached keys and values.
     """
@@ -185,8 +192,8 @@ class Token:
 class SettingResult:
     """The result of the whole conversation under one setting.
 
-    `name` describes the setting in a few words. There are fewer rounds than in the transcript if
-    the session could not continue.
+    `name` describes the setting in a few words. If the session could not continue, there are fewer
+    rounds than in the transcript.
     """
 
     name: str
@@ -196,13 +203,16 @@ class SettingResult:
 
     @property
     def nats(self) -> float | None:
-        """Mean KL divergence in nats over the tokens that have one; None if no token has one."""
+        """Mean KL divergence from `full`, in nats, over the tokens for which it was measured.
+
+        None if it was measured for no token.
+        """
         known = [one.nats for one in self.tokens if one.nats is not None]
         return sum(known) / len(known) if known else None
 
     @property
     def same_answers(self) -> tuple[int, int]:
-        """Number of answers that equal those of `full`, and number of compared answers."""
+        """A pair: number of answers that equal those of `full`, and number of compared answers."""
         known = [one.same for one in self.rounds if one.same is not None]
         return sum(known), len(known)
 
@@ -231,11 +241,11 @@ class SettingResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One transcript under several settings, `full` first.
+    """The results of one transcript under several settings, `full` first.
 
     Attributes:
         file: the transcript's name.
-        transcript: its rounds.
+        transcript: the transcript's rounds.
         own: whether each setting continued with its own answers.
         settings: one result for each setting.
         notes: messages for the reader.
@@ -249,7 +259,10 @@ class Comparison:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first id in which two answers differ; None if the answers are the same."""
+    """Index of the first token id in which two answers differ; None if the answers are the same.
+
+    If one answer is the beginning of the other, the index is the shorter answer's length.
+    """
     for at, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return at

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def record_of(found: Comparison, head: Record) -> Record:
-    """The comparison as one JSON object, which begins with the entries of `head`."""
+    """A comparison as one JSON object, which begins with the entries of `head`."""
     return {
         **head,
         "file": found.file,
@@ -38,7 +38,7 @@ def record_of(found: Comparison, head: Record) -> Record:
 
 
 def draw(found: Comparison, safe: Safe) -> Iterator[RenderableType]:
-    """Yield the parts to print: every user turn with its answers, then a table of the settings."""
+    """Yield the printed parts of a comparison: user turns with their answers, then a table."""
     for number, round in enumerate(found.transcript.rounds):
         yield Text(safe(f"{number + 1}. USER: {round.user}"), style="bold")
         yield _answers(found, number, safe)
@@ -145,9 +145,9 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """The values of all tokens, with one list for each property.
+    """The values of all tokens that a setting read, as a record with one list for each property.
 
-    In `held`, each span is two numbers: its start and its end.
+    In the list `held`, each span of time is two numbers: its start and its end.
     """
     return {
         "id": [one.id for one in tokens],
@@ -161,7 +161,10 @@ def _token_columns(tokens: tuple[Token, ...]) -> Record:
 
 
 def _rounded(value: float | None) -> Any:
-    """The value rounded to five digits, since a record has thousands of such values."""
+    """The value rounded to five significant digits; None stays None.
+
+    A record has thousands of these values, and fewer digits keep it short.
+    """
     return None if value is None else float(f"{value:.5g}")
 
 
@@ -169,7 +172,7 @@ _PLACEHOLDER = "{{record}}"
 
 
 def page_of(record: Record) -> str:
-    """The HTML page of a record; the record is written into the page as pure ASCII."""
+    """The HTML page that shows a record; the record is written into the page as pure ASCII."""
     template = files("sirchat.lab.studies.side_by_side").joinpath("page.html").read_text("utf-8")
     # Only "<" could end the script element, or begin a comment in it.
     data = json.dumps(record, separators=(",", ":")).replace("<", "\\u003c")
