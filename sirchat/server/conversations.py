@@ -295,8 +295,7 @@ class Conversations:
             self.release(found, then)
 
     def overview(self) -> list[dict[str, Any]]:
-        """All conversations, in memory and on disk, as JSON objects; the one used last is the first.
-        """
+        """All conversations, in memory or on disk, as JSON objects; the one used last is first."""
         kept = [(one.id, one.first, len(one.roles), one.is_busy, True) for one in self._all]
         saved = [] if self._disk is None else self._disk.all
         away = [(one.id, one.first, len(one.roles), False, False) for one in saved]
