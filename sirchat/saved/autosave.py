@@ -230,8 +230,8 @@ class Autosave:
     def save_kv(self) -> bool:
         """Save the session's keys and values, if the setting `save_kv` allows it.
 
-        With the value `auto`, they are saved only if they take at most `KV_BYTES`. Returns whether
-        they were saved.
+        With the value `auto`, keys and values are saved only if they take at most `KV_BYTES`.
+        Returns whether they were saved.
         """
         mode = self._session.profile.save_kv
         if self._store is None or mode == "off" or not self._session.seen:
@@ -263,7 +263,7 @@ class Autosave:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file without saving."""
+        """Close the session's file without saving anything more."""
         if self._store is not None:
             self._store.close()
 
@@ -325,8 +325,8 @@ def _kept(
 
     `stamp` identifies the saved tensors; `seen` is the session's number of tokens. If no keys and
     values that fit the model are saved, returns None, None and an empty tuple. If only the
-    attention does not fit or is missing, None is returned for it; for the recurrent state, an empty
-    tuple.
+    attention is missing or does not fit, None is returned in its place. If only the recurrent state
+    does not fit, an empty tuple is returned in its place.
     """
     tensors = store.load_kv(stamp)
     if tensors is None:
@@ -412,7 +412,7 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """Count the rows, one per token, in which two ledgers are equal from their start on.
+    """Count the rows, one per token, that are equal in two ledgers, up to the first difference.
 
     Rows are equal if they have the same values in `_COLUMNS`.
     """

@@ -1,9 +1,9 @@
 """The SQLite file of a session: its lock, durability, check sums and errors.
 
-A commit syncs SQLite's rollback journal, then the file, then the truncated journal. Once it has
-returned, neither a killed process nor a power loss undoes it. Between commits, all data is in one
-file. With a write-ahead log (WAL), a second file would have the newest turns, or text that was
-erased from the first one. With journal mode DELETE, an exclusive lock would leave old data in the
+A commit syncs SQLite's rollback journal, then the file, then the truncated journal. Once a commit
+has returned, neither a killed process nor a power loss undoes it. Between commits, all data is in
+one file. With a write-ahead log (WAL), a second file would have the newest turns, or text that was
+erased from the first file. With journal mode DELETE, an exclusive lock would leave old data in the
 journal, because only the journal's header would be overwritten.
 
 Open a session's file through SQLite only: if the process that locked the file opens and closes it
@@ -81,7 +81,8 @@ def lock(connection: sqlite3.Connection) -> None:
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
     """Context manager: opens a connection, locks its file, and begins a transaction.
 
-    The connection stays open after the `with` block; only an error closes it.
+    The `with` block gets the connection, which stays open after the block. If the block raises an
+    error, the connection is closed.
     """
     connection = connect(path)
     try:
@@ -151,7 +152,10 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether an SQLite file was made by any version of sirchat, by SQLite's application id."""
+    """Whether an SQLite file is a session of any version of sirchat.
+
+    The header of every session file has the application id `APPLICATION`.
+    """
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
@@ -317,7 +321,7 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
 def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
     """Whether the contents of a session's file match the check sums that the file has.
 
-    If the file has no check sums, returns false if they are `required`, otherwise true.
+    If the file has no check sums, returns the opposite of `required`.
     """
     written = _written(connection)
     if written is None:

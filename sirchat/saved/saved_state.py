@@ -63,9 +63,10 @@ class _Conversation(BaseModel):
 
 
 class _Fields(BaseModel):
-    """The JSON fields of a saved head, the record of a session's state; checks their values.
+    """The JSON fields of a saved head, with the limits of their values.
 
-    The field `profile` is checked by `saved_profile`.
+    A head is the record of a session's state after its last turn. Its field `profile` is checked by
+    `saved_profile`.
     """
 
     model_config = _STRICT
@@ -229,7 +230,8 @@ _STATE = "state."
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
     """The tensors to save for the keys and values `rows`, by name.
 
-    Keys and values have the names "0", "1", ...; their positions are `positions` and `written_at`.
+    Keys and values have the names "0", "1", ...; the tensors `positions` and `written_at` have
+    their stream positions and rotary positions.
     """
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
@@ -336,9 +338,9 @@ def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
 
 
 def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
-    """Whether saved attention is complete, and all its stream positions are below `seen`.
+    """Whether the arrays of saved attention fit each other and a stream of `seen` tokens.
 
-    `seen` is the number of tokens of the stream.
+    Their shapes must match, and their stream positions must ascend and be below `seen`.
     """
     columns = [received.total, received.log_decay, received.repeated]
     shapes = {column.shape for column in columns if column is not None}

@@ -32,7 +32,7 @@ class Hit(NamedTuple):
     """A chat that a search has found, and the line of the chat to show.
 
     `line` is the line with the most of the searched words, or the first of several such lines,
-    split into parts that match and parts that don't. It is empty if the words are only in the
+    split into parts that match and parts that don't. `line` is empty if the words are only in the
     chat's name.
     """
 

@@ -77,7 +77,10 @@ class Listing(NamedTuple):
 
 
 def list_sessions(folder: Path) -> Listing:
-    """List the sessions in a folder, the last written one first; no file is written or locked."""
+    """List the saved sessions in a folder; the session written last is the first in the list.
+
+    No file is written or locked.
+    """
     return newest_sessions(folder, None)[0]
 
 
@@ -178,7 +181,10 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy a session's file into the empty file `copy`, and its keys and values, if possible."""
+    """Copy a session's file to the empty file `copy`; also copies the file of keys and values.
+
+    If the file of keys and values can't be copied, no error is raised.
+    """
     shutil.copyfile(path, copy)
     with (
         suppress(OSError),  # an incomplete file counts as none
@@ -207,7 +213,7 @@ def free_name(folder: Path, text: str, own: str) -> str:
 
 
 def remove_session(path: Path) -> None:
-    """Delete all files of a session, even if the session is damaged, and its text in the index.
+    """Delete all files of a session, damaged or not, and its text in the search index.
 
     Raises SessionError for a file that is missing, in use, or not a session.
     """

@@ -1,7 +1,7 @@
 """The file of a saved session: its turns, one ledger row per token, and the state after all turns.
 
-It is an SQLite database. One transaction writes a turn's text, its rows and the new state (the
-head); undo removes all three. If the writing process is killed, the file still has the last
+The file is an SQLite database. One transaction writes a turn's text, its rows and the new state
+(the head); undo removes all three. If the writing process is killed, the file still has the last
 complete turn. Deleted data is overwritten.
 
 A store holds an exclusive lock on its file until it is closed or its process dies. `database`
@@ -185,7 +185,7 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace the head (the saved state); no token may have been read since it was saved."""
+        """Replace the saved head (state); no token may have been read since that was saved."""
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(
@@ -334,7 +334,7 @@ class SessionStore:
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
     def _add_columns(self, new: NDArray[Any]) -> None:
-        """Add the fields that only the rows `new` have to the saved rows, with the value NaN.
+        """Give the saved ledger rows all fields that the rows `new` have; added values are NaN.
 
         Fields are missing if an older version of sirchat wrote the saved rows.
         """

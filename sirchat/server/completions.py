@@ -69,7 +69,10 @@ class _Completion:
         raise NotImplementedError
 
     def _opening(self) -> list[dict[str, Any]]:
-        """The fields of each `choice` that is streamed before the reply; here, an empty list."""
+        """The fields of each `choice` that is streamed before the reply.
+
+        By default, this is an empty list: nothing is streamed before the reply.
+        """
         return []
 
     async def whole(self, parts: Parts) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class History:
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key (a hash) of a sequence of messages that is one message longer.
+    """Compute the key (a hash) of messages whose last message has this `role` and `text`.
 
-    `key` is the key of the shorter sequence; `role` and `text` are those of the added message.
-    Blanks around the text of a reply don't change the result, because clients often remove them.
+    `key` is the key of all messages before the last one. Blanks around the text of a reply don't
+    change the result, because clients often remove them.
     """
     said = text.strip() if role == "assistant" else text
     return sha256(key + role.encode() + b"\n" + said.encode()).digest()
@@ -146,7 +146,7 @@ class ServedConversation:
 
     @property
     def first(self) -> str:
-        """The beginning of the conversation's first user message, on one line; "" without one."""
+        """The start of the first user message, on one line; "" if there is no user message."""
         turns = self.session.turns
         return next((shown_first(one.text) for one in turns if one.role == "user"), "")
 
@@ -241,8 +241,8 @@ class Conversations:
         """Find the conversation in which to answer `history`, and mark it as busy.
 
         This is the conversation that has read most messages of `history`, or a copy of it. If no
-        conversation has read any of them, it is a new one. Returns None if the found conversation
-        is busy, or if memory has no place for another conversation.
+        conversation has read any of these messages, a new conversation is made. Returns None if the
+        found conversation is busy, or if memory has no place for another conversation.
         """
         found = max(reversed(self._all), key=lambda one: one.fitness(history), default=None)
         shared = 0 if found is None else found.fork(history)
@@ -280,8 +280,8 @@ class Conversations:
         """Call `work` to change the conversation with the id `ident`, and save the conversation.
 
         Returns the conversation and the events that `work` returned; None if no conversation has
-        this id. `then` is called when the conversation has been saved. Raises BusyError if it is in
-        use, or if memory has no place to load it.
+        this id. `then` is called when the conversation has been saved. Raises BusyError if the
+        conversation is in use, or if memory has no place to load it.
         """
         found = self.find(ident)
         if found is None:

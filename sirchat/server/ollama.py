@@ -67,7 +67,11 @@ class OllamaFunction(Fields):
 
 
 class OllamaCall(Fields):
-    """A tool call in a message. If it has no id, its result is found by order and tool name."""
+    """A tool call in a message.
+
+    If the call has no id, the result of the tool is found by the order of calls and the tool's
+    name.
+    """
 
     id: CallId | None = None
     type: Literal["function"] = "function"

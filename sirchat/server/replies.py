@@ -183,7 +183,7 @@ def _prepared(session: Session, role: str, text: str) -> str:
 
 @contextmanager
 def _refused(param: str) -> Iterator[None]:
-    """Context manager: if the chat template can't render something, raise RequestError.
+    """Context manager: raises RequestError if the chat template can't render messages or tools.
 
     `param` is the field of the request that the error names.
     """
@@ -258,7 +258,7 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
 class _Pieces:
     """Cuts the generated text of a reply into parts that can be sent to the client.
 
-    The parts have no stop strings, and have calls of tools apart from the text.
+    Stop strings are left out, and calls of tools are separated from the text.
 
     Attributes:
         said: the text of the reply so far, without calls of tools.

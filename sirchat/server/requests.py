@@ -38,7 +38,7 @@ MOST_MESSAGES = 10_000
 """Largest number of messages in a request."""
 
 MANY = 10**9
-"""Largest value of a request's limits in tokens, such as `max_tokens`."""
+"""Largest number of tokens that a request may give as a limit, such as `max_tokens`."""
 
 _MOST_STOPS = 4
 _MOST_TOOLS = 128
@@ -203,9 +203,10 @@ class MemorySettings(Fields):
 
 
 class ReplyRequest(Fields):
-    """The fields that both kinds of requests for a reply have, for a chat and for a text.
+    """Base class of requests for a reply: the fields that chat requests and text requests have.
 
-    The limits of sampling settings are those of the server's own settings; they are checked later.
+    The limits of sampling settings are those of the server's own settings; `ChatServer` checks
+    them.
     """
 
     model: str | None = None
@@ -287,9 +288,9 @@ class ChatRequest(ReplyRequest):
 
     @property
     def called_tools(self) -> list[FunctionFields]:
-        """The tools that the reply must call: at least one of them, if there are any.
+        """The tools of which the reply must call at least one, as `tool_choice` requires.
 
-        The list is empty if `tool_choice` does not require a call.
+        The list is empty if `tool_choice` requires no call.
         """
         if self.tool_choice in ("none", "auto"):
             return []
@@ -329,7 +330,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "service_tier": ("auto", "default"),
 }
-"""Names of fields that the server may not support, with the values that change nothing."""
+"""Fields that some requests do not support, each with the values that change nothing.
+
+An unsupported field with such a value is ignored; with any other value, the request is refused.
+"""
 
 
 Request = TypeVar("Request", bound=Fields)

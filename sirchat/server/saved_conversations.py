@@ -139,7 +139,10 @@ class SavedConversations:
         return self._listed
 
     def find(self, ident: str) -> SavedConversation | None:
-        """The entry of the conversation with the id `ident`, if that is only on disk; else None."""
+        """The entry of the conversation with the id `ident`.
+
+        Returns None if no conversation has this id, or if the conversation is in memory.
+        """
         return next((one for one in self.all if one.id == ident), None)
 
     def best(self, history: History, shared: int) -> SavedConversation | None:
@@ -228,11 +231,11 @@ class SavedConversations:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, others: int) -> None:
-        """Delete the conversations used longest ago, if there are too many or too large ones.
+        """Delete conversations that are only on disk, if there are too many or too large ones.
 
-        Only conversations that are not in memory are deleted. Together with the `others`, the
-        number of conversations in memory, there may be at most `limit`. The files of the
-        conversations that are only on disk may take at most `MOST_BYTES` bytes.
+        Those used longest ago are deleted first. At most `limit` conversations may exist, including
+        the `others`, which is the number of conversations in memory. The files of the conversations
+        that are only on disk may take at most `MOST_BYTES` bytes.
         """
         stays: list[SavedConversation] = []
         size = 0
@@ -245,7 +248,7 @@ class SavedConversations:
         self._listed = stays
 
     def end(self) -> None:
-        """Delete surplus conversations (see `prune`), and wait until the others are written."""
+        """Delete surplus conversations (see `prune`), and wait until the writing thread ends."""
         self.prune(0)
         self._writer.shutdown()
 

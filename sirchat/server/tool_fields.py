@@ -23,7 +23,7 @@ class Fields(BaseModel):
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-"""The type of names, such as the name of a tool."""
+"""The type of a field with a name, such as the name of a tool."""
 
 CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
 """The type of the id of a call of a tool."""
@@ -71,7 +71,7 @@ class CallFields(Fields):
 
 
 class FunctionFields(Fields):
-    """The description of a function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call: its name, description, and parameters (a JSON schema)."""
 
     name: Name
     description: str | None = None
