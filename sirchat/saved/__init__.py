@@ -1,1 +1,1 @@
-"""Saved sessions: one SQLite file per conversation, and the folder with all of them."""
+"""Chats (sessions) on disk: one SQLite file for each chat, and the folder with all of them."""

@@ -1,9 +1,9 @@
 """Saves a running chat to its file after every turn, and continues a saved chat (`--resume`).
 
 Each update compares the file with the chat and writes the differences, whatever has changed (a new
-turn, an undo). The keys and values of the cache are saved when the chat ends or on request. If they
-are not saved, resuming the chat computes those of the held tokens again, which gives nearly the
-same cache.
+turn, an undo). The keys and values of the cache are saved when the chat ends or on request. If keys
+and values are not saved, resuming the chat computes those of the held tokens again, which gives
+nearly the same cache.
 """
 
 from __future__ import annotations
@@ -60,15 +60,18 @@ _VOLATILE = (
     "torch_dtype",
     "distributed_config",
 )
-"""Entries of a config that depend on how the model was saved or loaded, not on the model."""
+"""Names of config entries that depend on how a model was saved or loaded, not on the model."""
 
 _TurnFields = tuple[str, str, str]  # role, text and finish of a turn
 _COLUMNS = ("token_id", "turn", "surprisal", "birth_decay")
-"""Ledger columns to compare: if one differs, the token at this position is a new one."""
+"""Names of the ledger columns that show whether a saved row is still the session's row.
+
+If one of them has another value, another token stands at this position now.
+"""
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """A hash that identifies a model.
+    """A hash, as text, that identifies a model.
 
     It is computed from the model's config, vocabulary size, rotary frequencies, and a sample of its
     weights.
@@ -99,8 +102,8 @@ class Autosave:
     Attributes:
         name: the name that the user gave the session, or empty; the next update writes it to the
             file.
-        more: further values to write into the head (the record of the session's present state), as
-            JSON values by name.
+        more: further values, as JSON values by name, to write into the head, which is the record of
+            the session's present state.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Autosave:
 
     @property
     def id(self) -> str:
-        """The session's id; empty as long as the session has no file."""
+        """The session's id; empty while the session has no file."""
         if self._store is None or self._epoch != self._session.epoch:
             return ""
         return self._store.id
@@ -131,19 +134,22 @@ class Autosave:
     def family(self) -> str:
         """The id of the original chat, from which this chat was branched, maybe in several steps.
 
-        If this chat is not a branch, its own id.
+        If this chat is not a branch, the result is its own id.
         """
         return self._family or self.id
 
     def branch(self, name: str) -> Autosave:
-        """Copy the whole chat to a new file, under the name `name`; the old file is unchanged."""
+        """Copy the whole chat to a new file, which gets the name `name`.
+
+        Returns the `Autosave` of the new file. The old file is unchanged.
+        """
         copy = Autosave(self._session, folder=self._folder)
         copy.name, copy._family = name, self.family
         copy.begin()
         return copy
 
     def begin(self) -> None:
-        """Do the first update, which creates the file.
+        """Create the session's file by a first update.
 
         If the update fails, the file is deleted, the error is raised, and `begin` can be called
         again.
@@ -159,7 +165,10 @@ class Autosave:
             raise
 
     def follow(self) -> None:
-        """After a reset, let the session's new conversation replace the old one in this file."""
+        """Let the session's new conversation replace the old one in this file after a reset.
+
+        If this method is not called after a reset, the next update begins a new file.
+        """
         self._epoch = self._session.epoch
 
     def unname(self, said: str, *, whole: bool) -> bool:
@@ -174,16 +183,17 @@ class Autosave:
         return True
 
     def replace_session(self, session: Session) -> None:
-        """Save `session` in this file from now on; it has the same conversation with another model.
+        """Save `session` in this file from now on, in place of the present session.
 
-        The next update replaces the file's contents.
+        Both have the same conversation; `session` may have another model, or may have read the text
+        again. The next update replaces the file's contents.
         """
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def update(self) -> None:
-        """Write what has changed since the last update.
+        """Write to the file what has changed in the session since the last update.
 
         Once this method has returned, a power loss can't undo the changes. Raises SessionError if
         writing fails.
@@ -218,8 +228,9 @@ class Autosave:
         self._turns, self._rows, self._head = turns, saved.rows, head
 
     def save_kv(self) -> bool:
-        """Save keys and values, if the setting `save_kv` allows it and they are not too large.
+        """Save the session's keys and values, if the setting `save_kv` allows it.
 
+        With the value `auto`, keys and values are saved only if they take at most `KV_BYTES`.
         Returns whether they were saved.
         """
         mode = self._session.profile.save_kv
@@ -243,7 +254,7 @@ class Autosave:
         return True
 
     def close(self) -> None:
-        """Save everything, keys and values included, and close the file."""
+        """Save the session, including its keys and values, and close the file."""
         try:
             if self._epoch == self._session.epoch:
                 self.update()
@@ -252,7 +263,7 @@ class Autosave:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file without saving."""
+        """Close the session's file without saving anything more."""
         if self._store is not None:
             self._store.close()
 
@@ -267,7 +278,10 @@ class Autosave:
     def _truncate(
         self, store: SessionStore, turns_now: Sequence[_TurnFields], saved: EngineState
     ) -> None:
-        """Remove from the file the turns and rows that the session no longer has."""
+        """Remove from the file the turns and rows that the session no longer has.
+
+        `turns_now` are the session's present turns; `saved` is the engine's present state.
+        """
         seen = _common_length(self._rows, saved.rows)
         same = [old == new for old, new in zip(self._turns, turns_now, strict=False)]
         turns = same.index(False) if False in same else len(same)
@@ -285,7 +299,7 @@ class Autosave:
 
 
 def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
-    """Load the conversation that is saved in `store` into the new `session`.
+    """Load the conversation that is saved in `store` into `session`, which is new and empty.
 
     If `rebuild` is true, the saved state is ignored, and the model reads the saved text again.
     Raises SessionError if no turn is saved. Unless `rebuild` is true, also raises SessionError if
@@ -307,10 +321,12 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
 def _kept(
     store: SessionStore, stamp: str, model: LoadedModel, seen: int
 ) -> tuple[Rows | None, AttentionCheckpoint | None, CacheState]:
-    """The saved keys and values, the saved attention and the saved state of a session.
+    """Read a session's saved keys and values, saved attention and saved recurrent state.
 
-    Without keys and values that fit the model, returns None, None and an empty tuple. Attention
-    that is missing or does not fit is None; such a state is an empty tuple.
+    `stamp` identifies the saved tensors; `seen` is the session's number of tokens. If no keys and
+    values that fit the model are saved, returns None, None and an empty tuple. If only the
+    attention is missing or does not fit, None is returned in its place. If only the recurrent state
+    does not fit, an empty tuple is returned in its place.
     """
     tensors = store.load_kv(stamp)
     if tensors is None:
@@ -370,9 +386,11 @@ def _rewrite(
     meta: dict[str, Any] | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write the session into its file again; nothing of the old contents stays in any file.
+    """Replace the contents of a session's file by the present contents of `session`.
 
-    The head, which is the record of the session's state, also gets the values `more`.
+    Nothing of the old contents stays in any file. The head, which is the record of the session's
+    state, also gets the values `more`. `meta`, if not None, replaces the saved facts about the
+    session.
     """
     saved = session.save()
     turns = [SavedTurn(n, *_turn_fields(turn)) for n, turn in enumerate(session.turns)]
@@ -381,9 +399,10 @@ def _rewrite(
 
 
 def _is_same_state(head: Head, other: Head | None) -> bool:
-    """Whether two heads (a head is a session's state after its last turn) are equal.
+    """Whether two heads record the same state of a session, apart from their stamps.
 
-    The stamp that identifies saved keys and values may differ.
+    A head is the record of a session's state after its last turn. Its stamp identifies the saved
+    keys and values.
     """
     if other is None or head.seen != other.seen:
         return False
@@ -393,7 +412,10 @@ def _is_same_state(head: Head, other: Head | None) -> bool:
 
 
 def _common_length(rows: NDArray[np.void], other: NDArray[np.void]) -> int:
-    """How many rows two ledgers have in common at their start."""
+    """Count the rows, one per token, that are equal in two ledgers, up to the first difference.
+
+    Rows are equal if they have the same values in `_COLUMNS`.
+    """
     count = min(len(rows), len(other))
     differs = np.zeros(count, bool)
     for name in _COLUMNS:

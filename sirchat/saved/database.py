@@ -1,11 +1,10 @@
 """The SQLite file of a session: its lock, durability, check sums and errors.
 
-SQLite's rollback journal is truncated after every commit, with full synchronisation. A commit syncs
-the journal, then the file, then the truncated journal: once it returns, neither a killed process
-nor a power loss undoes it. Between commits, all data is in one file. A write-ahead log (WAL) would
-be a second file, with turns that are not in the first one yet, or text that was erased. (Under an
-exclusive lock, journal mode DELETE would leave old data in the journal and overwrite only its
-header.)
+A commit syncs SQLite's rollback journal, then the file, then the truncated journal. Once a commit
+has returned, neither a killed process nor a power loss undoes it. Between commits, all data is in
+one file. With a write-ahead log (WAL), a second file would have the newest turns, or text that was
+erased from the first file. With journal mode DELETE, an exclusive lock would leave old data in the
+journal, because only the journal's header would be overwritten.
 
 Open a session's file through SQLite only: if the process that locked the file opens and closes it
 in any other way, the lock is lost.
@@ -35,9 +34,9 @@ APPLICATION = 0x53495243
 """SQLite's application id in the header of every session file: `SIRC`."""
 
 FORMAT = 2
-"""Version of the tables and their contents, stored as SQLite's user version in the header.
+"""Version of the tables and their contents, stored as SQLite's user version in the file's header.
 
-Format 1 had no check sums.
+Files of format 1 have no check sums.
 """
 
 TABLES = (
@@ -51,7 +50,7 @@ TABLES = (
 """The SQL of all tables of a session's file; a file with other tables, or views, is damaged."""
 
 UNDECODABLE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
-"""Errors raised by decoding damaged values."""
+"""The exceptions that can be raised when damaged values are decoded."""
 
 _TIMEOUT = 0.5  # seconds: longer than a listing takes, shorter than a chat
 
@@ -69,10 +68,10 @@ def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> 
 
 
 def lock(connection: sqlite3.Connection) -> None:
-    """Begin a transaction, and lock the file against all other processes.
+    """Begin a transaction, and lock the connection's file against all other processes.
 
-    The lock lasts until the connection is closed. The transaction is exclusive, because during an
-    immediate one, a reader could block a later commit.
+    The lock lasts until the connection is closed. The transaction is exclusive: during an immediate
+    transaction, a reader could block a later commit.
     """
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     connection.execute("BEGIN EXCLUSIVE")
@@ -80,9 +79,10 @@ def lock(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
-    """Context manager: a connection that has locked the file and begun a transaction.
+    """Context manager: opens a connection, locks its file, and begins a transaction.
 
-    The connection stays open after the `with` block; only an error closes it.
+    The `with` block gets the connection, which stays open after the block. If the block raises an
+    error, the connection is closed.
     """
     connection = connect(path)
     try:
@@ -99,16 +99,17 @@ def locked(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 HOLDER = ".open"
-"""The ending of a file beside a session that says which process has the session open.
+"""The ending of a file beside a session's file that says which process has the session open.
 
-Only SQLite's lock counts: after a crash, this file may be there without a process.
+This file is for messages only; SQLite's lock decides whether the session is open. After a crash,
+the file may exist though no process has the session open.
 """
 
 
 def _sign(path: Path) -> None:
-    """Write a file beside the locked session that says which process has the session open.
+    """Write a file beside a locked session's file that says which process has the session open.
 
-    If the file can't be written, nothing happens.
+    If this file can't be written, no error is raised.
     """
     holder = {"pid": os.getpid(), "host": platform.node(), "since": time.time()}
     with suppress(OSError):
@@ -118,7 +119,7 @@ def _sign(path: Path) -> None:
 
 
 def unsign(path: Path) -> None:
-    """Remove the file that says which process has the session open.
+    """Remove the file that says which process has the session at `path` open.
 
     Call this while the session is still locked.
     """
@@ -127,7 +128,10 @@ def unsign(path: Path) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Text that says which process has a session open; empty if this is not known."""
+    """Text, for an error message, that says which process has the session at `path` open.
+
+    The text is empty if the process is not known.
+    """
     file = path.with_suffix(HOLDER)
     try:
         said = json.loads(file.read_bytes()[:1000]) if file.is_file() else {}
@@ -148,7 +152,10 @@ def make_durable(connection: sqlite3.Connection) -> None:
 
 
 def is_session(connection: sqlite3.Connection) -> bool:
-    """Whether the file is a session of any version of sirchat, by SQLite's application id."""
+    """Whether an SQLite file is a session of any version of sirchat.
+
+    The header of every session file has the application id `APPLICATION`.
+    """
     return bool(_pragma(connection, "application_id") == APPLICATION)
 
 
@@ -168,31 +175,34 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def check_whole(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file that fails SQLite's integrity check."""
+    """Raise DamagedSessionError for a file that fails SQLite's integrity check."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
 
 
 def check_sums(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise SessionError for a file whose contents do not match its check sums."""
+    """Raise DamagedSessionError for a file whose contents do not match its check sums."""
     if not sums_match(connection, required=_pragma(connection, "user_version") > 1):
         raise DamagedSessionError(path)
 
 
 def refuse_missing(path: Path) -> None:
-    """Raise SessionError if the file does not exist."""
+    """Raise SessionError if the session file `path` does not exist."""
     if not path.is_file():
         raise SessionError(f"there is no saved session {path}")
 
 
 def no_session(path: Path) -> SessionError:
-    """The error to raise for a file that is not a session of sirchat."""
+    """Make the SessionError for a file that is not a session of sirchat."""
     return SessionError(f"{path} is not a saved session of sirchat")
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Context manager: turn errors of SQLite and the operating system into a SessionError."""
+    """Context manager: turns errors of SQLite and the operating system into a SessionError.
+
+    The SessionError names the file `path`.
+    """
     try:
         yield
     except sqlite3.Error as error:
@@ -202,7 +212,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def session_error(path: Path, error: sqlite3.Error) -> SessionError:
-    """The SessionError to raise for SQLite's `error` about the file `path`."""
+    """Make the SessionError that explains SQLite's `error` about the file `path`."""
     match result_code(error):
         case sqlite3.SQLITE_BUSY:
             other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
@@ -220,15 +230,15 @@ def session_error(path: Path, error: sqlite3.Error) -> SessionError:
 
 
 def result_code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for an error that Python itself raised."""
+    """The primary result code of an SQLite error; 0 for an error that Python itself raised."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 @contextmanager
 def decoding(path: Path) -> Iterator[None]:
-    """Context manager: like `explained`, but also handles data that can't be decoded.
+    """Context manager: raises DamagedSessionError if data of the file `path` can't be decoded.
 
-    For such data it raises DamagedSessionError.
+    Errors of SQLite and the operating system become a SessionError, as in `explained`.
     """
     with explained(path):
         try:
@@ -253,7 +263,7 @@ _LETTERS = "23456789bcdfghjkmnpqrstvwxz"  # no letters that look alike; no vowel
 def new_file(folder: Path, suffix: str) -> Path:
     """Create an empty file, readable by its owner only, with a name that no other session has.
 
-    Raises SessionError if that fails.
+    Returns the file's path. Raises SessionError if the file can't be created.
     """
     created = time.strftime("%Y%m%d-%H%M")
     try:
@@ -291,10 +301,10 @@ _QUERIES = {
 
 
 def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> None:
-    """Write the check sums of all tables, after a change.
+    """Compute the check sums of all tables after a change, and write them to the file.
 
-    To compute the sums, only turns from index `turns` on, and rows from position `rows` on, are
-    read again.
+    Only turns from index `turns` on, and rows from position `rows` on, may have changed. Earlier
+    turns and rows are not read again.
     """
     since = {"turns": turns, "rows": rows}
     before = _written(connection)
@@ -309,9 +319,9 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
 
 
 def sums_match(connection: sqlite3.Connection, *, required: bool) -> bool:
-    """Whether the contents match their check sums.
+    """Whether the contents of a session's file match the check sums that the file has.
 
-    If the file has no check sums, returns false if they are `required`, otherwise true.
+    If the file has no check sums, returns the opposite of `required`.
     """
     written = _written(connection)
     if written is None:
@@ -325,10 +335,10 @@ def _written(connection: sqlite3.Connection) -> dict[str, int] | None:
 
 
 def _sum(connection: sqlite3.Connection, table: str, since: int = 0, before: int = 0) -> int:
-    """The check sum of a database table.
+    """Compute the check sum (CRC-32) of a database table.
 
-    If `since` is not 0, only records from `since` on are read; `before` is the check sum of the
-    earlier records.
+    If `since` is not 0, only records with an index or position from `since` on are read; `before`
+    is the check sum of the earlier records.
     """
     query = _QUERIES[table]
     total = before if since else 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
 
 
 def _sum(tensors: Mapping[str, Tensor]) -> str:
-    """A check sum of CPU tensors; it includes their names, types and shapes."""
+    """A check sum, as text, of CPU tensors, including their names, types and shapes."""
     import torch
 
     total = 0
@@ -32,7 +32,7 @@ def _sum(tensors: Mapping[str, Tensor]) -> str:
 class KeysAndValues:
     """The file of keys and values that belongs to the session at `path`.
 
-    Methods that write raise SessionError if writing fails.
+    `save` and `drop` raise SessionError if the file can't be written or deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,9 +40,10 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save tensors, with a `stamp` that identifies the state of the session they belong to.
+        """Write tensors, by name, and a `stamp` to the file.
 
-        No two tensors may share memory.
+        The stamp identifies the state of the session to which the tensors belong. No two tensors
+        may share memory.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -62,7 +63,10 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be written: {error}") from None
 
     def load(self, stamp: str) -> dict[str, Tensor] | None:
-        """The tensors saved with this `stamp`; None if there are none, or they are damaged."""
+        """Read the tensors, by name, that were saved with the stamp `stamp`.
+
+        Returns None if there are none, or if the file is damaged.
+        """
         from safetensors import SafetensorError, safe_open
 
         if not self._path.is_file():  # opening a pipe would block
@@ -78,7 +82,7 @@ class KeysAndValues:
             return None
 
     def drop(self) -> None:
-        """Delete the file of keys and values, if there is one."""
+        """Delete the file of keys and values, if it exists."""
         try:
             self._path.unlink(missing_ok=True)
             self.drop_unfinished()

@@ -1,7 +1,7 @@
 """Converts a session's state after its last turn to the contents of its files, and back.
 
-The state has two parts: the head, in the session's file, and tensors, in a file beside it.
-Everything that is read is checked.
+The state is saved in two parts: the head, in the session's file, and tensors, in a file beside it.
+All data that is read from these files is checked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ class _Conversation(BaseModel):
 
 
 class _Fields(BaseModel):
-    """Checks the JSON of a saved head, except the profile, which `saved_profile` checks."""
+    """The JSON fields of a saved head, with the limits of their values.
+
+    A head is the record of a session's state after its last turn. Its field `profile` is checked by
+    `saved_profile`.
+    """
 
     model_config = _STRICT
 
@@ -78,9 +82,10 @@ class _Fields(BaseModel):
 
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
-    """The head to write for `session`: the record of its state after the last turn.
+    """Make the head of `session`: the record of its state after the last turn.
 
-    `saved` is the engine's state; `stamp` identifies the saved keys and values, if there are any.
+    `saved` is the engine's state. `stamp` identifies the saved keys and values; "" if none are
+    saved.
     """
     now = session.conversation
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
@@ -111,10 +116,10 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
 def decode_state(
     store: SessionStore, head: Head, vocabulary: int
 ) -> tuple[EngineState, Conversation, str]:
-    """Read a saved session: the engine's state, the conversation, the stamp of keys and values.
+    """Read a saved session; returns the engine's state, the conversation, and a stamp.
 
-    The stamp identifies the saved keys and values. Raises SessionError if these parts contradict
-    each other, or if a token id is not below `vocabulary`.
+    The stamp identifies the saved keys and values. Raises SessionError if the saved data is damaged
+    or contradicts itself, or if a token id is not below `vocabulary`.
     """
     with decoding(store.path):
         fields, turns = _Fields.model_validate(head.fields), store.turns()
@@ -161,7 +166,10 @@ _PINS = TypeAdapter(
 
 
 def saved_pins(head: Head) -> list[PinnedText]:
-    """The parts of the text that the user pinned; empty if they are saved in an unknown format."""
+    """The parts of the text that the user pinned, as a session's head records them.
+
+    Returns an empty list if the parts are saved in an unknown format.
+    """
     try:
         return [PinnedText(*one) for one in _PINS.validate_python(head.fields.get("pins", []))]
     except ValueError:
@@ -169,9 +177,10 @@ def saved_pins(head: Head) -> list[PinnedText]:
 
 
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:
-    """Raise ValueError if a value in the ledger rows is impossible.
+    """Raise ValueError if a value in the saved ledger rows (one row per token) is impossible.
 
-    `turns` and `rounds` are the numbers of turns and rounds; token ids must be below `vocabulary`.
+    `turns` and `rounds` are the session's numbers of turns and rounds; token ids must be below
+    `vocabulary`.
     """
     limits = {
         "token_id": (0, vocabulary - 1),
@@ -193,7 +202,7 @@ def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int
 
 
 def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile:
-    """The settings of a saved session.
+    """Read the settings of a saved session.
 
     Raises SettingError if the policy is a class of the user's own, `module:Class`, that is not in
     `trusted`. Raises SessionError if this version of sirchat does not know all settings.
@@ -219,14 +228,21 @@ _STATE = "state."
 
 
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
-    """The tensors to save for `rows`: keys and values named "0", "1", ..., and their positions."""
+    """The tensors to save for the keys and values `rows`, by name.
+
+    Keys and values have the names "0", "1", ...; the tensors `positions` and `written_at` have
+    their stream positions and rotary positions.
+    """
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
 
 
 def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """The tensors to save for the attention that tokens have received; empty if there is none."""
+    """The tensors to save, by name, for the attention that tokens have received.
+
+    The result is empty if no attention was counted.
+    """
     counted = [received.total, received.repeated]
     if not any(one is not None and one.any() for one in counted):
         return {}
@@ -243,7 +259,7 @@ def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
 
 
 def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
-    """The tensors to save for the state of recurrent and convolution layers."""
+    """The tensors to save, by name, for the state of recurrent and convolution layers."""
     return {
         f"{_STATE}{number}.{kind}.{which}": tensor.contiguous()
         for number, layer in enumerate(state)
@@ -252,10 +268,11 @@ def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
 
 
 def pop_state(tensors: dict[str, torch.Tensor], one: CacheState) -> CacheState:
-    """Remove the recurrent state from saved tensors; returns the state, on the device of `one`.
+    """Remove the tensors of recurrent layers' state from `tensors`, and return this state.
 
-    `one` is a state of the same model. If the saved tensors have other names, shapes or dtypes,
-    returns the empty tuple: the state must then be rebuilt.
+    `one` is a state of the same model; the returned state is on its device. If the saved tensors
+    have other names, shapes or dtypes than `one`, returns the empty tuple: the state must then be
+    computed again.
     """
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE)}
     wanted = state_tensors(one)
@@ -274,7 +291,10 @@ def pop_state(tensors: dict[str, torch.Tensor], one: CacheState) -> CacheState:
 
 
 def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
-    """Remove the tokens' attention from saved tensors, and return it; None if not saved."""
+    """Remove the attention that tokens have received from saved tensors, and return it.
+
+    Returns None if no attention is saved.
+    """
     keys = [key for key in tensors if key.startswith(_ATTENTION)]
     named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
     if not named:
@@ -291,16 +311,20 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
 
 
 def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
-    """The saved rows of keys and values; removes `positions` and `written_at` from `tensors`."""
+    """Make rows of keys and values from saved tensors.
+
+    Removes `positions` and `written_at` from `tensors`, which may then have only keys and values.
+    """
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
     return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
 
 
 def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
-    """Whether saved rows have the same shapes and dtypes as `one`, a single row of this model.
+    """Whether saved rows of keys and values fit a model and a stream of `seen` tokens.
 
-    Their positions must lie in a stream of `seen` tokens.
+    `one` is a single row of this model: saved rows must have the same shapes and dtypes. Their
+    stream positions must ascend and be below `seen`.
     """
     count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in one.tensors]
     return (
@@ -314,7 +338,10 @@ def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
 
 
 def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
-    """Whether saved attention is complete, and its positions lie in a stream of `seen` tokens."""
+    """Whether the arrays of saved attention fit each other and a stream of `seen` tokens.
+
+    Their shapes must match, and their stream positions must ascend and be below `seen`.
+    """
     columns = [received.total, received.log_decay, received.repeated]
     shapes = {column.shape for column in columns if column is not None}
     return (

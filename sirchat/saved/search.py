@@ -29,11 +29,11 @@ class Part(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A chat that was found.
+    """A chat that a search has found, and the line of the chat to show.
 
-    `line` is the line of the chat that has the most of the searched words (the first, if several
-    have), split into parts that match and parts that don't. It is empty if the words are only in
-    the chat's name.
+    `line` is the line with the most of the searched words, or the first of several such lines,
+    split into parts that match and parts that don't. `line` is empty if the words are only in the
+    chat's name.
     """
 
     session: SavedSession
@@ -41,11 +41,11 @@ class Hit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of a search.
+    """The result of a search in saved chats.
 
-    `hits` are the best chats; `more` is the number of other chats that were found; `named` are the
-    ids of the chats whose name is exactly the searched text. `hint` says what to do if nothing was
-    found.
+    `hits` are the best chats; `more` is the number of further chats that were found. `named` are
+    the ids of the chats whose name is exactly the searched text. `hint` says what to do if nothing
+    was found.
     """
 
     hits: list[Hit]
@@ -57,11 +57,12 @@ class Found(NamedTuple):
 def search_sessions(
     folder: Path, words: str, notice: Callable[[str], object] = lambda text: None
 ) -> Found:
-    """Find the chats in which all `words` occur; sorted by BM25 score, then the newest first.
+    """Find the saved chats of `folder` in which all `words` occur, the best chats first.
 
-    Case and accents don't matter. The last of the words may be only the beginning of a word in the
-    chat. `notice` is called with a message before long work. Raises UsageError if `words` has no
-    word, and SessionError if the index can't be used.
+    Chats are sorted by their BM25 score; of equal chats, the newest comes first. Case and accents
+    don't matter. The last of the words may be only the beginning of a word in the chat. `notice` is
+    called with a message before long work. Raises UsageError if `words` has no word, and
+    SessionError if the index can't be used.
     """
     patterns = _patterns(words)
     if not patterns:
@@ -81,16 +82,16 @@ def search_sessions(
 
 
 def nothing_found(words: str, found: Found) -> SessionError:
-    """The error for a search of `words` that found no chat."""
+    """Make the SessionError for a search of `words` that found no chat; `found` is its result."""
     return SessionError(
         f"no saved chat is called {format_value(words)} or has all of these words", hint=found.hint
     )
 
 
 def _patterns(words: str) -> list[re.Pattern[str]]:
-    """For each word, a pattern that finds it in a text without case and accents (see `_folded`).
+    """Make one regular expression for each word, which finds the word as the search index does.
 
-    The patterns find the same words as the search index.
+    The text to search must be without case and accents (see `_folded`).
     """
     found = [parts for word in words.split() if (parts := _runs(_folded(word)))]
     patterns = []
@@ -104,14 +105,17 @@ def _patterns(words: str) -> list[re.Pattern[str]]:
 
 
 def _runs(text: str) -> list[str]:
-    """Split a text into runs of letters, digits and accents, without all other characters."""
+    """Split a text into runs of letters, digits and accents; all other characters are left out."""
     return "".join(
         char if char.isalnum() or unicodedata.category(char)[0] == "M" else " " for char in text
     ).split()
 
 
 def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tuple[Part, ...]:
-    """The first of the lines with the most words, split into parts; empty if no line has any."""
+    """Find the line that matches most patterns, the first of several, and split it into parts.
+
+    Returns the parts that match and those that don't; an empty tuple if no line matches.
+    """
     best, most = "", 0
     for line in lines:
         folded = _folded(line)
@@ -125,7 +129,11 @@ def _best_line(lines: Sequence[str], patterns: Sequence[re.Pattern[str]]) -> tup
 
 
 def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
-    """Split a line into matches and other text; its start is cut off, except a little of it."""
+    """Split a line into parts that match a pattern and parts that don't.
+
+    If the first match is far from the line's start, a part `…` replaces most of the text before it.
+    The line is cut after 300 characters.
+    """
     folded, origin = "", []
     for index, char in enumerate(line):
         letters = _folded(char)
@@ -148,7 +156,7 @@ def _parts(line: str, patterns: Sequence[re.Pattern[str]]) -> list[Part]:
 
 
 def _folded(text: str) -> str:
-    """The text in lower case and without accents, for comparison."""
+    """The text in lower case and without accents, so that such texts can be compared."""
     if text.isascii():
         return text.lower()
     bare = re.sub("[\u0300-\u036f]+", "", unicodedata.normalize("NFKD", text).casefold())

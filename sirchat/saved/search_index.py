@@ -2,8 +2,8 @@
 
 The file is in the folder of the chats. It can be deleted at any time: the next search then builds
 it again from the chats. Each search first reads new chats, and chats whose file has another time or
-size than before; so the index makes saving a turn no slower. Text that is removed from a chat
-(erased, undone, deleted) is removed from the index at once, and overwritten in its file.
+size than before. So the index need not be updated when a turn is saved. Text that is removed from a
+chat (erased, undone, deleted) is removed from the index at once, and overwritten in its file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 
 
 class Matches(NamedTuple):
-    """The result of a search in the index.
+    """The result of a search in the index of saved chats.
 
     `names` has the name of each chat that has one, by the chat's id; `found` has the ids of the
     chats with the searched words, the best first.
@@ -80,9 +80,10 @@ def matches(folder: Path, words: str, notice: Callable[[str], object]) -> Matche
 
 
 def remove_from_index(path: Path) -> None:
-    """Remove the text of the chat in the file `path`; a later search may add the chat again.
+    """Remove the text of the chat in the file `path` from the search index.
 
-    If that fails, the whole index is deleted. Raises SessionError if it can't be deleted either.
+    A later search may add the chat again. If the text can't be removed, the whole index is deleted.
+    Raises SessionError if the index can't be deleted either.
     """
     index = path.parent / NAME
     if not index.exists():
@@ -123,7 +124,7 @@ def _query(words: str) -> str:
 
 
 def _with_index(folder: Path, use: Callable[[sqlite3.Connection], _Result]) -> _Result:
-    """Open the index of `folder`, call `use` with the connection, and return its result.
+    """Open the search index of `folder`, call `use` with the connection, and return its result.
 
     A damaged index is deleted, and `use` is called again with a new, empty one.
     """
@@ -167,16 +168,19 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def _writing(connection: sqlite3.Connection) -> Iterator[None]:
-    """Context manager: a transaction that writes; committed at the end, rolled back on an error."""
+    """Context manager: begins a transaction that writes; commits it at the end of the block.
+
+    An error in the block rolls the transaction back.
+    """
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
 
 
 _State = tuple[str, int, int]
-"""A chat's id, and when its file was last changed (in ns) and its size in bytes.
+"""A chat's id, the time of its file's last change (in ns), and the file's size in bytes.
 
-If one of them differs from what the index has, the chat has changed.
+If one of these values differs from what the index has, the chat has changed.
 """
 
 
@@ -215,8 +219,9 @@ def _states(folder: Path) -> Iterator[_State]:
 def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
     """Write the present text and name of the chat in the file `path` to the index.
 
-    Returns whether this removed text from the index; the removed text must then be overwritten
-    on disk, so that nobody can restore it.
+    `changed` is the time of the file's last change in ns, `size` its size in bytes. Returns whether
+    this removed text from the index; the removed text must then be overwritten on disk, so that
+    nobody can restore it.
     """
     if time.time_ns() - changed < _JUST_NOW:
         size = _UNKNOWN
@@ -240,7 +245,7 @@ def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int)
 
 
 def _remove(connection: sqlite3.Connection, ident: str) -> bool:
-    """Remove the chat with the id `ident` from the index; returns whether it was there."""
+    """Remove the chat with the id `ident` from the index; returns whether the index had it."""
     found = connection.execute("SELECT number FROM chats WHERE id = ?", (ident,)).fetchone()
     if found is not None:
         connection.execute("DELETE FROM said WHERE rowid = ?", found)
@@ -249,7 +254,7 @@ def _remove(connection: sqlite3.Connection, ident: str) -> bool:
 
 
 def _overwrite_removed(connection: sqlite3.Connection) -> None:
-    """Overwrite the deleted texts in the index's file.
+    """Overwrite, in the index's file, the texts that were deleted from the index.
 
     FTS5 only marks words as deleted until it merges its data. This function makes it merge;
     SQLite's `secure_delete` overwrites the space that becomes free, and VACUUM makes the file
@@ -260,7 +265,10 @@ def _overwrite_removed(connection: sqlite3.Connection) -> None:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    """The name and the text of a chat, even if it is open; both are empty if it can't be read."""
+    """Read the name and the text of a chat, even if another process has the chat open.
+
+    Both are empty if the chat's file can't be read.
+    """
     for options in ("mode=ro", "immutable=1"):
         try:
             with closing(connect(path, options, timeout=0)) as connection:
@@ -278,5 +286,8 @@ def _read(path: Path) -> tuple[str, str]:
 
 
 def lines_of(path: Path) -> Sequence[str]:
-    """The lines of all messages of a chat, even if it is open; empty if it can't be read."""
+    """The lines of all messages of a chat, even if another process has the chat open.
+
+    The result is empty if the chat's file can't be read.
+    """
     return _read(path)[1].splitlines()

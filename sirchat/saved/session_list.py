@@ -46,13 +46,14 @@ _USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """One entry of the list of sessions.
+    """One entry of the list of saved sessions.
 
     `name` is the user's name for the session, or empty. `first` and `last` are the beginnings of
-    the first and the last user message, on one line. These texts must be filtered before they are
-    shown. `turns` is the number of messages. `in_use` says whether a process has the session open.
-    If the file can't be read, `name`, `model`, `first` and `last` are empty and `turns` is 0.
-    `family` is the id of the original chat from which it was branched, or its own id.
+    the first and the last user message, on one line. Control characters in these texts must be
+    removed before they are shown. `turns` is the number of messages. `in_use` says whether a
+    process has the session open. If the file can't be read, `name`, `model`, `first` and `last` are
+    empty and `turns` is 0. `family` is the id of the original chat from which this session was
+    branched, or its own id.
     """
 
     id: str
@@ -69,21 +70,24 @@ class SavedSession:
 
 
 class Listing(NamedTuple):
-    """The sessions of a folder, and an error for each file that can't be read."""
+    """The saved sessions of a folder, and an error for each file that can't be read."""
 
     sessions: list[SavedSession]
     refused: list[SessionError]
 
 
 def list_sessions(folder: Path) -> Listing:
-    """List the sessions in a folder, the last written one first; no file is written or locked."""
+    """List the saved sessions in a folder; the session written last is the first in the list.
+
+    No file is written or locked.
+    """
     return newest_sessions(folder, None)[0]
 
 
 def newest_sessions(folder: Path, most: int | None = 1000) -> tuple[Listing, int]:
-    """Like `list_sessions`, but reads only the `most` newest files; None reads all.
+    """List the `most` newest sessions in a folder, the last written one first; None lists all.
 
-    Also returns the number of files that were not read.
+    Returns the list, and the number of files that were not read. No file is written or locked.
     """
     refused: list[SessionError] = []
     files = _files(folder)
@@ -92,9 +96,11 @@ def newest_sessions(folder: Path, most: int | None = 1000) -> tuple[Listing, int
 
 
 def find_session(folder: Path, ident: str) -> Path:
-    """The file of the session `ident`: an id, a name, the beginning of an id, or `last`.
+    """Find the file of a saved session; returns its path.
 
-    Raises SessionError if no session or several sessions match.
+    `ident` is the session's id, its name, the beginning of its id, or `last`: the newest session
+    that no process has open, or the newest of all if every session is open. Raises SessionError if
+    no session or several sessions match.
     """
     if ident == "last":
         return _last(folder)
@@ -125,11 +131,12 @@ def begins_an_id(folder: Path, ident: str) -> bool:
 
 
 def open_saved_file(folder: Path, ident: str) -> tuple[SessionStore, list[DamagedSessionError]]:
-    """Open the session `ident`: an id, a name, the beginning of an id, or `last`.
+    """Open a saved session; returns its store, and errors of damaged sessions.
 
-    With `last`, damaged sessions are skipped. The returned list has an error for each skipped
-    session that is newer than the opened one. Raises SessionError if no session or several sessions
-    match, or if the session can't be opened.
+    `ident` is the session's id, its name, the beginning of its id, or `last`. With `last`, damaged
+    sessions are skipped; the list has an error for each skipped session that is newer than the
+    opened one. Raises SessionError if no session or several sessions match, or if the session can't
+    be opened.
     """
     if ident != "last":
         return SessionStore.open(find_session(folder, ident)), []
@@ -149,11 +156,11 @@ def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
 
 
 def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
-    """Copy the session `ident`, even if another process has it open; returns the copy, open.
+    """Copy the saved session `ident`, even if another process has it open.
 
-    The copy is a branch called `name`, with all turns saved so far. This process must not have the
-    session open. Raises SessionError if the name is not allowed, or belongs to another session, and
-    if the session can't be copied.
+    Returns the open store of the copy. The copy is a branch called `name`, with all turns saved so
+    far. This process must not have the session open. Raises SessionError if the name is not
+    allowed, or belongs to another session, and if the session can't be copied.
     """
     path, name = find_session(folder, ident), free_name(folder, name, "")
     for _ in range(_COPIES):
@@ -174,7 +181,10 @@ def copy_session(folder: Path, ident: str, name: str) -> SessionStore:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy a session's file into the empty file `copy`, and its keys and values, if possible."""
+    """Copy a session's file to the empty file `copy`; also copies the file of keys and values.
+
+    If the file of keys and values can't be copied, no error is raised.
+    """
     shutil.copyfile(path, copy)
     with (
         suppress(OSError),  # an incomplete file counts as none
@@ -185,7 +195,7 @@ def _copy(path: Path, copy: Path) -> None:
 
 
 def free_name(folder: Path, text: str, own: str) -> str:
-    """Check that a session may have the name `text`; returns the name to use.
+    """Check that a session may have the name `text`; returns the name in its normal form.
 
     Spaces and Unicode composition are normalized. `own` is the id of the session that will have the
     name; empty if it has no file yet. Raises SessionError if the name is not allowed, or belongs to
@@ -203,7 +213,7 @@ def free_name(folder: Path, text: str, own: str) -> str:
 
 
 def remove_session(path: Path) -> None:
-    """Delete every file of a session, damaged or not.
+    """Delete all files of a session, damaged or not, and its text in the search index.
 
     Raises SessionError for a file that is missing, in use, or not a session.
     """
@@ -218,7 +228,7 @@ def remove_session(path: Path) -> None:
 
 
 def export_session(path: Path, stream: BinaryIO) -> None:
-    """Write the session's turns to `stream` as JSON Lines, one message in each line.
+    """Write a saved session's turns to `stream` as JSON Lines, one message in each line.
 
     Raises SessionError if the session can't be opened; see `SessionStore.open`.
     """
@@ -246,10 +256,10 @@ def _files(folder: Path) -> list[str]:
 
 
 def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
-    """Lock a session's file to remove it, even if it is damaged or empty.
+    """Lock a session's file before it is deleted, even if the file is damaged or empty.
 
     Raises SessionError if the file is not a session, and an SQLite error if another process uses
-    it.
+    the file.
     """
     try:
         lock(connection)
@@ -269,9 +279,10 @@ def _last(folder: Path) -> Path:
 def _summaries(
     folder: Path, files: Iterable[str], refused: list[SessionError]
 ) -> Iterator[SavedSession]:
-    """Yield the entries of the session files with these names; reads each file when needed.
+    """Yield the list entries of saved sessions; each file is read only when its entry is needed.
 
-    Errors of files that can't be read are appended to `refused`.
+    `files` are the names of the sessions' files in `folder`. Errors of files that can't be read are
+    appended to `refused`.
     """
     for path in map(folder.joinpath, files):
         try:
@@ -290,7 +301,7 @@ def _size(path: Path) -> int:
 
 
 def _unused_first(sessions: Iterable[SavedSession]) -> Iterator[SavedSession]:
-    """Yield the sessions that no process has open; if there are none, yield all the others."""
+    """Yield the entries of sessions that no process has open; if there are none, yield all."""
     others, is_found = list[SavedSession](), False
     for one in sessions:
         if one.in_use:
@@ -310,11 +321,11 @@ def _newest(found: dict[str, Path]) -> str:
 
 
 def summary_of(path: Path) -> SavedSession:
-    """The entry for the session in the file `path`, even if another process has locked the file.
+    """Read the list entry of the session in the file `path`.
 
-    Another process's lock, or a commit that a crash interrupted, prevents ordinary reading. The
-    file is then read without locks: its contents are consistent, unless a commit is running at this
-    moment.
+    If another process has locked the file, or a crash interrupted a commit, the file is read
+    without locks: its contents are consistent, unless a commit is running at this moment. If
+    reading without locks fails, the entry is made from the file's name and time alone.
     """
     with decoding(path):
         try:
@@ -353,7 +364,7 @@ def _summary(path: Path, options: str, *, in_use: bool) -> SavedSession:
 
 
 def _unread_summary(path: Path, in_use: bool) -> SavedSession:
-    """The entry for a session whose file can't be read, from the file's name and time alone."""
+    """Make the list entry of a session whose file can't be read, from the file's name and time."""
     updated = _local_time(path.stat().st_mtime)
     try:
         created = datetime.strptime(path.stem[:13], "%Y%m%d-%H%M").astimezone()
@@ -378,11 +389,11 @@ _LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 def checked_name(text: str) -> str:
-    """Check the name `text`; returns it with spaces and Unicode composition normalized.
+    """Check a name for a session; returns it with spaces and Unicode composition normalized.
 
     Raises SessionError for a name that is not allowed. Ids, beginnings of ids and `last` are not
-    allowed, because they already refer to a session; a name can't begin with a dash, because flags
-    do.
+    allowed, because they already refer to a session. A name can't begin with a dash, because flags
+    begin with one.
     """
     name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
     is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _key(name) == "last"
@@ -398,14 +409,15 @@ def checked_name(text: str) -> str:
 
 
 def same_name(one: str, other: str) -> bool:
-    """Whether two names are equal, ignoring case, spaces and Unicode composition."""
+    """Whether two session names are equal, ignoring case, spaces and Unicode composition."""
     return bool(one) and _key(one) == _key(other)
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
     """Whether a session's name contains `said`, a text that is about to be erased.
 
-    If `whole` is true, `said` is a complete turn, and a name that is a part of it counts, too.
+    If `whole` is true, `said` is the text of a complete turn, and the result is also true if the
+    name is a part of this text.
     """
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)

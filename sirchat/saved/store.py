@@ -1,8 +1,8 @@
 """The file of a saved session: its turns, one ledger row per token, and the state after all turns.
 
-It is an SQLite database. One transaction writes a turn's text, its rows and the new state (the
-head); undo removes all three. If the writing process is killed, the file still has the last
-complete turn, and deleted data is overwritten. A file of JSON Lines could not ensure this.
+The file is an SQLite database. One transaction writes a turn's text, its rows and the new state
+(the head); undo removes all three. If the writing process is killed, the file still has the last
+complete turn. Deleted data is overwritten.
 
 A store holds an exclusive lock on its file until it is closed or its process dies. `database`
 describes the durability of commits.
@@ -56,7 +56,7 @@ _NONE = 2**62  # larger than every index, so that no turn or row is changed
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """One message; `index` is its number, from 0, and `finish` is the reason why it ended."""
+    """A saved message: `index` is its number, from 0, and `finish` is the reason why it ended."""
 
     index: int
     role: str
@@ -66,13 +66,13 @@ class SavedTurn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The session's state after its last turn.
+    """The head of a session's file: the record of the session's state after its last turn.
 
     Args:
         seen: number of tokens of the stream so far; each has one ledger row.
-        held: stream positions [n] of the held rows, ascending.
+        held: stream positions [n] of the n tokens in the cache, ascending.
         logits: raw logits [vocabulary] after the last token; None if they are not known.
-        fields: the rest of the session's state, as JSON values by name.
+        fields: all other values of the session's state, as JSON values by name.
     """
 
     seen: int
@@ -100,11 +100,11 @@ class SessionStore:
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
-        """Create the file of a new session in `folder`.
+        """Create the file of a new session in `folder`; returns the open store.
 
-        `meta` are facts about the session, as JSON values. They stay in the file until `replace`
-        changes them, so they must not contain text of the conversation. Raises SessionError if no
-        file can be created.
+        `meta` are facts about the session, as JSON values by name. They stay in the file until
+        `replace` changes them, so they must not contain text of the conversation. Raises
+        SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
         values = [(name, json.dumps(value)) for name, value in about.items()]
@@ -144,7 +144,7 @@ class SessionStore:
 
     @property
     def id(self) -> str:
-        """The session's id: the minute it was created, and four random letters."""
+        """The session's id: the minute in which it was created, and four random letters."""
         return self.path.stem
 
     def __enter__(self) -> Self:
@@ -170,10 +170,10 @@ class SessionStore:
             raise SessionError(f"{self.path} was removed while it was in use")
 
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
-        """Add turns, the rows [k] of the k tokens read since the last call, and a new head.
+        """Add turns, one ledger row for each of the k tokens read since the last call, and a head.
 
-        `rows` is a structured array of flat fields. Saved rows never change later. All values that
-        change, such as which rows are held, are in the head.
+        `rows` [k] is a structured array. Saved rows never change later: all values that can change,
+        such as which rows are held, are in the head, which is replaced.
         """
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
@@ -185,7 +185,7 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace the head; no token may have been read since the old head was saved."""
+        """Replace the saved head (state); no token may have been read since that was saved."""
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(
@@ -194,7 +194,7 @@ class SessionStore:
             self._put_head(head)
 
     def rename(self, name: str) -> None:
-        """Set the user's name for the session; an empty text removes it."""
+        """Set the name that the user gives the session; an empty text removes the name."""
         with self._transaction(_NONE, _NONE) as connection:
             connection.execute("DELETE FROM about WHERE name = 'name'")
             if name:
@@ -211,7 +211,7 @@ class SessionStore:
         self.meta, self.name = meta, name
 
     def turns(self) -> list[SavedTurn]:
-        """All turns in order."""
+        """Read all turns (messages) of the session, in order."""
         with decoding(self.path):
             found = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
             for number, (index, role, *texts) in enumerate(found):
@@ -222,7 +222,7 @@ class SessionStore:
             ]
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The ledger rows [seen] of the whole stream.
+        """Read the ledger rows [seen], one for each token of the stream, as an array of `dtype`.
 
         A file of an older version of sirchat may lack the last fields; their values are then NaN.
         Raises SessionError if the saved rows have other fields than `dtype`.
@@ -235,7 +235,7 @@ class SessionStore:
             return _with_columns(rows, dtype)
 
     def head(self) -> Head | None:
-        """The state after the last turn; None for a session without turns."""
+        """Read the session's state after its last turn; None for a session without turns."""
         with decoding(self.path):
             found = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
             return _head(*found[0]) if found else None
@@ -285,15 +285,15 @@ class SessionStore:
         remove_from_index(self.path)
 
     def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save keys and values in a file beside the session; either all are saved or none.
+        """Save keys and values in a file beside the session's file; either all are saved or none.
 
-        `stamp` identifies the session's state to which they belong. No two tensors may share
+        `stamp` identifies the state of the session to which they belong. No two tensors may share
         memory.
         """
         self._kv.save(tensors, stamp)
 
     def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """The keys and values saved with this `stamp`; None if they are missing or damaged."""
+        """Read the keys and values saved with this `stamp`; None if they are missing or damaged."""
         return self._kv.load(stamp)
 
     def drop_kv(self) -> None:
@@ -304,7 +304,7 @@ class SessionStore:
     def _transaction(self, turns: int = 0, rows: int = 0) -> Iterator[sqlite3.Connection]:
         """Context manager: a transaction, committed at the end and rolled back on an error.
 
-        It may change only turns from index `turns` on, and rows from position `rows` on.
+        The block may change only turns from index `turns` on, and rows from position `rows` on.
         """
         self.check_place()
         with explained(self.path), self._connection:
@@ -317,7 +317,7 @@ class SessionStore:
         return self._connection.execute(query, values).fetchall()
 
     def _seen(self) -> int:
-        """Number of ledger rows that are saved."""
+        """Number of ledger rows (one per token) that the file has."""
         found = self._all("SELECT seen FROM head")
         return int(found[0][0]) if found else 0
 
@@ -334,9 +334,9 @@ class SessionStore:
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
     def _add_columns(self, new: NDArray[Any]) -> None:
-        """Add to the saved rows the fields that only `new` has, with value NaN.
+        """Give the saved ledger rows all fields that the rows `new` have; added values are NaN.
 
-        Fields are missing if an older version of sirchat wrote the rows.
+        Fields are missing if an older version of sirchat wrote the saved rows.
         """
         if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
             return
@@ -369,7 +369,7 @@ class SessionStore:
         self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
 
     def _saved_fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the saved rows.
+        """The dtype of the saved ledger rows.
 
         Its fields are those of `dtype`; some floats at the end may be missing. Raises SessionError
         if the saved rows have any other fields.
@@ -385,7 +385,7 @@ class SessionStore:
         return _dtype(written)
 
     def _finish_erasing(self) -> None:
-        """Rewrite the file, without free pages and gaps, which could still contain deleted text.
+        """Rewrite the file after text was deleted, so that no free space in it has this text.
 
         The transaction that deletes text also sets a mark, so that the file is rewritten even after
         a crash.
@@ -402,7 +402,7 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype with the fields of `dtype`, little-endian and without padding.
+    """A dtype with the fields of `dtype`, little-endian and without padding between them.
 
     With padding, arbitrary contents of the memory would be written to the file.
     """
@@ -410,17 +410,17 @@ def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
-    """Name and type of each field, as lists, to be compared with those in a file's JSON."""
+    """Name and type of each field of `dtype`, as lists, which a session's file has as JSON."""
     return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
 
 
 def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
-    """The dtype, without padding, that has these fields, each given by its name and type."""
+    """The dtype, without padding, that has these fields; each is given by its name and type."""
     return np.dtype([(name, kind) for name, kind in fields])
 
 
 def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The rows converted to `dtype`; fields that the rows do not have become NaN."""
+    """Convert ledger rows to `dtype`; fields that the rows do not have become NaN."""
     found = np.zeros(len(rows), dtype)
     for name in dtype.names or ():
         found[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan

@@ -1,1 +1,1 @@
-"""Serves conversations over HTTP, by the interface of OpenAI's chat completions."""
+"""An HTTP server for chats, with the endpoints of OpenAI's and Ollama's APIs."""

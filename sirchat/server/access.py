@@ -1,8 +1,8 @@
 """Access control: checks the host, the origin and the API key of each request.
 
-A web page can make the user's browser send requests to this server, also under a host name of the
-page's own that resolves to this machine. So a server that listens only on this machine accepts only
-this machine's names as host.
+A web page that the user visits can make the browser send requests to this server. The page can even
+use its own host name, if that name resolves to this machine (DNS rebinding). So a server that
+listens on a loopback address refuses every request whose `Host` header does not name this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine can reach a server at `host`."""
+    """Whether `host` is `localhost` or a loopback address, which only this machine can reach."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -32,10 +32,10 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Access:
-    """ASGI middleware: refuses requests of clients that may not use the server.
+    """ASGI middleware that refuses requests of clients that may not use the server.
 
     Attributes:
-        app: the application that answers all other requests.
+        app: the ASGI application that answers the requests that are not refused.
         host: the name or address where the server listens.
         key: the API key that requests must have; None if no key is needed.
     """
@@ -45,7 +45,7 @@ class Access:
     key: str | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request, or pass it to the application."""
+        """Check a request; answer a refused request with an error, pass any other to `app`."""
         if scope["type"] == "http":
             try:
                 self._check(Headers(scope=scope), needs_key=_needs_key(scope))
@@ -80,26 +80,28 @@ class Access:
 
 
 def _needs_key(scope: Scope) -> bool:
-    """Whether a request needs the API key.
+    """Whether a request, given by its ASGI scope, needs the API key.
 
-    The page `/` and `/health` need none, because they contain nothing of a conversation. Requests
-    through the Unix socket need none either, because only the server's own user can open it; such
-    requests have no port.
+    The paths `/` and `/health` need no key, because their responses show nothing of a conversation.
+    A request through the Unix socket needs no key, because only the user who runs the server can
+    open the socket. ASGI gives such a request no port.
     """
     _, port = scope.get("server") or ("", 0)
     return scope["path"] not in ("/", "/health") and port is not None
 
 
 def _asked_from_afar(asked: str | None, access: Access) -> Sequence[str | None]:
-    """The request's own host as a further origin to accept; empty if only this machine connects.
+    """The host whose web pages may also send this request, as a tuple of at most one item.
 
-    `asked` is the host in the request's `Host` header. The result has at most one item.
+    `asked` is the host in the request's `Host` header. If other machines can reach the server, the
+    result is `(asked,)`, so that the server's own web page can send requests. Otherwise, or if
+    `asked` is None, the result is empty.
     """
     return () if is_loopback(access.host) or asked is None else (asked,)
 
 
 def _host_of(url: str) -> str | None:
-    """The host name in a URL, without port and brackets; None if the URL has none."""
+    """The host name in a URL, without port and brackets; None if the URL has no valid host."""
     try:
         return urlsplit(url).hostname
     except ValueError:
@@ -107,6 +109,6 @@ def _host_of(url: str) -> str | None:
 
 
 def too_large() -> RequestError:
-    """The error for a request whose body has more than `MOST_BYTES`."""
+    """Make the RequestError (status 413) for a request body of more than `MOST_BYTES` bytes."""
     most = MOST_BYTES // 2**20
     return RequestError(f"the request is too large; allowed: up to {most} MiB", status=413)

@@ -1,4 +1,4 @@
-"""The server's HTTP endpoints, by the interfaces of OpenAI and Ollama."""
+"""The server's HTTP endpoints, which follow the APIs of OpenAI and Ollama."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ from sirchat.server.tools import as_said, calls_in_reply
 Result = TypeVar("Result")
 
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
-"""Settings that a request may change for its conversation."""
+"""Names of the memory settings that a request may change for its conversation."""
 
 _MOST_CALLS = 8  # most calls in a reply that must call tools
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a server.
+    """Limits of a server: how many conversations it has, and how many requests may wait.
 
     Attributes:
         conversations: largest number of conversations in memory.
         saved: largest number of conversations on disk.
-        queue: largest number of requests that wait for a conversation.
+        queue: largest number of requests that may wait until a conversation is free.
     """
 
     conversations: int = 8
@@ -84,10 +84,10 @@ def open_server(
     key: str | None,
     answer: Answer | None = None,
 ) -> ChatServer:
-    """Make the server of a loaded model; it continues the conversations saved in `folder`.
+    """Make the server of a loaded model; the server continues conversations saved in `folder`.
 
-    `host`, `key` and `answer` are arguments of `ChatServer`. Raises SettingError if the model does
-    not allow one of the profile's settings.
+    `profile` has the settings of all conversations. `host`, `key` and `answer` are passed to
+    `ChatServer`. Raises SettingError if a setting does not work with the model.
     """
     own = with_model_defaults(profile, model)
     check_profile(own, model)
@@ -99,7 +99,7 @@ def open_server(
 
 
 class ChatServer:
-    """The HTTP server of one model: an application with all endpoints.
+    """The HTTP server of one model: an ASGI application with all endpoints.
 
     Attributes:
         app: the ASGI application, which a server such as uvicorn runs.
@@ -108,10 +108,10 @@ class ChatServer:
 
     Args:
         conversations: the conversations in which replies are generated.
-        queue: how many requests may wait for a conversation.
+        queue: how many requests may wait until a conversation is free.
         host: the name or address where the server listens.
         key: the API key that requests must have; None if no key is needed.
-        answer: function that answers `sirchat ask`; None if this server does not answer it.
+        answer: function that answers the command `sirchat ask`; None if the server refuses it.
     """
 
     def __init__(
@@ -186,7 +186,12 @@ class ChatServer:
         return JSONResponse({"version": VERSION})
 
     async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
-        """Generate the reply to a request; returns the HTTP response, whose JSON `shape` makes."""
+        """Generate the reply to a request, and return it as an HTTP response.
+
+        `shape` makes the JSON of the response. The response is streamed if the request asks for a
+        stream. Raises RequestError if the request names another model, or if the reply fails before
+        the response begins.
+        """
         if asked.model not in (None, *self._names):
             raise RequestError(
                 f"there is no model {format_value(asked.model)}; this server has {self.model}",
@@ -214,9 +219,9 @@ class ChatServer:
         return History.of(system, as_said(asked.turns), written)
 
     def _options(self, asked: ReplyRequest) -> ReplyOptions:
-        """The options of a reply, from the request's fields and the server's settings.
+        """Make the options of a reply from the fields of a request and the server's settings.
 
-        Raises RequestError for a value that no setting allows.
+        Raises RequestError if a field has a value that the setting of this name does not allow.
         """
         settings = asked.settings()
         for name, value in settings.items():
@@ -245,15 +250,15 @@ class ChatServer:
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """The names that clients may use for a model: its full name, and the last part of this name.
+    """The names by which clients may call a model: its full name, and the last part of this name.
 
-    The last part of `org/name`, for example, is `name`.
+    The last part of `org/name`, for example, is `name`. A full name without `/` is the only name.
     """
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a request's body; raises RequestError as soon as more than `MOST_BYTES` are read."""
+    """Read a request's body; raises RequestError as soon as it has more than `MOST_BYTES` bytes."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -263,7 +268,10 @@ async def read_body(request: Request) -> bytes:
 
 
 class ReplyParts:
-    """The parts of one reply, passed from the thread that generates it to the event loop."""
+    """The parts of one reply, which one thread generates and the event loop iterates over.
+
+    A new instance submits the reply to the thread that generates replies.
+    """
 
     def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
         loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[Sent]()
@@ -278,11 +286,14 @@ class ReplyParts:
         thread.submit(self._reply)
 
     async def begin(self) -> None:
-        """Wait for the first part of the reply; raises RequestError if the reply fails before."""
+        """Wait for the first part of the reply; raises RequestError if the reply fails first."""
         self._first = await self._next()
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        """Yield all parts, the reply's end last; raises RequestError if the reply fails."""
+        """Yield all parts of the reply, the last of which is a `ReplyEnd`.
+
+        Raises RequestError if the reply fails.
+        """
         part = self._first or await self._next()
         yield part
         while not isinstance(part, ReplyEnd):
@@ -301,7 +312,7 @@ class ReplyParts:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for `work`, and return its result.
+    """Wait until the coroutine `work` has ended, and return its result.
 
     Raises RequestError if the client closes the connection before `work` has ended.
     """
@@ -322,7 +333,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 class _EventStream(StreamingResponse):
-    """A streamed response; if the client closes the connection, the reply is cancelled."""
+    """A streamed HTTP response; the reply is cancelled if the client closes the connection."""
 
     def __init__(self, events: AsyncIterator[str], media: str, parts: ReplyParts) -> None:
         super().__init__(events, media_type=media)
@@ -337,7 +348,7 @@ class _EventStream(StreamingResponse):
 
 
 async def show_error(request: Request, error: RequestError) -> Response:
-    """The HTTP response for a RequestError."""
+    """Make the HTTP response that reports a RequestError to the client."""
     return JSONResponse(error.body, error.status, error.headers)
 
 

@@ -1,7 +1,7 @@
-"""`/v1/sirchat/ask`: answers `sirchat ask` with the model that the server has loaded.
+"""The endpoint `/v1/sirchat/ask`: answers the command `sirchat ask` with the server's model.
 
 The response has one JSON value per line: first an object with the question's id, then lists of
-items to print. Each item is itself a list, which begins with `stream`, `line`, `note`, `json`,
+items to print. Each item is a list whose first value is its kind: `stream`, `line`, `note`, `json`,
 `error` or `end`.
 """
 
@@ -31,20 +31,23 @@ from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import RequestError
 
 Printed = list[Any]
-"""An item to print: its kind, such as `line`, and its text or other content."""
+"""An item for `sirchat ask` to print: a list of its kind, such as `line`, and its content."""
 
 _LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
-"""Settings that are fixed when the model is loaded; a question must have the server's values."""
+"""Names of settings that are fixed when a model is loaded.
+
+The server refuses a question whose values of these settings differ from the server's.
+"""
 
 
 class AskedQuestion(BaseModel):
-    """A question of `sirchat ask`.
+    """The body of a request from the command `sirchat ask`: a question and its settings.
 
     Attributes:
-        text: the message, with the text from a pipe, if any.
+        text: the user's message; it includes the text from a pipe, if any.
         is_piped: whether some of the text came from a pipe.
-        as_json: whether to answer with events as JSON.
-        settings: the settings that the user has set; the others have their defaults.
+        as_json: whether the answer is printed as events in JSON.
+        settings: the values, by name, of the settings that the user has set.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -56,31 +59,36 @@ class AskedQuestion(BaseModel):
 
     @property
     def profile(self) -> Profile:
-        """All settings: those that the user has set, and defaults for the others."""
+        """All settings of the question: the user's values, and defaults for all other settings."""
         return Profile(**self.settings)
 
 
 Answer = Callable[[LoadedModel, AskedQuestion, Interrupted], Iterator[list[Printed]]]
-"""Function that answers a question; yields, after each step, a list of items to print."""
+"""Function that answers a question; yields, after each step, a list of items to print.
+
+Its arguments are the model, the question, and a function that says whether to stop.
+"""
 
 
 @dataclass(eq=False)
 class _WaitingQuestion(WaitingReply):
-    """A question that waits for its turn, or is being answered.
+    """A question of `sirchat ask` that waits to be answered, or is being answered.
 
     Attributes:
-        answer: takes a function that says whether to stop; yields lists of items to print.
-        show: sends such a list to the client.
+        answer: function that answers the question and yields lists of items to print. Its argument
+            is a function that says whether to stop.
+        show: function that sends a list of items to the client.
     """
 
     answer: Callable[[Interrupted], Iterator[list[Printed]]] = lambda gone: iter(())
     show: Callable[[list[Printed]], None] = lambda printed: None
 
     def generate(self, conversation: ServedConversation) -> Generator[None]:
-        """Answer the question, and send the client what to print; yields after each step.
+        """Answer the question, and send the items to print to the client.
 
-        The answer is generated in a session of its own. `conversation` only takes a place among the
-        conversations in memory, and is dropped afterwards.
+        Yields None after each step. The answer is generated in a separate session, not in
+        `conversation`. While the question is being answered, `conversation` takes one of the places
+        for conversations in memory; then it is dropped.
         """
         conversation.is_exact = False
         for printed in self.answer(self.is_gone):
@@ -90,7 +98,7 @@ class _WaitingQuestion(WaitingReply):
 
 
 class AskRoutes:
-    """The endpoints for `sirchat ask`.
+    """The HTTP endpoints that answer the command `sirchat ask`, or stop such an answer.
 
     Args:
         replies: the thread that runs the model.
@@ -149,7 +157,10 @@ class AskRoutes:
             self._replies.cancel(waiting)
 
     async def _stop(self, request: Request) -> Response:
-        """Stop the reply to a question; the client keeps the text so far, and is sent `end`."""
+        """Stop the answer whose id is in the request's path; returns a response without a body.
+
+        The stream of the stopped answer ends with the item `end`.
+        """
         if (waiting := self._asked.get(request.path_params["id"])) is not None:
             self._replies.cancel(waiting)
         return Response(status_code=204)

@@ -1,9 +1,9 @@
-"""Serves conversations on several machines with Ray Serve; each replica has some of them.
+"""Runs several servers, called replicas, with Ray Serve, on one machine or on many.
 
-A hash of a conversation's first messages selects its replica. So all requests of a conversation go
-to the same replica, and no two replicas have the same conversation. When a replica dies, Ray
-restarts it, on another machine if necessary, and it loads its conversations from the folder that
-all machines share.
+Each conversation belongs to one replica. A hash of the conversation's beginning (system prompt and
+first user message) selects this replica. So all requests of a conversation go to the same replica,
+and no other replica has the conversation. When a replica dies, Ray restarts it, on another machine
+if necessary. The restarted replica loads its conversations from a folder that all machines share.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class ClusterOptions(BaseModel):
-    """The number of replicas, and the limits and resources of each.
+    """The number of replicas (servers of a cluster), and the limits and resources of each.
 
     Attributes:
-        conversations, saved, queue: limits of each replica, see `Limits`.
+        replicas: number of replicas; each loads the model.
+        conversations, saved, queue: limits of each replica; see `Limits`.
         cpus: number of CPUs that Ray reserves for each replica, and number of its threads.
         gpus: number of GPUs for each replica; it may be a fraction.
         folder: where conversations are saved; each replica has a folder of its own in it.
@@ -59,12 +60,12 @@ class ClusterOptions(BaseModel):
 
 
 class Replica:
-    """One of several servers, each of which has some of the conversations.
+    """One of the servers of a cluster; it has the conversations that belong to it, and no others.
 
     Args:
         profile: the settings of the model and of each new conversation.
         limits: how many conversations and waiting requests this replica may have.
-        folder: where its conversations are saved; no other replica uses this folder.
+        folder: where this replica saves its conversations; no other replica uses this folder.
         key: the API key that requests must have.
     """
 
@@ -74,7 +75,10 @@ class Replica:
         self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Pass a request to the application; yields the ASGI messages that it sends back."""
+        """Pass a request to this replica's ASGI application; yields the response's ASGI messages.
+
+        `scope` is the ASGI scope of the request, `body` is its whole body.
+        """
         sent, asked = asyncio.Queue[dict[str, Any] | None](), [body]
 
         async def receive() -> dict[str, Any]:
@@ -98,7 +102,7 @@ class Replica:
             running.cancel()
 
     def end(self) -> None:
-        """End all replies, and save the conversations."""
+        """End all replies that are being generated, and save this replica's conversations."""
         self._server.replies.end()
         self._server.replies.join()
 
@@ -108,7 +112,7 @@ class Replica:
 
 
 class Router:
-    """Sends each request to the replica that has its conversation.
+    """Sends each request to the replica (server of a cluster) that has its conversation.
 
     Args:
         replicas: Ray's handles of the replicas, always in the same order.
@@ -118,7 +122,10 @@ class Router:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request to its replica; returns the replica's response."""
+        """Pass a request to the replica that has its conversation; returns the replica's response.
+
+        A request for the list of conversations goes to all replicas, and their lists are joined.
+        """
         try:
             body, path = await read_body(request), request.url.path
             given = _parsed(body)
@@ -132,7 +139,10 @@ class Router:
             return await show_error(request, error)
 
     async def _overview(self, request: Request) -> Response:
-        """The list of all conversations, joined from the lists of all replicas."""
+        """Return the list of all conversations, joined from the lists of all replicas.
+
+        If a replica answers with an error, this error response is returned instead.
+        """
         numbers = range(len(self._replicas))
         found = await asyncio.gather(*(self._ask(number, request, b"") for number in numbers))
         bodies = [await _whole(one) for one in found]
@@ -145,7 +155,8 @@ class Router:
     async def _of_any(self, request: Request, body: bytes) -> Response:
         """Ask the replicas one after another; returns the first response whose status is not 404.
 
-        This is for requests that name a conversation or a response by its id.
+        This finds the replica for a request that names a conversation or a response by its id. If
+        no replica knows the id, the last response is returned.
         """
         for number in range(len(self._replicas)):
             response = await self._ask(number, request, body)
@@ -155,7 +166,7 @@ class Router:
         return Response(told, 404, dict(response.headers))
 
     async def _ask(self, number: int, request: Request, body: bytes) -> StreamingResponse:
-        """Pass a request to replica `number`; returns its response, of which the body is streamed.
+        """Pass a request to the replica with the number `number`; returns its response as a stream.
 
         Raises RequestError if the replica has died.
         """
@@ -182,15 +193,15 @@ class Router:
 
 
 async def _whole(response: StreamingResponse) -> bytes:
-    """Read the whole body of a streamed response."""
+    """Read the whole body of a streamed response, and return it as bytes."""
     return b"".join([bytes(piece) async for piece in response.body_iterator])  # type: ignore[arg-type]
 
 
 def conversation_key(given: Mapping[str, Any]) -> bytes:
-    """A hash of a conversation's beginning: the system prompt and the first user message.
+    """Hash the beginning of a conversation: the system prompt and the first user message.
 
-    All requests of a conversation have the same hash. `given` is the JSON of a request, in the
-    format of any of the APIs.
+    All requests of a conversation have the same hash (SHA-256). `given` is the JSON of a request,
+    in the format of any of the server's APIs.
     """
     messages = given.get("messages", given.get("input", given.get("prompt")))
     said = [given.get("instructions")]
@@ -206,16 +217,20 @@ def conversation_key(given: Mapping[str, Any]) -> bytes:
 
 
 def owner(key: bytes, count: int) -> int:
-    """The number of the replica, from 0 to `count` - 1, that has the conversations with this key.
+    """The number, from 0 to `count` - 1, of the replica that has the conversations with this key.
 
-    When a replica is added, only the conversations that move to it change their replica (rendezvous
+    `key` is a hash from `conversation_key`; `count` is the number of replicas. If a replica is
+    added, each conversation either stays at its replica or moves to the new one (rendezvous
     hashing, Thaler and Ravishankar 1998).
     """
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """Parse a request's body; {} if it is not a JSON object, which the replica then reports."""
+    """Parse a request's body as a JSON object; returns {} if the body is not a JSON object.
+
+    The replica that gets such a request answers it with an error.
+    """
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -224,10 +239,11 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def app(settings: Mapping[str, Any]) -> Any:
-    """Make the application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
+    """Make the Ray Serve application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
 
-    Each NAME is an attribute of `ClusterOptions`, a setting, or `profile`. Raises UsageError or
-    SettingError for a name or value that is not allowed.
+    `settings` has each VALUE by its NAME. A NAME is an attribute of `ClusterOptions`, a setting of
+    sirchat, or `profile`. Raises UsageError or SettingError for a name or value that is not
+    allowed.
     """
     own = {name: settings[name] for name in ClusterOptions.model_fields if name in settings}
     try:

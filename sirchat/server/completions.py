@@ -1,4 +1,4 @@
-"""The JSON of a reply in the formats of OpenAI's chat completions and text completions."""
+"""Makes the JSON of replies in the formats of OpenAI's chat completions and text completions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from sirchat.server.requests import ChatRequest, ReplyRequest, RequestError
 
 Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]
-"""The parts of a reply, the end last; iterating raises RequestError if the reply fails."""
+"""The parts of a reply in order, the last of which is a `ReplyEnd`.
+
+Iterating over the parts raises RequestError if the reply fails.
+"""
 
 
 class Shape(Protocol):
-    """Makes the JSON of one reply, in one piece or as a stream.
+    """Interface of the classes that make the JSON of one reply, in one piece or as a stream.
 
     Attributes:
         media: the media type of the stream, such as `text/event-stream`.
@@ -26,14 +29,14 @@ class Shape(Protocol):
     media: str
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """Wait for the end of the reply; returns its JSON object."""
+        """Wait until the reply has ended; returns the JSON object of the whole response."""
 
     def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the text of the stream, piece by piece, while the reply is generated."""
+        """Yield the text of the streamed response, piece by piece, while the reply is generated."""
 
 
 async def collected(parts: Parts) -> tuple[str, list[ReplyText], ReplyEnd]:
-    """Wait for all parts of a reply; returns its text, its text parts, and its end."""
+    """Wait for all parts of a reply; returns its whole text, its `ReplyText` parts, and its end."""
     *said, end = [part async for part in parts]
     pieces = [part for part in said if isinstance(part, ReplyText)]
     assert isinstance(end, ReplyEnd)
@@ -41,7 +44,11 @@ async def collected(parts: Parts) -> tuple[str, list[ReplyText], ReplyEnd]:
 
 
 class _Completion:
-    """Base class of both formats; subclasses make the fields of a `choice` from the text."""
+    """Base class of `ChatShape` and `TextShape`, which make the JSON of a reply.
+
+    OpenAI's formats have the reply's text in an object called `choice`. Subclasses make the fields
+    of this object; this class makes all fields around it.
+    """
 
     media = "text/event-stream"
     kind, prefix, chunk_kind = "", "", ""
@@ -55,15 +62,21 @@ class _Completion:
         raise NotImplementedError
 
     def _piece(self, said: ReplyText | None) -> dict[str, Any]:
-        """The fields of the streamed choice for one part of the reply; if None, for its end."""
+        """The fields of a streamed `choice` for one part of the reply.
+
+        `said` is this part; None stands for the end of the reply.
+        """
         raise NotImplementedError
 
     def _opening(self) -> list[dict[str, Any]]:
-        """The fields of choices that are streamed before the reply; by default, there are none."""
+        """The fields of each `choice` that is streamed before the reply.
+
+        By default, this is an empty list: nothing is streamed before the reply.
+        """
         return []
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """Wait for the end of the reply; returns its JSON object."""
+        """Wait until the reply has ended; returns the JSON object of the whole response."""
         text, said, end = await collected(parts)
         choice = {"index": 0, **self._whole(text, said), "finish_reason": end.finish}
         return {
@@ -101,7 +114,7 @@ class _Completion:
 
 
 class ChatShape(_Completion):
-    """The JSON of a chat completion."""
+    """Makes the JSON of a reply in the format of OpenAI's chat completions."""
 
     kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
 
@@ -145,7 +158,10 @@ class ChatShape(_Completion):
 
 
 class TextShape(_Completion):
-    """The JSON of a text completion: the model continues a text."""
+    """Makes the JSON of a reply in the format of OpenAI's text completions.
+
+    There, the reply continues a text that the request gives.
+    """
 
     kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
 
@@ -157,6 +173,9 @@ class TextShape(_Completion):
 
 
 def event(content: dict[str, Any], name: str = "") -> str:
-    """A server-sent event with `content` as JSON; `name` is the event's type, or "" for none."""
+    """The text of a server-sent event that has `content` as JSON.
+
+    `name` is the type of the event; "" for an event without a type.
+    """
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,8 +1,9 @@
 """Finds the conversation that a request continues, so that no message is read twice.
 
-A client sends all messages with each request. A key, which is a hash, stands for each prefix of
-these messages, that is, for the first n of them. A conversation has the keys of the prefixes that
-its session has read.
+A client sends all messages of a chat with each request. Each prefix of these messages, that is, the
+first n of them, has a key, which is a hash of the prefix. The server has, for each conversation,
+the keys of the prefixes that its session has read. A request continues the conversation that has
+read the longest prefix of the request's messages.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ _FIRST = 80  # characters
 
 
 class BusyError(Exception):
-    """A conversation is in use, or memory has no free place: try again after a reply has ended."""
+    """Raised if a conversation is in use, or if memory has no place for another conversation.
+
+    The call that raised this error can be repeated after a reply has ended.
+    """
 
 
 @dataclass(frozen=True)
 class History:
-    """The messages of a request.
+    """The messages of a request, with the system prompt and the tools.
 
     Attributes:
         system: the system prompt; None if there is none.
@@ -52,7 +56,11 @@ class History:
     def of(
         cls, system: str | None, messages: Iterable[tuple[str, str]], tools: str = ""
     ) -> History:
-        """Make a history; lone surrogates in the texts are replaced, as no tokenizer reads them."""
+        """Make a history from a system prompt, messages and tools, and compute its keys.
+
+        Lone surrogates (invalid Unicode) in the texts are replaced, because no tokenizer can read
+        them.
+        """
         system = None if system is None else without_surrogates(system)
         read = tuple((role, without_surrogates(text)) for role, text in messages)
         tools = without_surrogates(tools)
@@ -65,9 +73,10 @@ class History:
 
 
 def key_after(key: bytes, role: str, text: str) -> bytes:
-    """The key of a prefix that is one message longer than the prefix with the key `key`.
+    """Compute the key (a hash) of messages whose last message has this `role` and `text`.
 
-    Blanks around a reply don't change the result, because clients often remove them.
+    `key` is the key of all messages before the last one. Blanks around the text of a reply don't
+    change the result, because clients often remove them.
     """
     said = text.strip() if role == "assistant" else text
     return sha256(key + role.encode() + b"\n" + said.encode()).digest()
@@ -78,15 +87,19 @@ class ServedConversation:
     """A conversation on the server: its session, and which messages this session has read.
 
     Attributes:
+        session: the chat session, which has the KV cache.
         id: the name by which clients refer to this conversation; nobody can guess it.
-        keys: the keys, as in `History`, of the messages that the session has read or generated.
+        keys: `keys[n]` is the hash of the first n messages that the session has read or generated,
+            as in `History`.
         roles: the role of each of these messages.
         settings: settings that were changed for this conversation alone, such as its policy.
-        saving: writes the conversation to its file; None if it has no file yet.
-        is_busy: whether a reply is being generated in this conversation, or it is being saved.
+        saving: writes the conversation to its file; None if the conversation has no file yet.
+        is_busy: whether a reply is being generated in this conversation, or the conversation is
+            being saved.
         is_exact: whether the session has read exactly the messages that have `keys`; if not, the
             conversation is not continued.
-        is_outdated: whether its file lacks the newest part, because it could not be written.
+        is_outdated: whether the conversation's file lacks the newest part, because writing it
+            failed.
     """
 
     session: Session
@@ -100,57 +113,65 @@ class ServedConversation:
     is_outdated: bool = False
 
     def add(self, role: str, text: str) -> None:
-        """Record a message that the session has read or generated."""
+        """Add a message, which the session has read or generated, to `keys` and `roles`."""
         self.keys.append(key_after(self.keys[-1], role, text))
         self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
 
     def fork(self, history: History) -> int:
-        """The number of first messages of `history` that the session need not read again.
+        """Count the messages at the start of `history` that the session need not read again.
 
-        It never includes the last message of `history`. If the session has messages that are not in
-        `history`, it must undo them; it can only go back to just before a user message, so that the
-        number may be smaller than the number of equal messages.
+        The last message of `history` never counts. The session must undo its messages that are not
+        in `history`. Undo goes back only to just before a user message, so the result can be
+        smaller than the number of messages that are equal.
         """
         return shared_messages(self.keys, self.roles, history, len(self.session.undoable))
 
     def fitness(self, history: History) -> tuple[int, bool, bool]:
-        """How well this conversation fits `history`: a tuple; the greater it is, the better.
+        """How well `history` can be continued in this conversation; a greater tuple is better.
 
-        Its items are the number of shared messages (see `fork`), whether nothing has to be undone,
-        and whether the conversation is free.
+        The items of the tuple are: the number of messages that need not be read again (see `fork`),
+        whether the session need not undo any message, and whether the conversation is free (not
+        busy).
         """
         shared = self.fork(history)
         return shared, shared == len(self.roles), not self.is_busy
 
     def is_answered_again(self, history: History) -> bool:
-        """Whether `history` has all messages of this conversation up to its last user message.
+        """Whether `history` begins with this conversation's messages up to its last user message.
 
-        Then the two can only differ in the reply to that message, and in what comes later.
+        If true, `history` and this conversation can differ only after this user message.
         """
         asked = 1 + self._last_question
         return len(history.keys) > asked and history.keys[asked] == self.keys[asked]
 
     @property
     def first(self) -> str:
-        """The beginning of the first user message, on one line; "" if there is none."""
+        """The start of the first user message, on one line; "" if there is no user message."""
         turns = self.session.turns
         return next((shown_first(one.text) for one in turns if one.role == "user"), "")
 
     def copy(self) -> ServedConversation | None:
-        """A copy with a session of its own; None if the conversation is too large to be copied."""
+        """Copy this conversation and its session; returns None if the session is too large.
+
+        The session is too large if keys and values of its held tokens take more than `KV_BYTES`
+        bytes.
+        """
         session = copied(self.session, KV_BYTES)
         if session is None:
             return None
         return ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
 
     def take_back(self) -> None:
-        """Undo the last user message and any reply to it; if that fails, clear `is_exact`."""
+        """Undo the last user message and the reply to it, if any.
+
+        `is_exact` is set to whether undo was possible.
+        """
         self.is_exact = self.back_to(self._last_question)
 
     def back_to(self, count: int) -> bool:
-        """Undo all messages but the first `count`; returns whether that was possible.
+        """Undo all messages after the first `count`; returns whether this was possible.
 
-        Pinned tokens of the remaining messages stay pinned.
+        Pinned tokens of the first `count` messages stay pinned.
         """
         turns = self.roles[count:].count("user")
         if turns > len(self.session.undoable):
@@ -166,22 +187,22 @@ class ServedConversation:
 
     @property
     def _last_question(self) -> int:
-        """Index of the last user message in `roles`."""
+        """Index in `roles` of the last user message."""
         return len(self.roles) - 1 - self.roles[::-1].index("user")
 
 
 def shown_first(text: str) -> str:
-    """The beginning of a message, on one line, as a list of conversations shows it."""
+    """The first 80 characters of a message, on one line, for a list of conversations."""
     return " ".join(text.split())[:_FIRST]
 
 
 def shared_messages(
     keys: Sequence[bytes], roles: Sequence[str], history: History, undoable: int
 ) -> int:
-    """The number of first messages of `history` that a conversation need not read again.
+    """Count the messages at the start of `history` that a conversation need not read again.
 
-    `keys` and `roles` are those of the conversation. The result is 0 if more than `undoable` of its
-    user messages would have to be undone.
+    `keys` and `roles` are those of the conversation, as in `ServedConversation`. The result is 0 if
+    the conversation would have to undo more than `undoable` of its user messages.
     """
     most = min(len(keys), len(history.keys) - 1)
     shared = next((n for n in reversed(range(most)) if keys[n] == history.keys[n]), 0)
@@ -194,7 +215,7 @@ class Conversations:
     """The conversations of one model; at most `limit` of them are in memory.
 
     When a place in memory is needed, the conversation used longest ago is removed from memory. It
-    goes to the disk if conversations are saved; otherwise it is lost.
+    is written to the disk if conversations are saved; otherwise it is lost.
 
     Args:
         model: the loaded model, which all conversations share.
@@ -219,8 +240,9 @@ class Conversations:
     def take(self, history: History) -> ServedConversation | None:
         """Find the conversation in which to answer `history`, and mark it as busy.
 
-        This is the conversation that has read most of these messages, or else a new one. Returns
-        None if that conversation is busy, or if no place in memory is free.
+        This is the conversation that has read most messages of `history`, or a copy of it. If no
+        conversation has read any of these messages, a new conversation is made. Returns None if the
+        found conversation is busy, or if memory has no place for another conversation.
         """
         found = max(reversed(self._all), key=lambda one: one.fitness(history), default=None)
         shared = 0 if found is None else found.fork(history)
@@ -237,9 +259,10 @@ class Conversations:
         return self._use(self._at(found, history, shared) or self._new(history))
 
     def find(self, ident: str) -> ServedConversation | None:
-        """The conversation with this id; if it is on disk, it is loaded. None if there is none.
+        """Find the conversation with the id `ident`; loads it if it is only on disk.
 
-        Raises BusyError if it is on disk and no place in memory is free.
+        Returns None if no conversation has this id, or if its file can't be used. Raises BusyError
+        if the conversation must be loaded and memory has no place for it.
         """
         found = next((one for one in self._all if one.id == ident), None)
         if found is not None or self._disk is None or (saved := self._disk.find(ident)) is None:
@@ -254,10 +277,11 @@ class Conversations:
         work: Callable[[ServedConversation], list[Event]],
         then: Callable[[], None],
     ) -> tuple[ServedConversation, list[Event]] | None:
-        """Change the conversation with this id by calling `work`, and save it.
+        """Call `work` to change the conversation with the id `ident`, and save the conversation.
 
-        Returns the conversation and the events that `work` returned; None if there is no such
-        conversation. `then` is called when it has been saved. Raises BusyError if it is in use.
+        Returns the conversation and the events that `work` returned; None if no conversation has
+        this id. `then` is called when the conversation has been saved. Raises BusyError if the
+        conversation is in use, or if memory has no place to load it.
         """
         found = self.find(ident)
         if found is None:
@@ -271,7 +295,7 @@ class Conversations:
             self.release(found, then)
 
     def overview(self) -> list[dict[str, Any]]:
-        """The list of all conversations that clients see; the one used last is the first."""
+        """All conversations, in memory or on disk, as JSON objects; the one used last is first."""
         kept = [(one.id, one.first, len(one.roles), one.is_busy, True) for one in self._all]
         saved = [] if self._disk is None else self._disk.all
         away = [(one.id, one.first, len(one.roles), False, False) for one in saved]
@@ -283,8 +307,8 @@ class Conversations:
     ) -> None:
         """End the use of a conversation: save it, and then mark it as free.
 
-        If it can't be continued, it is dropped from memory instead. `then` is called when it is
-        free, perhaps in another thread.
+        A conversation that can't be continued is dropped from memory and not saved. In both cases,
+        `then` is called when the conversation is free, perhaps in another thread.
         """
 
         def free() -> None:
@@ -302,7 +326,10 @@ class Conversations:
             self._disk.save(conversation, free)
 
     def end(self) -> None:
-        """Save all conversations, with keys and values; unfinished replies are not saved."""
+        """Save all conversations in memory, with keys and values, and remove them from memory.
+
+        A conversation with an unfinished reply stays on disk as it was before this reply.
+        """
         if self._disk is not None:
             for one in self._all:
                 leave = self._disk.put_away if one.is_exact and one.roles else self._disk.give_up
@@ -313,12 +340,12 @@ class Conversations:
     def _at(
         self, found: ServedConversation, history: History, shared: int
     ) -> ServedConversation | None:
-        """Take a conversation back to the first `shared` messages of `history`, and return it.
+        """Return a conversation that has read exactly the first `shared` messages of `history`.
 
-        `found` has read these messages. Messages that it has read after them are undone in a copy,
-        so that both branches stay. But if the client only asks for another reply to the last
-        message, they are undone in `found` itself, and the old reply is lost. Returns None if undo
-        is not possible.
+        `found` has read these messages. If it has read more messages, they are undone in a copy of
+        `found`, so that both branches can be continued. But if the client only asks for another
+        reply to the last message, they are undone in `found` itself, and the old reply is lost.
+        Returns None if undo is not possible.
         """
         if shared == len(found.roles):
             return found
@@ -348,7 +375,7 @@ class Conversations:
         return found
 
     def _load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation from the disk into memory; None if its file can't be used."""
+        """Load a conversation from the disk into memory; returns None if its file can't be used."""
         assert self._disk is not None
         loaded = self._disk.load(saved)
         if loaded is not None:
@@ -356,9 +383,10 @@ class Conversations:
         return loaded
 
     def _make_room(self, besides: ServedConversation | None = None) -> bool:
-        """Make sure that one more conversation has a place in memory; returns whether it has.
+        """Make sure that memory has a place for one more conversation; returns whether it has.
 
-        If necessary, a conversation is removed from memory; it is neither a busy one nor `besides`.
+        If all places are taken, the conversation used longest ago is removed from memory. Neither a
+        busy conversation nor `besides` is removed.
         """
         if len(self._all) < self.limit:
             return True

@@ -1,7 +1,7 @@
-"""Replies in a given format: JSON, JSON that matches a schema, or calls of tools.
+"""Makes replies follow a format: JSON, JSON that matches a schema, or calls of tools.
 
-At each step, the package llguidance says which tokens may come next, and the model chooses among
-these.
+At each step, the package llguidance says which tokens the format allows next, and the model chooses
+one of these tokens.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from sirchat.server.tools import CLOSE, OPEN
 from sirchat.text.other_templates import ToolTemplate
 
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON has blanks only where Python writes them: small models would write others without end."""
+"""Options of llguidance: JSON has blanks only where Python's `json.dumps` writes them.
+
+If other blanks were allowed, small models would write blanks without end.
+"""
 
 
 class Formats:
-    """Makes the formats of replies for one model.
+    """Makes the formats of replies (`ReplyFormat`) for one model.
 
-    At the first use, the model's vocabulary is prepared for llguidance.
+    When the first format is made, the model's vocabulary is prepared for llguidance.
     """
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
     def json(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
-        """The format of a reply that is JSON and matches `schema`.
+        """Make the format of a reply that is JSON and matches the JSON schema `schema`.
 
-        Raises RequestError for a schema that can't be used.
+        Raises RequestError if the schema can't be used, or if the model can't have formats.
         """
         return self._format(
             session,
@@ -45,9 +48,10 @@ class Formats:
         )
 
     def calls(self, tools: Sequence[FunctionFields], most: int, session: Session) -> ReplyFormat:
-        """The format of a reply that consists of one to `most` calls of these tools.
+        """Make the format of a reply that consists of one to `most` calls of the given tools.
 
-        Raises RequestError if the chat template does not write calls as JSON.
+        Raises RequestError if the chat template does not write calls as JSON, if a tool's schema
+        can't be used, or if the model can't have formats.
         """
         template = session.template
         form = template.call_form() if isinstance(template, ToolTemplate) else None
@@ -61,9 +65,11 @@ class Formats:
         )
 
     def _format(self, session: Session, param: str, grammar: Callable[[Any], str]) -> ReplyFormat:
-        """Make a format; `grammar` takes llguidance's class `LLMatcher`, and returns the grammar.
+        """Make a reply format from a grammar.
 
-        `param` is the field of the request that asks for the format; errors (RequestError) name it.
+        `grammar` is a function that takes llguidance's class `LLMatcher`, and returns the grammar
+        as text. `param` is the field of the request that asks for the format. A RequestError that
+        is raised names this field.
         """
         try:
             from llguidance import LLMatcher, LLTokenizer
@@ -95,10 +101,10 @@ class Formats:
 def _grammar(
     tools: Sequence[FunctionFields], most: int, opening: str, arguments: str, closing: str
 ) -> str:
-    """A grammar, in llguidance's dialect of Lark, for one to `most` calls, each on its own line.
+    """A grammar for a reply of one to `most` calls of `tools`, each call on its own line.
 
-    `opening` and `closing` are the texts before and after a call; `arguments` is the name of the
-    JSON field for a call's arguments.
+    The grammar is text in llguidance's dialect of Lark. `opening` and `closing` are the texts
+    before and after a call; `arguments` is the name of the JSON field for a call's arguments.
     """
     before, after = ([json.dumps(text)] if text else [] for text in (opening, closing))
     one = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
@@ -115,20 +121,20 @@ def _grammar(
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, changed to allow only the arguments that it names.
+    """Change the schema of a tool's arguments to allow only the arguments that the schema names.
 
-    Without this, small models would invent more and more arguments. A schema that itself says
-    whether it allows others stays unchanged, and so does one that combines schemas.
+    Without this change, small models would invent more and more arguments. A schema that has
+    `additionalProperties` or that combines schemas (such as `anyOf`) stays unchanged.
     """
     is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
     return {"additionalProperties": False, **schema} if is_plain else schema
 
 
 class ReplyFormat:
-    """Says which tokens may come next in a reply.
+    """Says which tokens may come next in a reply that must follow a format.
 
-    An instance is called with the ids of the reply so far; it returns a mask, a boolean tensor of
-    shape [V], that is true for each id that may follow.
+    An instance is called with the ids of the reply so far. It returns a mask, a boolean tensor [V],
+    that is true for each id that may come next.
 
     Args:
         matcher: llguidance's matcher, which reads the ids one after another.

@@ -1,4 +1,7 @@
-"""Ollama's chat: its requests, and its replies, as one JSON object or as one per line."""
+"""Ollama's chat API: converts its requests to chat requests, and makes the JSON of replies.
+
+A reply is one JSON object, or a stream with one JSON object per line.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from sirchat.server.tool_fields import CallId, Fields, Json, Name, Tool
 from sirchat.server.tools import ToolCall, call_id
 
 VERSION = "0.12.0"
-"""The version of Ollama whose interface the server has."""
+"""The version of Ollama that the server reports to clients; the server has its chat API."""
 
 
 def _endless(number: Any) -> Any:
@@ -33,7 +36,7 @@ def _endless(number: Any) -> Any:
 
 
 class OllamaOptions(Fields):
-    """The field `options` of a request: sampling settings and others, by Ollama's names."""
+    """The field `options` of a request: sampling settings and other settings, by Ollama's names."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,14 +49,17 @@ class OllamaOptions(Fields):
     num_ctx: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """These options, without `num_ctx`, under their names in OpenAI's chat requests."""
+        """The options as fields of an OpenAI chat request, by OpenAI's names; without `num_ctx`."""
         given = self.model_dump(exclude_none=True, exclude={"num_ctx"})
         renamed = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
         return {renamed.get(name, name): value for name, value in given.items()}
 
 
 class OllamaFunction(Fields):
-    """The tool that a call names, and the call's arguments; `index` is ignored."""
+    """The field `function` of a tool call: the tool's name, and the arguments of the call.
+
+    The field `index` is ignored.
+    """
 
     index: int | None = None
     name: Name
@@ -61,7 +67,11 @@ class OllamaFunction(Fields):
 
 
 class OllamaCall(Fields):
-    """A call of a tool; if it has no id, its result is found by order and tool name."""
+    """A tool call in a message.
+
+    If the call has no id, the result of the tool is found by the order of calls and the tool's
+    name.
+    """
 
     id: CallId | None = None
     type: Literal["function"] = "function"
@@ -69,7 +79,7 @@ class OllamaCall(Fields):
 
 
 class OllamaMessage(Fields):
-    """One message of the conversation so far."""
+    """One message in the field `messages` of a request for a reply."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -79,7 +89,7 @@ class OllamaMessage(Fields):
 
 
 class OllamaRequest(Fields):
-    """A request for a reply in a chat."""
+    """The body of a request to `/api/chat`, Ollama's endpoint for a reply in a chat."""
 
     model: str
     messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -90,7 +100,10 @@ class OllamaRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self) -> ChatRequest:
-        """The same request in the form of OpenAI's chat request; `num_ctx` becomes the budget."""
+        """Convert this request to a request of OpenAI's chat API; `num_ctx` becomes the budget.
+
+        Raises RequestError if a value is not allowed.
+        """
         budget, own = self.options.num_ctx, self.sirchat
         if budget is not None and own.budget not in (None, budget):
             raise RequestError("num_ctx and sirchat.budget differ; give one of them")
@@ -109,10 +122,10 @@ class OllamaRequest(Fields):
         return checked(ChatRequest, fields | self.options.settings())
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages in the form of OpenAI's chat request.
+        """Yield the messages as dictionaries, in the form of OpenAI's chat request.
 
-        There, each call has an id, and each result of a tool has the id of its call; ids that are
-        missing in Ollama's request are added.
+        OpenAI's form needs an id for each tool call, and the same id for the tool's result. Ids
+        that are missing in Ollama's request are added.
         """
         ids, waiting = map(call_id, count()), list[tuple[str, str]]()
         for one in self.messages:
@@ -131,7 +144,7 @@ class OllamaRequest(Fields):
 
 
 class OllamaShape:
-    """The JSON of one reply, as one object or as one object per line."""
+    """Makes the JSON of one reply in Ollama's format: one object, or one object per line."""
 
     media = "application/x-ndjson"
 
@@ -140,14 +153,17 @@ class OllamaShape:
         self._begun = time.monotonic_ns()
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """Wait for the end of the reply; returns its JSON object."""
+        """Wait until the reply has ended; returns the JSON object of the whole response."""
         first = time.monotonic_ns()
         text, said, end = await collected(parts)
         calls = [call for one in said for call in one.calls]
         return self._piece(text, calls) | self._end(end, first)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the lines of a stream; each line is a JSON object."""
+        """Yield the lines of the streamed response, while the reply is generated.
+
+        Each line is a JSON object.
+        """
         first = time.monotonic_ns()
         try:
             async for part in parts:
@@ -166,9 +182,10 @@ class OllamaShape:
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end(self, end: ReplyEnd, first: int) -> dict[str, Any]:
-        """The fields that only the last object has, such as token counts and durations in ns.
+        """The fields that only the last JSON object of a reply has, such as token counts.
 
-        `first` is the time when the first part of the reply was there, in ns.
+        `first` is the time, in ns, when the first part of the reply was generated. Durations are in
+        ns.
         """
         now = time.monotonic_ns()
         return {

@@ -23,12 +23,13 @@ from sirchat.text.text_file import without_surrogates
 
 @dataclass(frozen=True)
 class ReplyText:
-    """A part of the reply.
+    """A part of a reply: the next piece of its text.
 
     Attributes:
-        text: the text, without calls of tools.
-        tokens: text and log-probability of each token that ends here, if they were asked for.
-        calls: the calls of tools that end here.
+        text: the piece of text, without calls of tools.
+        tokens: text and log-probability of each token that ends in this part; empty if the request
+            does not ask for log-probabilities.
+        calls: the calls of tools that end in this part.
     """
 
     text: str
@@ -38,12 +39,13 @@ class ReplyText:
 
 @dataclass(frozen=True)
 class ReplyEnd:
-    """How a reply ended.
+    """The last part of a reply: why the reply ended, and token counts.
 
     Attributes:
         finish: `stop`, `length` or `tool_calls`, as in OpenAI's API.
         usage: numbers of tokens, as in OpenAI's API.
-        memory: the conversation's id, and how many of its tokens are in the cache.
+        memory: facts about the conversation, by name: its id, policy and budget, and how many of
+            its tokens are in the cache.
     """
 
     finish: str
@@ -53,17 +55,18 @@ class ReplyEnd:
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How to answer a request.
+    """The options that say how the reply to a request is generated.
 
     Attributes:
         settings: sampling settings, for this reply alone.
-        memory: settings of the memory, such as the policy, to which the session is switched.
+        memory: memory settings, such as the policy, of the request or else of the server.
         stop: strings that end the reply.
         logprobs: whether to return the log-probability of each token.
-        calls: finds the calls of tools in the reply; None if it is to have none.
-        format: makes the reply's format, which says which tokens may come next; None: all may.
-        own: names of the memory settings that the request itself has; unlike others, these replace
-            what was set for the conversation before.
+        calls: parser that finds calls of tools in the reply; None if the reply must not have calls.
+        format: function that makes the reply's format, which says which tokens may come next; None
+            if all tokens may.
+        own: names of the memory settings that the request itself has. Only these replace settings
+            that were changed for the conversation before.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -75,10 +78,10 @@ class ReplyOptions:
     own: frozenset[str] = frozenset()
 
     def memory_of(self, conversation: ServedConversation) -> dict[str, Any]:
-        """The memory settings for this reply in `conversation`.
+        """The values of the memory settings, by name, for this reply in `conversation`.
 
-        What the request sets replaces what was set for this conversation, and that replaces what
-        the server has.
+        A value in the request comes first, then a value that was set for this conversation before,
+        then the server's value.
         """
         own = self.own | ({"policy_options"} if "policy" in self.own else set())
         set_before = {k: v for k, v in conversation.settings.items() if k not in own}
@@ -86,13 +89,14 @@ class ReplyOptions:
 
 
 Step = ReplyText | ReplyEnd | ChosenToken | None
-"""What a step of a reply yields: a part of it, a token to be read next, or nothing (None)."""
+"""What a step of a reply yields: a part of the reply, a token that must be read next, or None."""
 
 
 def plain_text(prompt: str) -> History:
-    """The history of a text that the model continues, without a chat template.
+    """Make the history for a text that the model continues, without a chat template.
 
-    Its keys are random, so that no other request continues the same conversation.
+    Its keys, which identify the messages of a conversation, are random. So no later request can
+    continue the same conversation.
     """
     return History(None, (("text", without_surrogates(prompt)),), (token_bytes(), token_bytes()))
 
@@ -104,11 +108,11 @@ def _is_plain(history: History) -> bool:
 def generate_reply(
     conversation: ServedConversation, history: History, options: ReplyOptions, gone: Interrupted
 ) -> Generator[Step]:
-    """Read the new messages of `history`, and generate the reply; yields what each step yields.
+    """Read the new messages of `history`, and generate the reply to the last one, in steps.
 
-    The function `gone` says whether the client has left. Then the reply ends, and its text so far
-    is kept; a message that is not completely read is undone. Raises the same errors as
-    `Session.ask`.
+    Yields what each step yields (see `Step`). The function `gone` says whether the client has left.
+    If it has, the reply ends, and its text up to this point is kept; a message that is not
+    completely read is undone. Raises the same errors as `Session.ask`.
     """
     session, cached = conversation.session, conversation.session.seen
     wanted = options.memory_of(conversation)
@@ -140,9 +144,10 @@ def generate_reply(
 
 
 def _set_template(session: Session, history: History) -> None:
-    """Set the template that this history needs: one for a plain text, or one for tools.
+    """Set the chat template of `session` to the kind that `history` needs.
 
-    If it needs neither, the session's template stays.
+    A plain text needs `PlainText`. Tools, calls and results of tools need a `ToolTemplate`. For any
+    other history, the session's template stays.
     """
     model, template = session.model, session.template
     if _is_plain(history):
@@ -156,7 +161,7 @@ def _set_template(session: Session, history: History) -> None:
 
 
 def _prepared(session: Session, role: str, text: str) -> str:
-    """The text of a message, in the form in which the session stores it.
+    """Convert the text of a message to the form in which the session stores it.
 
     For calls and results of tools, this also tells the template which ids to read for the message.
     """
@@ -178,7 +183,7 @@ def _prepared(session: Session, role: str, text: str) -> str:
 
 @contextmanager
 def _refused(param: str) -> Iterator[None]:
-    """Context manager: if the chat template can't render something, raise RequestError.
+    """Context manager: raises RequestError if the chat template can't render messages or tools.
 
     `param` is the field of the request that the error names.
     """
@@ -195,9 +200,10 @@ def _answer(
     gone: Interrupted,
     cached: int,
 ) -> Iterator[Step]:
-    """Read the last message, and generate the reply to it; yields what each step yields.
+    """Read the last message of `history`, and generate the reply to it, in steps.
 
-    `cached` is the number of tokens that the session had read before this request.
+    Yields what each step yields (see `Step`). `cached` is the number of tokens that the session had
+    read before this request.
     """
     session, pieces = conversation.session, _Pieces(conversation.session, options)
     role, question = history.messages[-1]
@@ -250,10 +256,12 @@ def _end(served: ServedConversation, asked: TurnDone, done: TurnDone, cached: in
 
 
 class _Pieces:
-    """Cuts a reply into parts for the client, without stop strings, and with calls apart from text.
+    """Cuts the generated text of a reply into parts that can be sent to the client.
+
+    Stop strings are left out, and calls of tools are separated from the text.
 
     Attributes:
-        said: the text so far, without calls.
+        said: the text of the reply so far, without calls of tools.
     """
 
     def __init__(self, session: Session, options: ReplyOptions) -> None:
@@ -264,7 +272,7 @@ class _Pieces:
 
     @property
     def are_stopped(self) -> bool:
-        """Whether a stop string has ended the reply."""
+        """Whether the reply has ended because a stop string was generated."""
         return self._stops.is_found
 
     @property
@@ -274,12 +282,15 @@ class _Pieces:
         return self.are_stopped or (calls is not None and calls.are_complete)
 
     def begin(self) -> None:
-        """Begin the reply: the next token is the first of the reply."""
+        """Tell this object that the next generated token is the first token of the reply."""
         if self._options.logprobs:
             self._tokens = _TokenProbabilities(self._session)
 
     def push(self, text: str) -> ReplyText | None:
-        """Add generated text; returns the next part, or None if there is none yet."""
+        """Add newly generated text; returns the next part of the reply.
+
+        Returns None if all text is held back, as it may begin a stop string or a call of a tool.
+        """
         text, calls = self._stops.push(text), self._options.calls
         if self._tokens is not None:
             return ReplyText(text, self._tokens.complete(text))
@@ -290,7 +301,7 @@ class _Pieces:
         return ReplyText(text, calls=tuple(found)) if text or found else None
 
     def end(self) -> ReplyText:
-        """The last part: text and calls that were held back until the end of the reply."""
+        """Return the last part: the text and calls that were held back until the reply's end."""
         text, calls = "" if self.are_stopped else self._stops.rest(), self._options.calls
         if calls is None:
             tokens = () if self._tokens is None or self.are_stopped else self._tokens.all()
@@ -301,9 +312,10 @@ class _Pieces:
 
 
 class StopStrings:
-    """Ends a text before a stop string: before that one of `stops` that is complete first.
+    """Cuts off a text at the first stop string; the text is added in pieces.
 
-    The text is added in pieces; where it is divided makes no difference.
+    If the text has several strings of `stops`, it is cut before the string that is complete first.
+    The places where the text is divided into pieces make no difference.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -312,7 +324,11 @@ class StopStrings:
         self.is_found = False
 
     def push(self, text: str) -> str:
-        """Add a piece; returns the next text that is certainly not a part of a stop string."""
+        """Add a piece of text; returns the text that can be sent to the client now.
+
+        The end of the text is held back if it may be the beginning of a stop string. After a stop
+        string, the result is always "".
+        """
         if self.is_found:
             return ""
         self._waiting += text
@@ -327,7 +343,7 @@ class StopStrings:
         return ready
 
     def _begins(self, size: int) -> bool:
-        """Whether the last `size` characters are the beginning of a stop string."""
+        """Whether the last `size` held-back characters are the beginning of a stop string."""
         return any(one.startswith(self._waiting[-size:]) for one in self._stops)
 
     def rest(self) -> str:
@@ -336,7 +352,7 @@ class StopStrings:
 
 
 class _TokenProbabilities:
-    """The tokens of a reply with their log-probabilities, given out together with their text."""
+    """Divides a reply's tokens and their log-probabilities among the pieces of the reply's text."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -354,7 +370,7 @@ class _TokenProbabilities:
         return tuple(found)
 
     def all(self) -> tuple[tuple[str, float], ...]:
-        """Text and log-probability of each token that was not given out yet."""
+        """Text and log-probability of each token that `complete` has not returned yet."""
         return tuple(one[1:] for one in self._waiting)
 
     def _collect(self) -> None:

@@ -1,8 +1,8 @@
 """One thread that generates all replies, in rounds: in each round, every reply does one step.
 
-So no two threads use the model at once, and a session needs no lock. A step generates one token of
-a reply, or reads one chunk of a message. The next tokens of all replies are read in one forward
-pass, so that the model's weights are read only once.
+Only this thread uses the model, so a session needs no lock. A step generates one token of a reply,
+or reads one chunk of a message. The next tokens of all replies are read in one forward pass, so
+that the model's weights are read only once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, Step, gene
 from sirchat.server.requests import RequestError
 
 Sent = ReplyText | ReplyEnd | RequestError
-"""What is sent for a request: the parts of the reply, the end last; or an error."""
+"""What is sent for a request: one part of its reply (the last is a `ReplyEnd`), or an error."""
 
 Result = TypeVar("Result")
 
@@ -39,11 +39,14 @@ class WaitingReply:
     """A reply that waits for a conversation, or is being generated.
 
     Attributes:
+        history: the messages of the request, which the reply answers.
+        options: how the reply is generated.
         send: called with each part of the reply, in the thread that generates it.
         is_cancelled: whether the reply was cancelled, because the client no longer waits for it.
-        conversation, steps: where the reply is generated, and its steps; None while it waits.
+        conversation: where the reply is generated; None while the reply waits.
+        steps: generator that does one step of the reply at a time; None while the reply waits.
         chosen: the token that the next step reads, if it can be read together with the tokens of
-            other replies.
+            other replies; else None.
     """
 
     history: History
@@ -59,16 +62,21 @@ class WaitingReply:
         return self.is_cancelled
 
     def generate(self, conversation: ServedConversation) -> Generator[Step]:
-        """Generate the reply in a conversation that has read the beginning of `history`."""
+        """Generate the reply in `conversation`, whose session has read the beginning of `history`.
+
+        Yields what each step of the reply yields; see `Step`.
+        """
         return generate_reply(conversation, self.history, self.options, self.is_gone)
 
 
 class ReplyThread:
-    """Generates several replies at a time, each in its own conversation; other replies wait.
+    """A thread that generates several replies at a time, each in its own conversation.
+
+    Replies for which no conversation is free wait.
 
     Args:
         conversations: the conversations in which replies are generated.
-        most: the largest number of replies, waiting ones included.
+        most: the largest number of replies, including those that wait.
     """
 
     def __init__(self, conversations: Conversations, most: int) -> None:
@@ -85,7 +93,10 @@ class ReplyThread:
         self._thread.start()
 
     def submit(self, reply: WaitingReply) -> None:
-        """Let a reply wait for a conversation; raises RequestError if too many are waiting."""
+        """Add a reply, which begins when a conversation is free for it.
+
+        Raises RequestError if there are too many replies, or if the thread is ending.
+        """
         with self._changed:
             if self._is_ending:
                 raise _ending()
@@ -107,7 +118,7 @@ class ReplyThread:
             self._changed.notify()
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `work` between two steps; returns a future with its result.
+        """Let the thread call `work` between two steps; returns a future with the result of `work`.
 
         If `work` raises BusyError, it is called again after a reply has ended.
         """
@@ -126,9 +137,9 @@ class ReplyThread:
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until the thread has ended its last step, and all conversations are saved.
+        """Wait until the thread has ended its last step, and has saved all conversations.
 
-        If the last step takes longer than 5 seconds, this does not wait any longer.
+        If the last step takes longer than 5 seconds, return before it has ended.
         """
         self._thread.join(_SECONDS)
         if self._is_saving:
@@ -151,14 +162,14 @@ class ReplyThread:
         self._conversations.end()
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; returns False if the thread must end."""
+        """Wait until the thread has something to do; returns False if the thread must end."""
         with self._changed:
             while not (self._running or self._may_begin or self._asked or self._is_ending):
                 self._changed.wait()
             return not self._is_ending
 
     def _look(self) -> None:
-        """Call the functions that were passed to `call`."""
+        """Call the functions that were passed to `call`, and put their results into the futures."""
         with self._changed:
             asked, self._asked = self._asked, []
             if self._may_begin or self._is_ending:
@@ -174,7 +185,10 @@ class ReplyThread:
                 found.set_exception(_as_answer(error))
 
     def _begin(self) -> None:
-        """Begin each waiting reply for which a conversation is free, in their order."""
+        """Begin each waiting reply for which a conversation is free, in the order of submission.
+
+        Replies that were cancelled while they waited are removed.
+        """
         with self._changed:
             waiting = tuple(self._waiting) if self._may_begin else ()
             self._may_begin = False
@@ -197,9 +211,9 @@ class ReplyThread:
             reply.steps = reply.generate(taken)
 
     def _read_chosen(self) -> None:
-        """Read the chosen tokens of all replies in one forward pass, then go on with each reply.
+        """Read the next token of each reply, all in one forward pass, and continue the replies.
 
-        If that fails, each reply reads its token alone, so that an error ends only that reply.
+        If this pass fails, each reply reads its token alone, so that an error ends only one reply.
         """
         replies = [one for one in self._running if one.chosen is not None]
         chosen = [one.chosen for one in replies if one.chosen is not None]
@@ -222,7 +236,7 @@ class ReplyThread:
             one.accept(row[None], score)
 
     def _advance(self, reply: WaitingReply) -> None:
-        """Do one step of a reply, and send the part that it yields, if any."""
+        """Do one step of a reply, and send the part of the reply that the step yields, if any."""
         if reply.conversation is not None:
             are_several = len(self._running) > 1
             can = are_several and self._conversations.model.decode_step is not None
@@ -264,7 +278,10 @@ def _ending() -> RequestError:
 
 
 def _as_answer(error: Exception) -> RequestError:
-    """The error to send to the client; an error that is not the request's fault is logged."""
+    """Convert an exception to the RequestError that is sent to the client.
+
+    The exception is logged if it is not the request's fault.
+    """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextFullError):

@@ -1,4 +1,7 @@
-"""Requests for a reply: checks every field, and refuses values that the server can't obey."""
+"""The fields of requests for a reply, and the checks of their values.
+
+A value that the server can't obey is refused, not ignored.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ MOST_MESSAGES = 10_000
 """Largest number of messages in a request."""
 
 MANY = 10**9
-"""Largest number that a request may give for a number of tokens."""
+"""Largest number of tokens that a request may give as a limit, such as `max_tokens`."""
 
 _MOST_STOPS = 4
 _MOST_TOOLS = 128
 
 
 class RequestError(Exception):
-    """A request can't be answered; the client gets this error as the response.
+    """Raised if a request can't be answered; the client gets this error as the HTTP response.
 
     Attributes:
         status: the status code of the HTTP response.
@@ -67,10 +70,11 @@ class RequestError(Exception):
 
 
 def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
-    """The text of a message's `content`: a text, or a list of parts, which become one line each.
+    """Convert a message's `content`, a text or a list of text parts, to one text.
 
-    `kinds` are the types that a part may have; `extra` are further fields of parts, which are
-    ignored. Anything but a list is returned unchanged.
+    Parts are joined by line breaks. `kinds` are the types that a part may have; `extra` are names
+    of further fields of parts, which are ignored. Anything but a list is returned unchanged. Raises
+    PydanticCustomError for a part that is not text.
     """
     if not isinstance(content, list):
         return content
@@ -82,7 +86,7 @@ def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] 
 
 
 def _only(prompt: Any) -> Any:
-    """A list of one prompt becomes this prompt; anything else is returned unchanged."""
+    """Return the only item of a list with one prompt; return anything else unchanged."""
     return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
@@ -91,9 +95,9 @@ def _listed(stop: Any) -> Any:
 
 
 class ChatMessage(Fields):
-    """One message of the conversation so far.
+    """One message in the field `messages` of a chat request.
 
-    `parsed` is ignored; OpenAI's client adds this field to replies that it sends back.
+    The field `parsed` is ignored; OpenAI's client adds it to replies that it sends back.
     """
 
     role: Annotated[
@@ -113,7 +117,10 @@ class ChatMessage(Fields):
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
-        """Refuse a message without content, and fields that a message of this role can't have."""
+        """Check that the message has text or calls, and only fields that its role may have.
+
+        Returns the message, or raises PydanticCustomError.
+        """
         is_tool, calls = self.role == "tool", bool(self.tool_calls)
         if calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only the assistant calls tools")
@@ -127,7 +134,10 @@ class ChatMessage(Fields):
 
 
 class JsonSchema(Fields):
-    """A JSON schema that the reply must match; the model does not see the schema's name."""
+    """The field `json_schema` of a reply's format: a named JSON schema that the reply must match.
+
+    The model does not see the schema's name.
+    """
 
     name: Name
     description: str | None = None
@@ -136,7 +146,7 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The format of a reply: text, any JSON object, or JSON that matches a schema."""
+    """The field `response_format`: the reply is text, any JSON object, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -158,14 +168,18 @@ class ResponseFormat(Fields):
 
 
 class StreamOptions(Fields):
-    """The field `stream_options`: what a stream contains besides the reply."""
+    """The field `stream_options`: whether a streamed response ends with the token counts."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class MemorySettings(Fields):
-    """Settings of the conversation's memory; for None, the setting of the server is used."""
+    """The field `sirchat` of a request: settings of the conversation's memory.
+
+    None means that the request does not set the value. The conversation then uses the value that
+    was set for it before, or else the server's value.
+    """
 
     policy: str | None = None
     budget: int | None = None
@@ -175,20 +189,24 @@ class MemorySettings(Fields):
     @field_validator("policy")
     @classmethod
     def _without_code(cls, name: str | None) -> str | None:
-        """Refuse a policy `module:Class`, because the server would run code that a client chose."""
+        """Refuse a policy `module:Class`, because the server would run code that a client chose.
+
+        Returns any other name of a policy unchanged.
+        """
         if name is not None and is_path(name):
             raise PydanticCustomError("policy", "a request can't name a policy of your own")
         return name
 
     def given(self) -> dict[str, Any]:
-        """The settings that are not None, by name."""
+        """The memory settings that the request sets, which are those that are not None, by name."""
         return self.model_dump(exclude_none=True)
 
 
 class ReplyRequest(Fields):
-    """The fields that every request for a reply has.
+    """Base class of requests for a reply: the fields that chat requests and text requests have.
 
-    Sampling settings have the same limits as the server's own settings; they are checked later.
+    The limits of sampling settings are those of the server's own settings; `ChatServer` checks
+    them.
     """
 
     model: str | None = None
@@ -209,25 +227,25 @@ class ReplyRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def settings(self) -> dict[str, Any]:
-        """The settings that the request changes for this reply alone, by name."""
+        """The values, by name, of the settings that the request changes for this reply alone."""
         given = {name: getattr(self, name) for name in _SAMPLING}
         given["max_new_tokens"] = self.most_tokens
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens that the reply may have; None: the server's setting."""
+        """The largest number of tokens that the reply may have; None for the server's setting."""
         return self.max_tokens
 
 
 class TextRequest(ReplyRequest):
-    """A request to continue a text."""
+    """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
     prompt: Annotated[str, BeforeValidator(_only)] = Field(min_length=1)
 
 
 class ChatRequest(ReplyRequest):
-    """A request for a reply in a chat."""
+    """A request for a reply in a chat, with the fields of OpenAI's chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MANY)
@@ -239,11 +257,11 @@ class ChatRequest(ReplyRequest):
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens that the reply may have; None: the server's setting."""
+        """The largest number of tokens that the reply may have; None for the server's setting."""
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
-        """Raise RequestError if the values of some fields contradict each other."""
+        """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
         _check_order(self.turns)
         self._check_tools()
         if self.tools and self.logprobs:
@@ -256,7 +274,10 @@ class ChatRequest(ReplyRequest):
             )
 
     def _check_tools(self) -> None:
-        """Raise RequestError if a required tool does not exist, or if `strict` can't be obeyed."""
+        """Raise RequestError if a required tool does not exist, or if `strict` can't be obeyed.
+
+        A tool's field `strict` can be obeyed only if `tool_choice` requires a call.
+        """
         is_free = self.tool_choice in ("none", "auto")
         if not is_free and not self.called_tools:
             raise RequestError("tool_choice names no tool of the request", param="tool_choice")
@@ -267,7 +288,10 @@ class ChatRequest(ReplyRequest):
 
     @property
     def called_tools(self) -> list[FunctionFields]:
-        """The tools of which the reply must call at least one; empty if it need not call any."""
+        """The tools of which the reply must call at least one, as `tool_choice` requires.
+
+        The list is empty if `tool_choice` requires no call.
+        """
         if self.tool_choice in ("none", "auto"):
             return []
         wanted = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
@@ -275,13 +299,13 @@ class ChatRequest(ReplyRequest):
 
     @property
     def system(self) -> str | None:
-        """The text of the first message, if that is a system message; else None."""
+        """The text of the first message if it is a system message; else None."""
         first = self.messages[0]
         return first.content if first.role == "system" else None
 
     @property
     def turns(self) -> Sequence[ChatMessage]:
-        """All messages but a system message at the beginning."""
+        """All messages except the system message, which can only be the first message."""
         return self.messages[self.messages[0].role == "system" :]
 
 
@@ -306,14 +330,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "service_tier": ("auto", "default"),
 }
-"""For fields that the server does not support: the values that would change nothing."""
+"""Fields that some requests do not support, each with the values that change nothing.
+
+An unsupported field with such a value is ignored; with any other value, the request is refused.
+"""
 
 
 Request = TypeVar("Request", bound=Fields)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse and check the JSON body of a request; raises RequestError for the first problem."""
+    """Parse and check the JSON body of a request; returns a request of the class `kind`.
+
+    Raises RequestError for the first problem.
+    """
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -324,7 +354,10 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
 
 
 def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """Make a request of these fields; raises RequestError for the first invalid field."""
+    """Make a request of the class `kind` with these fields.
+
+    Raises RequestError for the first invalid field.
+    """
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
@@ -334,10 +367,11 @@ def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
 
 
 def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
-    """The fields of a request, without fields that have no effect.
+    """Return the fields of a request without those that have no effect.
 
-    `offered` are the names of the fields that the server supports. Raises RequestError if another
-    field has a value that would change the reply.
+    `offered` are the names of the fields that the server supports. A field has no effect if it is
+    empty, such as None, if the server ignores its name, or if `_NEUTRAL` lists its value. Raises
+    RequestError if an unsupported field of `_NEUTRAL` has another value.
     """
     kept = {}
     for name, value in given.items():

@@ -1,7 +1,8 @@
 """OpenAI's responses API: a request names the response that it continues.
 
-A request has only the new messages. The server keeps the messages before them, under the id of the
-response that is continued. The reply is generated as in a chat completion with all these messages.
+A request has only the new messages. The server has stored the earlier messages, under the id of the
+response that the request names. The reply is generated as in a chat completion with the earlier and
+the new messages.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ _PARTS = partial(
 
 
 class InputMessage(Fields):
-    """A message of the input; also a message of an earlier response, as clients send it back."""
+    """A message in the field `input` of a request.
+
+    It may be a message of an earlier response, which clients send back with `id` and `status`.
+    """
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -58,13 +62,16 @@ class InputMessage(Fields):
     status: Literal["completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """The same message in the form of a chat request."""
+        """Convert this message to a message of a chat request."""
         role = "system" if self.role == "developer" else self.role
         return ChatMessage(role=role, content=self.content)
 
 
 class CalledFunction(Fields):
-    """A call of a tool in an earlier response, as clients send it back."""
+    """A tool call in the field `input` of a request.
+
+    It is a call of an earlier response, which clients send back.
+    """
 
     type: Literal["function_call"]
     call_id: CallId
@@ -75,7 +82,7 @@ class CalledFunction(Fields):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """The call as a message of a chat request."""
+        """Convert this tool call to a message of the assistant, for a chat request."""
         function = FunctionCall(name=self.name, arguments=self.arguments)
         return ChatMessage(
             role="assistant", tool_calls=[CallFields(id=self.call_id, function=function)]
@@ -83,7 +90,7 @@ class CalledFunction(Fields):
 
 
 class FunctionOutput(Fields):
-    """The result of a tool for one call."""
+    """The result of one tool call, in the field `input` of a request."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -92,28 +99,32 @@ class FunctionOutput(Fields):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """The result as a message of a chat request."""
+        """Convert this result to a message with the role `tool`, for a chat request."""
         return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
 
 
 class FunctionTool(FunctionFields):
-    """A function that the model may call; its name and parameters stand beside `type`."""
+    """A function that the model may call; its name and parameters are fields beside `type`."""
 
     type: Literal["function"]
 
     def tool(self) -> dict[str, Any]:
-        """The same tool in the form of a chat request, where `function` contains these fields."""
+        """Convert this tool to the form of a chat request: its fields are inside `function`."""
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
 class NamedFunction(ToolName):
-    """The tool that the reply must call."""
+    """The field `tool_choice`, if it names the tool that the reply must call."""
 
     type: Literal["function"]
 
 
 class TextFormat(Fields):
-    """The format of a reply; in contrast to a chat request, the schema stands beside its name."""
+    """The format of a reply: text, any JSON object, or JSON that matches a schema.
+
+    The schema and its name are fields beside `type`; in a chat request, they are inside
+    `json_schema`.
+    """
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -123,12 +134,12 @@ class TextFormat(Fields):
 
 
 class TextOptions(Fields):
-    """The field `text` of a request: it has the format of the reply's text."""
+    """The field `text` of a request: an object with the format of the reply."""
 
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
-        """The same format in the form of a chat request."""
+        """Convert the format of the reply to the field `response_format` of a chat request."""
         given = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
@@ -138,7 +149,7 @@ def _listed(given: Any) -> Any:
 
 
 def _kind(item: Any) -> Any:
-    """The type of an input item; an item without a type is a message."""
+    """The type of an item of the field `input`; `message` for an item without a type."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -151,7 +162,7 @@ _Item = Annotated[
 
 
 def _messages(items: Iterable[_Item]) -> list[ChatMessage]:
-    """Convert input items to messages of a chat request.
+    """Convert the items of the field `input` to messages of a chat request.
 
     A reply's text and its calls of tools become one message.
     """
@@ -167,7 +178,7 @@ def _messages(items: Iterable[_Item]) -> list[ChatMessage]:
 
 
 class ResponsesRequest(Fields):
-    """A request to generate a response."""
+    """The body of a request to `/v1/responses`."""
 
     input: Annotated[
         list[_Item],
@@ -189,7 +200,10 @@ class ResponsesRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self, before: list[ChatMessage]) -> ChatRequest:
-        """The same request in the form of a chat request; `before` are the earlier messages."""
+        """Convert this request to a chat request; `before` are the conversation's earlier messages.
+
+        Raises RequestError if a value is not allowed.
+        """
         messages = [*before, *_messages(self.input)]
         if self.instructions is not None:
             if messages[0].role == "system":
@@ -213,9 +227,11 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirc
 
 
 class KeptResponses:
-    """For each response, by its id: all messages up to this response, which is the last of them.
+    """Stores the messages of earlier responses, so that later requests can continue them.
 
-    If there are too many responses, or if they are too long, the oldest are dropped.
+    For the id of each response, it has all messages of the chat up to this response, which is the
+    last message. If there are more than 1000 responses, or if their texts are too long together,
+    the oldest responses are dropped.
     """
 
     def __init__(self) -> None:
@@ -223,7 +239,11 @@ class KeptResponses:
         self._size = 0
 
     def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
-        """Keep a response: `before` are the earlier messages, `new` are its input and reply."""
+        """Store a response under the id `ident`.
+
+        `before` are the messages before its request; `new` are the messages of its request and
+        reply.
+        """
         texts = [one.text for one in new]  # texts of earlier messages are shared, not copied
         texts += [call.function.arguments for one in new for call in one.tool_calls]
         size = sum(map(len, texts))
@@ -233,9 +253,10 @@ class KeptResponses:
             self._size -= self._kept.popitem(last=False)[1][1]
 
     def messages(self, ident: str | None) -> list[ChatMessage]:
-        """All messages up to and including a response; empty if `ident` is None.
+        """All messages up to the response with the id `ident`, which is the last one.
 
-        Raises RequestError if no response with this id is kept.
+        If `ident` is None, returns an empty list. Raises RequestError if no response with this id
+        is stored.
         """
         if ident is None:
             return []
@@ -250,9 +271,9 @@ class KeptResponses:
 
 
 class ResponsesShape:
-    """The JSON of one response, in one piece or as events; also keeps the response.
+    """Makes the JSON of one response, in one piece or as events, and stores the response.
 
-    It is kept only if the request's field `store` is true.
+    The response is stored, for later requests, only if the request's field `store` is true.
     """
 
     media = "text/event-stream"
@@ -286,7 +307,7 @@ class ResponsesShape:
         }
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
-        """Wait for the end of the reply; returns the response's JSON object."""
+        """Wait until the reply has ended; returns the JSON object of the whole response."""
         text, said, end = await collected(parts)
         calls = [call for one in said for call in one.calls]
         items = [self._message(_status(end), text)] if text or not calls else []
@@ -334,24 +355,33 @@ class ResponsesShape:
         yield self._event(f"response.{response['status']}", response=response)
 
     def _place(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Append the message with the text to `items`; returns its place, as fields of events."""
+        """Append an empty message, for the reply's text, to `items`; returns the place of the text.
+
+        The place is a dictionary of the fields with which events name the message and its part.
+        """
         items.append(self._message())
         return {"item_id": self._item, "output_index": len(items) - 1, "content_index": 0}
 
     def _opened(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        """Yield the events that come before the text."""
+        """Yield the events that tell the client, before any text, that the message `item` begins.
+
+        `at` is the place of the text; see `_place`.
+        """
         yield self._event("response.output_item.added", output_index=at["output_index"], item=item)
         yield self._event("response.content_part.added", **at, part=_text(""))
 
     def _closed(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        """Yield the events that come after the text."""
+        """Yield the events that tell the client, after all text, that the message `item` ends.
+
+        `at` is the place of the text; see `_place`.
+        """
         (part,) = item["content"]
         yield self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
         yield self._event("response.content_part.done", **at, part=part)
         yield self._event("response.output_item.done", output_index=at["output_index"], item=item)
 
     def _called(self, items: Sequence[dict[str, Any]]) -> Iterator[str]:
-        """Yield all events of a call, which is the last of the `items`."""
+        """Yield all events of one tool call, which is the last of the `items`."""
         index, item = len(items) - 1, items[-1]
         at = {"item_id": item["id"], "output_index": index}
         begun, name = item | {"arguments": "", "status": "in_progress"}, "function_call_arguments"
@@ -362,7 +392,10 @@ class ResponsesShape:
         yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _done(self, output: list[dict[str, Any]], end: ReplyEnd) -> dict[str, Any]:
-        """The JSON of the complete response, which is kept from now on if `store` is set."""
+        """Make the JSON object of the complete response.
+
+        The response is stored for later requests if the request's field `store` is true.
+        """
         if self._asked.store:
             said = TypeAdapter(list[_Item]).validate_python(output)
             self._kept.add(self._id, self._before, _messages([*self._asked.input, *said]))

@@ -1,7 +1,7 @@
 """The conversations on disk: each is a saved chat, in the server's own folder.
 
-One thread writes all of them, so that no reply waits for the disk. A conversation is written after
-each finished turn; its keys and values are written when it is removed from memory.
+One thread writes all conversations, so that no reply waits for the disk. A conversation is written
+after each finished turn. Its keys and values are written when it is removed from memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from sirchat.server.conversations import (
 )
 
 MOST_BYTES = 8 * 2**30
-"""Largest size of all files, in bytes; the conversations used longest ago are deleted first."""
+"""Largest size, in bytes, of all files of conversations that are only on disk.
+
+If the files are larger, the conversations used longest ago are deleted first.
+"""
 
 _LOG = logging.getLogger(__name__)
 _SILENCE = 600  # least number of seconds between two logged errors of writing
@@ -43,7 +46,7 @@ _FIELD = "served"  # the name of `_Fields` in the table `head`
 
 
 class _Fields(BaseModel):
-    """What the server adds to a saved chat's state, in the table `head` of its file."""
+    """The fields that the server adds to a saved chat's state, in the table `head` of its file."""
 
     model_config = ConfigDict(strict=True)
 
@@ -56,13 +59,13 @@ class _Fields(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class SavedConversation:
-    """A conversation on disk, with all that is needed to list it and to find it.
+    """An entry for a conversation on disk, which is used to list it and to find it.
 
     Attributes:
         id, keys, roles, settings: as in `ServedConversation`.
-        first: the beginning of its first user message.
-        file: a future with the path of its file, done when that is written; its result is None if
-            writing failed.
+        first: the beginning of the conversation's first user message.
+        file: a future with the path of the conversation's file, done when the file is written; its
+            result is None if writing failed.
     """
 
     id: str
@@ -74,7 +77,10 @@ class SavedConversation:
 
     @staticmethod
     def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
-        """The entry for a conversation in memory; `file`: a future with the path of its file."""
+        """Make the entry for a conversation in memory.
+
+        `file` is a future with the path of the conversation's file.
+        """
         return SavedConversation(
             conversation.id,
             tuple(conversation.keys),
@@ -86,7 +92,10 @@ class SavedConversation:
 
     @staticmethod
     def read(store: SessionStore) -> SavedConversation:
-        """The entry for the conversation in a file; raises SessionError if there is none."""
+        """Make the entry for the conversation in an open file.
+
+        Raises SessionError if the file has no conversation of the server, or is damaged.
+        """
         head = store.head()
         with decoding(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
@@ -104,13 +113,13 @@ class SavedConversation:
 
 
 class SavedConversations:
-    """The conversations that are only on disk, not in memory.
+    """The list of the conversations that are only on disk, not in memory.
 
     Args:
         model: the loaded model.
         profile: the server's settings.
-        limit: the largest number of conversations on disk, with those that are also in memory.
-        folder: where their files are.
+        limit: the largest number of conversations on disk, including those that are also in memory.
+        folder: the folder with the files of the conversations.
     """
 
     def __init__(self, model: LoadedModel, profile: Profile, limit: int, folder: Path) -> None:
@@ -124,19 +133,23 @@ class SavedConversations:
 
     @property
     def all(self) -> list[SavedConversation]:
-        """The conversations that are only on disk, by last use, the latest at the end."""
+        """Entries of the conversations that are only on disk; the one used last is at the end."""
         if self._found is not None:
             self._listed, self._found = self._found.result(), None
         return self._listed
 
     def find(self, ident: str) -> SavedConversation | None:
-        """The conversation with this id; None if it is not on disk, or if it is in memory."""
+        """The entry of the conversation with the id `ident`.
+
+        Returns None if no conversation has this id, or if the conversation is in memory.
+        """
         return next((one for one in self.all if one.id == ident), None)
 
     def best(self, history: History, shared: int) -> SavedConversation | None:
-        """The conversation that shares most messages with `history`.
+        """The entry of the conversation that has read most messages at the start of `history`.
 
-        Returns None if no conversation shares more than `shared` messages.
+        Only conversations that can be continued without undo count. Returns None if none of them
+        has read more than `shared` of these messages.
         """
         best = None
         for one in reversed(self.all):
@@ -146,9 +159,9 @@ class SavedConversations:
         return best
 
     def load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation into memory, and remove it from this list.
+        """Load a conversation into memory, and remove its entry `saved` from this list.
 
-        Returns None if its file can't be used.
+        Returns None if the conversation's file can't be used.
         """
         self.all.remove(saved)
         if (path := saved.file.result()) is None:
@@ -169,9 +182,10 @@ class SavedConversations:
         return loaded
 
     def _resumed(self, store: SessionStore, own: dict[str, Any]) -> Session:
-        """The session in `store`: resumed with its old settings, then switched to the server's.
+        """Continue the session that is saved in `store`, with the server's settings.
 
-        `own` are the settings of this conversation alone; they replace the server's.
+        The session is loaded with its saved settings, and then switched to those of the server.
+        `own` are settings that were changed for this conversation alone; they replace the server's.
         """
         before = saved_profile(store, (self._profile.policy,))
         now = {name: getattr(self._profile, name) for name in Profile.model_fields}
@@ -193,7 +207,11 @@ class SavedConversations:
         self._writer.submit(write)
 
     def put_away(self, conversation: ServedConversation) -> SavedConversation:
-        """Write a conversation that leaves memory, with keys and values; returns its entry."""
+        """Let the writing thread write a conversation, with keys and values, and close its file.
+
+        The caller removes the conversation from memory. Returns the conversation's new entry in
+        this list.
+        """
 
         def write() -> Path | None:
             self._write(conversation, with_kv=True)
@@ -206,16 +224,18 @@ class SavedConversations:
     def give_up(self, conversation: ServedConversation) -> None:
         """Drop all that a conversation in memory has read since its last finished turn.
 
-        If it is on disk, it is listed again as it was then.
+        If the conversation has a file, the file is closed, and the conversation's entry is listed
+        again as it was after that turn.
         """
         if (saved := self._files.get(conversation)) is not None:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, others: int) -> None:
-        """Delete the conversations used longest ago, if all together are too many or too large.
+        """Delete conversations that are only on disk, if there are too many or too large ones.
 
-        At most `limit` may exist, with the `others` that are in memory; those that are only on disk
-        may take at most `MOST_BYTES`.
+        Those used longest ago are deleted first. At most `limit` conversations may exist, including
+        the `others`, which is the number of conversations in memory. The files of the conversations
+        that are only on disk may take at most `MOST_BYTES` bytes.
         """
         stays: list[SavedConversation] = []
         size = 0
@@ -228,14 +248,15 @@ class SavedConversations:
         self._listed = stays
 
     def end(self) -> None:
-        """Delete surplus conversations, and wait until all the others are written."""
+        """Delete surplus conversations (see `prune`), and wait until the writing thread ends."""
         self.prune(0)
         self._writer.shutdown()
 
     def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
-        """Write what is new in a conversation; after an error, the next turn tries this again.
+        """Write what is new in a conversation to its file; `with_kv` also writes keys and values.
 
-        Errors are logged, but for `_SILENCE` seconds only the first.
+        If an error occurs, it is not raised, and the next finished turn tries to write again. Of
+        several errors within `_SILENCE` seconds, only the first is logged.
         """
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
         saving.more = {_FIELD: _fields(conversation)}
@@ -258,7 +279,10 @@ class SavedConversations:
                 self._said_at = time.monotonic()
 
     def _close(self, conversation: ServedConversation) -> Path | None:
-        """Close a conversation's file without writing; returns its path, None without a file."""
+        """Close a conversation's file without writing to it.
+
+        Returns the path of the file; None if the conversation has never been written.
+        """
         if conversation.saving is not None:
             conversation.saving.abandon()
             conversation.saving = None
@@ -266,9 +290,10 @@ class SavedConversations:
         return None if saved is None else saved.file.result()
 
     def _read(self) -> list[SavedConversation]:
-        """Find the conversations in the folder that are of this model and not in use by a server.
+        """Read the entries of all conversations in the folder; the one changed last is at the end.
 
-        They are sorted by the time of their last change.
+        Conversations of another model, files that a process has open, and damaged files are left
+        out.
         """
         found, wanted = [], (self._model.precision, fingerprint(self._model))
         for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda one: one.stat().st_mtime):
@@ -292,14 +317,14 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
 
 
 def _at(path: Path) -> Future[Path | None]:
-    """A future that is done: its result is the path of a written file."""
+    """Make a future that is already done: its result is `path`, the path of a written file."""
     file: Future[Path | None] = Future()
     file.set_result(path)
     return file
 
 
 def _size(saved: SavedConversation) -> int:
-    """Size of a conversation's files in bytes; 0 while they are being written, or without files."""
+    """Total size of a conversation's files in bytes; 0 if they are missing or being written."""
     if not saved.file.done() or (path := saved.file.result()) is None:
         return 0
     files = (path, path.with_suffix(".safetensors"))

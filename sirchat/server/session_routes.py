@@ -1,4 +1,4 @@
-"""The endpoints that show and change a conversation's memory, and the web page that uses them."""
+"""The HTTP endpoints that show and change a conversation's memory, and the web page for them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _LONGEST = 10_000  # characters
 
 
 class MemoryChange(MemorySettings):
-    """A change of a conversation: first settings, then tokens to pin, unpin and erase.
+    """The body of a request that changes a conversation's memory.
 
-    These tokens are named as for `/pin` and `/erase`: by their words, by `last`, or by `turn N`.
+    First the settings are changed; then tokens are pinned, unpinned and erased, in this order. The
+    fields name these tokens as the commands `/pin` and `/erase` do: by their words, by `last`, or
+    by `turn N`.
     """
 
     pin: str | None = Field(None, min_length=1, max_length=_LONGEST)
@@ -36,13 +38,14 @@ class MemoryChange(MemorySettings):
     erase: str | None = Field(None, min_length=1, max_length=_LONGEST)
 
     def settings(self) -> dict[str, Any]:
-        """The settings to change, by name."""
+        """The values, by name, of the settings that the request changes."""
         return self.model_dump(exclude_none=True, exclude={"pin", "unpin", "erase"})
 
     def apply(self, conversation: ServedConversation) -> list[Event]:
-        """Change a conversation, and return the events of the change.
+        """Apply this change to a conversation; returns the events that report what has changed.
 
-        Raises SettingError or UsageError for a change that is not possible.
+        Raises SettingError or UsageError if a part of the change is not possible; the parts before
+        it stay applied.
         """
         session, wanted, events = conversation.session, self.settings(), list[Event]()
         if wanted:
@@ -58,7 +61,7 @@ class MemoryChange(MemorySettings):
 
 
 class SessionRoutes:
-    """The endpoints under `/v1/sirchat/sessions`, and the web page.
+    """The endpoints under `/v1/sirchat/sessions`, and the web page at `/`.
 
     Args:
         replies: the thread that alone may use conversations.
@@ -137,7 +140,11 @@ def _found(answer: dict[str, Any] | None) -> Response:
 
 
 def _memory(conversation: ServedConversation) -> dict[str, Any]:
-    """The snapshot of a conversation's memory, as JSON; `busy`: whether it is in use."""
+    """The snapshot of a conversation's memory, as a JSON object.
+
+    The field `recall` has the setting `recall`; the field `busy` says whether a reply is being
+    generated in the conversation.
+    """
     snapshot = conversation.session.snapshot()
     recall = conversation.session.profile.recall
     return {**asdict(snapshot), "recall": recall, "busy": conversation.is_busy}
@@ -172,7 +179,10 @@ async def _page(request: Request) -> Response:
 
 @cache
 def _page_and_policy() -> tuple[str, str]:
-    """The web page, and its content security policy, which allows only the page's own code."""
+    """The HTML of the web page, and the content security policy to send with the page.
+
+    The policy allows only the script and the style that the page contains.
+    """
     text = files("sirchat.server").joinpath("page.html").read_text("utf-8")
     hashes = {name: _hash(text, name) for name in ("script", "style")}
     policy = (

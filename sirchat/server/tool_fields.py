@@ -1,4 +1,4 @@
-"""The fields of requests that describe tools and their calls, and how all fields are checked."""
+"""The fields of requests that describe tools and their calls, and the base class of all fields."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ _DEEPEST = 64  # most levels of nested lists and objects
 
 
 class Fields(BaseModel):
-    """Base class of requests and their parts; a field that a class does not have is refused."""
+    """Base class of requests and their parts; it refuses fields that a subclass does not define."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def check(self) -> None:
-        """Raise RequestError if the values of some fields contradict each other."""
+        """Raise RequestError if the values of some fields contradict each other.
+
+        This base class has no fields, so it does nothing.
+        """
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-"""The name of a tool."""
+"""The type of a field with a name, such as the name of a tool."""
 
 CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
-"""The id of a call of a tool."""
+"""The type of the id of a call of a tool."""
 
 
 def shallow(value: Any) -> Any:
-    """Return a JSON value unchanged, unless its lists and objects are nested too deeply.
+    """Return a JSON value unchanged, if its lists and objects are not nested too deeply.
 
-    In that case, raise PydanticCustomError.
+    Raises PydanticCustomError if they are.
     """
     level = [value]
     for _ in range(_DEEPEST):
@@ -45,9 +48,9 @@ Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
 
 
 class FunctionCall(Fields):
-    """The tool that a reply calls, and the call's arguments, which are JSON text.
+    """The field `function` of a tool call: the tool's name, and the arguments as JSON text.
 
-    `parsed_arguments` is ignored; OpenAI's client adds this field to calls that it sends back.
+    The field `parsed_arguments` is ignored; OpenAI's client adds it to calls that it sends back.
     """
 
     name: Name
@@ -56,7 +59,10 @@ class FunctionCall(Fields):
 
 
 class CallFields(Fields):
-    """A call of a tool in a reply; `index`, a field of streamed calls, is ignored."""
+    """A tool call in a message of the assistant.
+
+    The field `index`, which the calls of a streamed reply have, is ignored.
+    """
 
     index: int | None = None
     id: CallId
@@ -65,7 +71,7 @@ class CallFields(Fields):
 
 
 class FunctionFields(Fields):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call: its name, description, and parameters (a JSON schema)."""
 
     name: Name
     description: str | None = None
@@ -74,20 +80,20 @@ class FunctionFields(Fields):
 
 
 class Tool(Fields):
-    """A tool that the model may call."""
+    """An item of the field `tools`: a tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionFields
 
 
 class ToolName(Fields):
-    """The name of a tool."""
+    """An object whose only field is the name of a tool."""
 
     name: Name
 
 
 class NamedTool(Fields):
-    """The tool that the reply must call."""
+    """The field `tool_choice`, if it names the tool that the reply must call."""
 
     type: Literal["function"]
     function: ToolName

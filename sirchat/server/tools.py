@@ -1,4 +1,4 @@
-"""Calls of tools: how they are written in a reply, and in a history."""
+"""Finds calls of tools in replies, and converts calls and results of tools for histories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ToolCall:
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """The call as a JSON object of OpenAI's API."""
+        """This call as a JSON object in the format of OpenAI's API."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -45,7 +45,7 @@ class CallParser:
 
     Attributes:
         calls: the calls found so far.
-        is_cut: whether something after the reply's only call was left out.
+        is_cut: whether `only_one` made the parser leave out text or calls after the first call.
     """
 
     def __init__(self, names: Collection[str], number: int, *, only_one: bool = False) -> None:
@@ -59,11 +59,15 @@ class CallParser:
 
     @property
     def are_complete(self) -> bool:
-        """Whether the reply has ended, because it has the only call that it may have."""
+        """Whether the reply must end, because it has the only call that it may have."""
         return self._only_one and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece; returns the next text outside calls, and the calls that are now complete."""
+        """Add a piece of the reply; returns the text outside calls, and the complete calls.
+
+        Returned text and calls have not been returned before. Text that may belong to a call is
+        held back.
+        """
         self._waiting += text
         start = self._waiting.lstrip()
         if not self._has_begun and (not start or _begins(start, "{") or _begins(start, _PYTHON)):
@@ -74,7 +78,10 @@ class CallParser:
         return shown, self.calls[before:]
 
     def _next(self) -> str | None:
-        """The next text that can be shown; None if there is none until more is added."""
+        """Take the next text or call from the waiting text; returns the text that can be shown.
+
+        For a call, returns "". If the waiting text ends too early to decide, returns None.
+        """
         if self.are_complete:
             return None
         at = self._waiting.find(OPEN)
@@ -109,7 +116,11 @@ class CallParser:
         return left, self.calls[before:]
 
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
-        """Add the calls in `written`, and return True; if it has anything else, return False."""
+        """Add the calls that the text `written` consists of; returns whether this is possible.
+
+        If the text is empty, or has anything but calls, nothing is added. If `is_tagged` is true, a
+        call may name a tool that does not exist.
+        """
         found: list[ToolCall] = []
         left = written.strip().removeprefix(_PYTHON).strip()
         while left:
@@ -135,7 +146,7 @@ class CallParser:
 
 
 def call_id(number: int) -> str:
-    """The id of a call, made from its number in the conversation."""
+    """Make the id of a call from its number in the conversation."""
     return f"call{number:05}"
 
 
@@ -144,7 +155,7 @@ def _begins(text: str, opening: str) -> bool:
 
 
 def calls_in_reply(asked: ChatRequest) -> CallParser | None:
-    """A parser for the calls in a reply; None if the reply must not call tools."""
+    """Make a parser for calls in the reply to `asked`; None if the reply must not call tools."""
     if not asked.tools or asked.tool_choice == "none":
         return None
     ids = [call.id for one in asked.turns for call in one.tool_calls]
@@ -155,10 +166,10 @@ def calls_in_reply(asked: ChatRequest) -> CallParser | None:
 
 
 def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
-    """Role and text of each message; successive results of tools become one message.
+    """Convert messages to pairs of role and text; successive results of tools become one message.
 
-    The role is user, assistant, `tool` (results) or `calls` (a reply that calls tools). In the last
-    two cases, the text is JSON.
+    The role is `user`, `assistant`, `tool` (results) or `calls` (a reply that calls tools). For
+    `tool` and `calls`, the text is JSON.
     """
     said: list[tuple[str, str]] = []
     results: list[Any] = []
@@ -183,9 +194,9 @@ def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
 
 
 def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
-    """A reply that calls tools, as JSON text.
+    """Write a reply that calls tools as JSON text.
 
-    It is the same for the same calls, even if a client changes blanks in text or arguments.
+    The result stays the same if a client changes blanks around the text or in the arguments.
     """
     written = [[one.id, one.name, _value(one.arguments)] for one in calls]
     key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
@@ -193,7 +204,7 @@ def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
 
 
 def _value(arguments: str) -> Any:
-    """The value of arguments that are valid JSON; else their text."""
+    """Parse the arguments of a call; returns the text unchanged if it is not valid JSON."""
     try:
         return shallow(json.loads(arguments))
     except (ValueError, RecursionError):
@@ -201,14 +212,20 @@ def _value(arguments: str) -> Any:
 
 
 def calls_of(key: str) -> tuple[str, list[dict[str, Any]]]:
-    """The inverse of `calls_key`: a reply's text and calls, in the form for chat templates."""
+    """Read what `calls_key` has written: returns the reply's text, and its calls.
+
+    The calls have the form that chat templates need.
+    """
     text, calls = json.loads(key)
     functions = [(ident, {"name": name, "arguments": value}) for ident, name, value in calls]
     return text, [{"id": one, "type": "function", "function": fields} for one, fields in functions]
 
 
 def results_of(text: str) -> list[dict[str, str]]:
-    """Convert results of tools from JSON text, see `as_said`, to messages for chat templates."""
+    """Convert results of tools from JSON text, as `as_said` writes it, to messages.
+
+    The messages have the form that chat templates need.
+    """
     return [
         {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
         for ident, name, said in json.loads(text)
