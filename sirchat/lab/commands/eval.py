@@ -1,6 +1,7 @@
-"""`sirchat eval`, and its commands that measure what a model under a policy remembers.
+"""The `sirchat eval` commands that measure what a model remembers under a policy.
 
-Each function builds a study from its own options; `study` adds the flags that all studies have.
+Each function builds a study from its options. The decorator `study` makes it a command, and adds
+the flags that all studies have.
 """
 
 from pathlib import Path

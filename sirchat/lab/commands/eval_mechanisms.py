@@ -1,4 +1,7 @@
-"""The `sirchat eval` commands that study a mechanism: anchors, attention, random choice, recall."""
+"""The `sirchat eval` commands that study how something works.
+
+They study anchors, attention, policies that choose at random, and recall.
+"""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -77,7 +80,10 @@ def anchor_attention(
     limit: Conversations = 50,
     facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
 ) -> "Study":
-    """Tell facts and ask for one; report which rounds' anchor tokens the answer attends to."""
+    """Tell facts and ask for one; report which rounds' anchor tokens the answer attends to.
+
+    Each fact is told in its own round.
+    """
     from sirchat.lab.studies.anchor_attention import AnchorAttention
 
     return AnchorAttention(profile, limit=limit, facts=facts)
@@ -107,7 +113,7 @@ def uniformity(
     compared: Compared,
     rounds: Annotated[int, typer.Option(help="Number of rounds in the stream.", min=1)] = 8,
 ) -> "Study":
-    """Read one stream with many seeds; report the share of each tenth that is still held."""
+    """Read one text with many seeds; report the share of each tenth of it that is still held."""
     from sirchat.lab.studies.uniformity import Uniformity
 
     return Uniformity(**compared, rounds=rounds)
