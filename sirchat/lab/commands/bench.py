@@ -116,7 +116,9 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare speed with a plain loop of transformers, as ratios (below 1: sirchat is faster).
+    """Compare sirchat's speed with a plain loop of transformers, as ratios of times.
+
+    A ratio below 1 says that sirchat is faster.
 
     Without a subcommand, this runs `decode`.
     """

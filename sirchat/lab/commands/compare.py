@@ -67,9 +67,11 @@ def compare(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings; show answers, held tokens, agreement with full.
+    """Replay a transcript under several settings, and show how the model's answers differ.
 
-    Ctrl-C ends the comparison after the current round; the rounds compared until then are shown.
+    For each setting, the answers, the number of held tokens and the agreement with policy full are
+    shown. Ctrl-C ends the comparison after the current round; the rounds compared until then are
+    shown.
     """
     profile = repeatable(profile_of(flags))
     settings = _settings(profile, policies, budgets, decays, sweep or [])

@@ -35,7 +35,7 @@ def train_tiny(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model from random weights, on dialogues generated during training."""
+    """Train the bundled model `tiny` from random weights, on dialogues generated meanwhile."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.trainer import Trainer
 

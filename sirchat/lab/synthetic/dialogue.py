@@ -1,4 +1,4 @@
-"""Generates seeded synthetic dialogues of any length, message by message.
+"""Generates random synthetic dialogues of any length, message by message.
 
 A dialogue is a stream of rounds; a round is a user message and the reply. The user tells facts,
 asks for them later, corrects them, or asks for facts that were never told. Between these rounds are

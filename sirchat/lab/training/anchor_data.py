@@ -150,7 +150,7 @@ Row = dict[str, Tensor]
 
 
 class MessageLike(Protocol):
-    """A message of a conversation: any object that has a role and a text."""
+    """The type of a message of a conversation: any object that has a `role` and a `text`."""
 
     @property
     def role(self) -> str:

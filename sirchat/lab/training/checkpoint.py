@@ -1,4 +1,7 @@
-"""Writes and reads the files of a training: checkpoints to resume from, and the exported model."""
+"""Writes and reads the files of a training of `tiny` or `tiny-anchor`.
+
+They are checkpoints, from which an interrupted training resumes, and the trained model.
+"""
 
 from __future__ import annotations
 

@@ -266,9 +266,10 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
 def _cut(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
-    """Cut a stream of rounds into conversations of at most `length` tokens, and yield each one.
+    """Turn a stream of rounds into conversations of at most `length` tokens, and yield each.
 
-    Rounds of more than `length` tokens are left out.
+    A round is a pair of texts (user's message, reply). A conversation is a list of the ids of its
+    rounds. A round of more than `length` tokens is left out.
     """
     found: list[TurnIds] = []
     for user, reply in rounds:

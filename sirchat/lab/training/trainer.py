@@ -284,7 +284,7 @@ class TrainingSpeed:
         self.ticks = 0
 
     def tick(self) -> float:
-        """Record that a step has ended; returns the moving mean of the seconds per step."""
+        """Record that a training step has ended; returns the mean seconds per step."""
         now = time.perf_counter()
         took, self.last = now - self.last, now
         self.ticks += 1
