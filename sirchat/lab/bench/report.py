@@ -98,9 +98,9 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
 
 
 def start_record(measured: list[StartMeasure], model: str, note: str) -> dict[str, object]:
-    """The times and the memory of starting `model`, and a description of the machine.
+    """Make a JSON object with the measurements of starting a model, and facts on the machine.
 
-    Returns a JSON object.
+    `model` is the model's name, and `note` a text that belongs to the measurements.
     """
     results = [asdict(one) for one in measured]
     return {"model": model, "machine": machine(), "results": results, "note": note}

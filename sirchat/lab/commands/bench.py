@@ -300,7 +300,7 @@ def index(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the time of searching an archive of the model `tiny` with an index and without."""
+    """Compare the time of searching an archive of evicted tokens with an index and without one."""
     profile = _profile("tiny", device, dtype)
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions

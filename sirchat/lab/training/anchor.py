@@ -49,7 +49,9 @@ from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 
 Trained = Variant | Literal["none"]
-"""The kind of anchors that a model is trained with; `none` is ordinary training, as a baseline."""
+"""How a model is trained: with anchors of the variant `ac` or `ep`, or with `none`, as a baseline.
+
+`ac` adds a new anchor token; for `ep`, each token that ends a sentence is an anchor."""
 
 TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
 

@@ -162,7 +162,7 @@ class Step:
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
-    """Updates the training clock and the loss history after each step, and calls `show`.
+    """A Trainer callback: after each step, updates clock and loss history, and calls `show`.
 
     If several processes train together, only the first one has a history and calls `show`;
     `history` is None in the others.

@@ -31,9 +31,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from sirchat.lab.training.rows import Batch
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of four index tensors (row, head, query, key): whether the query attends to the key.
+"""A function that takes indices of row, head, query and key as tensors, and returns a bool tensor.
 
-Flex attention calls such a function to make a block mask."""
+The result says whether the query attends to the key. Flex attention calls such a function to make a
+block mask."""
 
 
 def visible(

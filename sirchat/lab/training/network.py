@@ -55,7 +55,7 @@ def register_attention() -> str:
 def build_model(
     size: Size, vocab: int, seed: int, bos: int, eos: int, pad: int
 ) -> LlamaForCausalLM:
-    """Build a Llama model of the shape `size`, with random weights that depend only on `seed`.
+    """Build a Llama model of the shape `size`, with random weights that `seed` determines.
 
     `vocab` is the size of the vocabulary; `bos`, `eos` and `pad` are ids of special tokens.
     """

@@ -199,7 +199,7 @@ class ScheduledStep:
 
     @property
     def learning_rate(self) -> float:
-        """The factor that multiplies the optimizers' learning rates in this training step.
+        """The factor that multiplies the optimizers' learning rates in the training step.
 
         In each phase the factor rises to the phase's `peak`, stays there, and then falls linearly
         to a few percent of `peak`.

@@ -275,7 +275,7 @@ def summary(
 class TrainingSpeed:
     """Measures the seconds per training step as a moving mean.
 
-    The slow first steps soon no longer count in the mean.
+    Each new step counts at least 5% in the mean, so that the slow first steps soon lose weight.
     """
 
     def __init__(self) -> None:
