@@ -1,4 +1,7 @@
-"""Reports the progress of long work on stderr: as a bar in a terminal, as lines in a log file."""
+"""Reports the progress of long work, such as a study or a training, on stderr.
+
+Progress is a bar in a terminal, and lines of text in a log file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class ProgressPace:
     Args:
         done: the amount of work that is done at the start, in any unit.
         total: the whole amount of work, in the same unit.
-        clock: returns the time in seconds.
+        clock: returns the current time in seconds.
     """
 
     def __init__(self, done: float, total: float, clock: Callable[[], float]) -> None:
@@ -27,7 +30,7 @@ class ProgressPace:
         self._started = self._printed = self._now = clock()
 
     def is_due(self, done: float) -> bool:
-        """Whether to write a line now, when the amount `done` is done.
+        """Whether to write a line of progress now, after the amount `done` of the work is done.
 
         True at the end of the work, and if the last line is at least `EVERY` seconds old.
         """
@@ -38,9 +41,10 @@ class ProgressPace:
         return is_due
 
     def left(self, done: float) -> str:
-        """The estimated time left as text, such as `, 3 min left`; empty at the start and end.
+        """The estimated time until the work is finished, as text such as `, 3 min left`.
 
-        The estimate uses the time of the last call of `is_due`.
+        `done` is the amount of work that is done. At the start and at the end of the work the text
+        is empty. The current time is that of the last call of `is_due`.
         """
         if not self._before < done < self._total:
             return ""
@@ -49,7 +53,7 @@ class ProgressPace:
 
 
 def duration(seconds: float) -> str:
-    """A duration as text, such as `40 s`, `3 min` or `2 h 5 min`."""
+    """A duration, given in seconds, as text such as `40 s`, `3 min` or `2 h 5 min`."""
     if round(seconds) < 60:
         return f"{round(seconds)} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -68,15 +72,17 @@ def with_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
-    """Yield the finished units (independent runs) of a study, and report progress.
+    """Yield the finished units of a study (its independent runs), and report the progress.
+
+    Progress is a bar if `console` is a terminal, else lines of text.
 
     Args:
-        done: yields the units as they finish.
-        total: number of units.
-        known: number of units that were finished before this run.
+        done: yields each unit as soon as it is finished.
+        total: number of all units of the study.
+        known: number of units that an earlier, interrupted run of the study has finished.
         name: name of the study.
-        console: where to report; by default stderr.
-        clock: returns the time in seconds.
+        console: where to report the progress; by default stderr.
+        clock: returns the current time in seconds.
     """
     console = console or Console(stderr=True, highlight=False)
     if console.is_terminal:
@@ -101,9 +107,9 @@ def _lines(
     console: Console,
     clock: Callable[[], float],
 ) -> Iterator[T]:
-    """Yield the finished units, and print lines of progress.
+    """Yield the finished units of a study, and print lines of progress.
 
-    A line is printed at the start, at the end, and in between at most every `EVERY` seconds.
+    A line is printed at the start, at the end, and between them at most every `EVERY` seconds.
     """
     pace = ProgressPace(known, total, clock)
     console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)

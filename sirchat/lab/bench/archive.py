@@ -1,4 +1,7 @@
-"""Measures the memory and disk space that an archive takes while a long stream is read."""
+"""Measures the memory and disk space that the archive of evicted tokens takes.
+
+Meanwhile the model reads a long stream of random tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ _ROUND = 2_000  # tokens read between two measurements
 
 @dataclass(frozen=True)
 class ArchiveUse:
-    """Peak memory and disk space of the archive of a conversation.
+    """The peak memory and disk space of an archive of evicted tokens, from one measurement.
 
     Attributes:
-        place: where the archive was, `ram` or `disk`.
-        tokens: number of tokens read.
-        limit: the archive's limit in bytes.
-        archive: largest size of the keys and values in the archive, in bytes.
-        disk: largest size of the archive's files, in bytes.
-        memory: largest growth of the process's memory after the archive was half full, in bytes;
-            None if it is unknown.
+        place: where the archive was stored, `ram` or `disk`.
+        tokens: number of tokens that the model read.
+        limit: the largest allowed size of the archive in bytes.
+        archive: the largest measured size of the keys and values in the archive, in bytes.
+        disk: the largest measured size of the archive's files, in bytes.
+        memory: how many bytes the memory of the process grew at most after the archive was half
+            full; None if this could not be measured.
         archived: number of tokens in the archive at the end.
-        seconds: duration of the whole run.
+        seconds: duration of the whole measurement.
     """
 
     place: str
@@ -47,8 +50,9 @@ class ArchiveUse:
 
 
 def bench_archive(model: LoadedModel, tokens: int, limit: int) -> Iterator[ArchiveUse]:
-    """Read `tokens` random ids under the entropy policy at budget 1,024, and measure the archive.
+    """Measure the memory and disk space that an archive takes while a model reads `tokens` tokens.
 
+    The tokens are random, and are read under the policy entropy with a budget of 1,024 tokens.
     Yields two results: first for an archive in memory, then for an archive on disk. Each archive
     may take `limit` bytes.
     """
@@ -86,7 +90,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
 
 
 def resident_memory() -> int:
-    """Resident memory of this process in bytes; 0 where the system does not report it."""
+    """The resident memory of this process in bytes; 0 if the system does not report it."""
     gc.collect()
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -96,7 +100,10 @@ def resident_memory() -> int:
 
 
 def most_memory() -> int:
-    """The highest resident memory of this process so far, in bytes; 0 where it is not reported."""
+    """The highest resident memory of this process since its start, in bytes.
+
+    Returns 0 if the system does not report it.
+    """
     try:
         status = Path("/proc/self/status").read_text("ascii", "replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""Baselines that decoding is compared with.
+"""Times three baselines with which sirchat's decoding is compared.
 
-They are generation with a static cache, decoding without prompt lookup, and reading the model's
-weights from memory once.
+The baselines are generation by transformers with a static cache, decoding without prompt lookup,
+and reading the model's weights from memory once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from sirchat.models.model import LoadedModel
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped there
-    """A streamer that records when transformers hands over the prompt and then each new token."""
+    """A streamer for transformers' `generate`, which records the time of each generated token.
+
+    `times` has the time of the prompt first, then that of each new token.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -36,11 +39,11 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time greedy generation with a static cache; yield seconds per token, endlessly.
+    """Time transformers' greedy generation with a static cache; yields seconds per token, forever.
 
-    Each value is from one run of transformers' `generate`, which fills its static cache. The times
-    of the prompt and of the first token do not count. On a GPU, transformers compiles the decode
-    step by itself.
+    Each value comes from one call of `generate`, which fills the static cache. The times of the
+    prompt and of the first token do not count. On a GPU, transformers compiles the decode step by
+    itself.
     """
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
@@ -70,10 +73,11 @@ _TURN = TurnRef(turn=0, round=0)
 def repeated_blocks(
     model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
 ) -> Iterator[float]:
-    """Time replies that repeat a text that was just read; yield seconds per token, endlessly.
+    """Time replies that repeat a text just read; yields the seconds per token of each, forever.
 
-    `engine` must be new: it reads the text, which fills a quarter of the cache. `lookup` says
-    whether prompt lookup is on, which guesses the next tokens from the text.
+    `engine` must be new. It first reads the text, which fills a quarter of the cache. `lookup` says
+    whether prompt lookup is on: it finds the last tokens in earlier text and guesses that the same
+    tokens follow.
     """
     text = some_ids(model, options.cache // 4)
     for _ in engine.feed(text, [Role.USER] * len(text), _TURN):
@@ -92,7 +96,7 @@ def repeated_blocks(
 
 
 class _Reciting(Sampler):
-    """A sampler that returns the ids of a text again and again, whatever the logits are."""
+    """A sampler that ignores the logits: it picks the ids of a given text, again and again."""
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__(Sampling())
@@ -107,10 +111,10 @@ _COLUMNS = 1024
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """Number of bytes, as stored, of the weights that a decode step reads.
+    """The size in bytes, as stored in memory, of the model's weights that a decode step reads.
 
-    Embeddings count only if the output head shares them. All other weights count, also every
-    expert of a mixture-of-experts model.
+    The embeddings count only if the output head shares them. All other weights count, also those of
+    every expert in a mixture-of-experts model.
     """
     module = model.module
     head = module.get_output_embeddings()
@@ -120,15 +124,19 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def _sizes(module: nn.Module) -> dict[int, int]:
-    """Bytes of each tensor of a module, by the tensor's address; a shared tensor counts once."""
+    """The size in bytes of each parameter and buffer of a module, by the tensor's address.
+
+    Tensors at the same address share their memory, and appear once.
+    """
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     return {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time how long the device takes to read `size` bytes; yield these seconds, endlessly.
+    """Time how long the model's device takes to read `size` bytes of memory once.
 
-    A float32 matrix of that size is multiplied with a vector, which reads the matrix once.
+    Yields the mean seconds of several reads, forever. A read is the product of a float32 matrix of
+    this size and a vector.
     """
     rows = max(1, size // (4 * _COLUMNS))
     matrix = torch.ones(rows, _COLUMNS, device=model.device)

@@ -1,8 +1,8 @@
-"""Finds the figures in sirchat's documents with the commands that made them; repeats the commands.
+"""Finds the measured figures in sirchat's Markdown documents, and repeats their measurement.
 
-The Markdown files themselves show which command made a figure. A claim is a command in backticks
-that stands in a table row or in a paragraph with figures. A table right before a paragraph belongs
-to the paragraph.
+The documents name the command that made a figure. A claim is a command in backticks together with
+its figures, which stand in the same table row or in the same paragraph. A table right before a
+paragraph belongs to the paragraph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACEHOLDER = re.compile(r"[A-Z]{2,}")
 
 @dataclass(frozen=True)
 class Claim:
-    """A command in a document, and the text of the document with the command's figures.
+    """A measuring command that a document names, and the part of the document with its figures.
 
     `place` names the document and the heading. `text` is the table row with the command, or the
     paragraph with the command and the table before it.
@@ -37,21 +37,24 @@ class Claim:
     text: str
 
     def lacking(self) -> list[str]:
-        """The placeholders in the command, such as FILE or PYTHON."""
+        """The placeholders in the claim's command, words such as FILE or PYTHON."""
         words = [word.rpartition("=")[2] for word in shlex.split(self.command)]
         return [word for word in words if _PLACEHOLDER.fullmatch(word)]
 
     def put(self, given: Mapping[str, str]) -> Claim:
-        """A copy of the claim, in whose command each key of `given` is replaced by its value."""
+        """Replace words of the claim's command, such as FILE, by values; returns a new claim.
+
+        `given` maps each of these words to its value.
+        """
         words = [given.get(word, word) for word in shlex.split(self.command)]
         return Claim(self.place, shlex.join(words).replace("'&&'", "&&"), self.text)
 
 
 def documents() -> list[Path]:
-    """The paths of sirchat's Markdown documents.
+    """The paths of sirchat's Markdown documents, which are searched for measured figures.
 
-    The README.md of the repository is one of them only in a source tree: an installed package
-    does not contain it.
+    In a source tree, the first path is that of the repository's README.md. An installed package
+    does not contain this file.
     """
     package = Path(__file__).parents[2]
     first = package.parent / "README.md"
@@ -60,12 +63,12 @@ def documents() -> list[Path]:
 
 
 def claims() -> list[Claim]:
-    """The claims in all documents, document by document."""
+    """All claims (measured figures with their commands) in sirchat's documents, in order."""
     return [claim for path in documents() for claim in claims_of(path)]
 
 
 def claims_of(path: Path) -> Iterator[Claim]:
-    """The claims in one document."""
+    """Yield the claims (measured figures with their commands) in one Markdown document."""
     name = "/".join(path.parts[-2:])
     heading = table = ""
     for block in _FENCED.sub("", path.read_text(encoding="utf-8")).split("\n\n"):
@@ -91,14 +94,17 @@ def _claims_in(line: str, text: str, place: str) -> Iterator[Claim]:
 
 
 def commands_in_blocks(path: Path) -> list[str]:
-    """The commands in all code blocks marked `sh` in a document; \\ at a line's end joins lines."""
+    """The commands in those code blocks of a Markdown document that are marked `sh`.
+
+    Each line of a block is one command. A \\ at the end of a line joins it with the next line.
+    """
     blocks = (code for kind, code in _FENCED.findall(path.read_text("utf-8")) if kind == "sh")
     lines = (line for code in blocks for line in code.replace("\\\n", "").splitlines())
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
 def repeat(claim: Claim) -> int:
-    """Run a claim's command, which writes to the terminal; returns its exit status.
+    """Run the command of a claim again, with its output on the terminal; returns its exit status.
 
     Raises UsageError if the command still has a placeholder, such as FILE.
     """

@@ -1,4 +1,4 @@
-"""Runs the usual benchmarks of one model and describes the machine: `sirchat bench all`."""
+"""Runs the usual benchmarks of one model, and describes the machine, for `sirchat bench all`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _ARCHIVED, _RETRIEVERS = 4_000, ("words", "hybrid")
 
 
 def bench_everything(profile: Profile, rounds: int, llama_cpp: str | None) -> dict[str, object]:
-    """Measure start, decode, prefill and recall of a profile's model, `rounds` times each.
+    """Run the benchmarks of start, decode, prefill and recall for the model of a profile.
 
-    `llama_cpp` is the path of a Python that has llama-cpp-python; None for this Python, if it has
-    the package. Returns one record with the measurements and a description of the machine. Raises
+    Each time is measured `rounds` times. If the model is a GGUF file, llama.cpp is measured, too:
+    `llama_cpp` is the path of a Python with llama-cpp-python; None for this Python, if it has the
+    package. Returns one record with all measurements and a description of the machine. Raises
     ModelError if the model can't be loaded.
     """
     use_threads(profile.threads)  # llama.cpp gets as many threads

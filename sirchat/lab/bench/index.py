@@ -1,8 +1,11 @@
-"""Compares searching an archive through an index with scoring every archived token.
+"""Compares two ways to search an archive of evicted tokens: through an index, and without it.
 
-The archive is like that of a long chat. It has the tokens of generated conversations, like those
-that the bundled model was trained on. The conversations are read in batches by plain forward
-passes, each from position 0. All of their tokens are archived, except the first few (the sinks).
+An index proposes a part of the archived tokens, and only these are scored. Without an index, every
+archived token is scored.
+
+The archive is like that of a long chat. It has the tokens of generated conversations, such as the
+bundled model was trained on. Plain forward passes read the conversations in batches, each
+conversation from position 0. All of their tokens are archived except the first few (the sinks).
 So the keys, values and surprisals come from a real model, and no chat has to run. The queries are
 user turns of other generated conversations, each read after the earlier turns of its conversation.
 """
@@ -44,7 +47,7 @@ _FOUND = 200  # number of tokens that a search restores
 
 @dataclass(frozen=True)
 class _Searched:
-    """An archive, queries to it, and the recall settings of the search."""
+    """An archive of evicted tokens that is searched, and the queries and settings of the search."""
 
     archive: Archive
     surprisal_of: SurprisalOf
@@ -53,7 +56,11 @@ class _Searched:
     recall: RecallSettings
 
     def search(self, query: Query, *, index: bool) -> Ranked:
-        """Score all archived tokens or, if `index` is true, only those that the index proposes."""
+        """Search the archive for one query; returns positions and scores of archived tokens.
+
+        If `index` is true, only the tokens that the index proposes are scored, else all archived
+        tokens.
+        """
         archive, rotations = self.archive, self.model.rotations
         search = ArchiveSearch(
             archive, archive.positions, query, self.recall, rotations, self.surprisal_of
@@ -61,9 +68,10 @@ class _Searched:
         return search.proposed() if index else search.all()
 
     def seconds(self, best: list[Positions], *, index: bool) -> Iterator[float]:
-        """Search for one query after another, endlessly; yield the seconds of each search.
+        """Search the archive for one query after another; yields the seconds of each, forever.
 
-        The positions of the best tokens of each search are appended to `best`.
+        `index` says whether the search uses the index. After each search, the positions of the
+        tokens of highest score are appended to `best`.
         """
         for query in itertools.cycle(self.asked):
             start = time.perf_counter()
@@ -79,10 +87,11 @@ class _Searched:
 
 
 def bench_index(model: LoadedModel, options: BenchOptions, rows: int) -> Iterator[Ratio]:
-    """Compare, for each retriever, the time of a search with an index and of an exact search.
+    """Compare the time of a search in an archive with an index and without it.
 
-    The archive has `rows` tokens. Raises UsageError if faiss is not installed, or the model is not
-    `tiny`.
+    The archive has `rows` tokens. Yields one ratio for each retriever that can use an index: the
+    time with the index, divided by the time without it. Raises UsageError if faiss is not
+    installed, or the model is not `tiny`.
     """
     if not is_available():
         raise UsageError("faiss is not installed", hint="pip install 'sirchat[faiss]'")
@@ -129,14 +138,14 @@ def _measure(side: _Searched, options: BenchOptions) -> Ratio:
 
 
 def _recall(name: str) -> RecallSettings:
-    """The default recall settings with the retriever `name`, and with the index on."""
+    """The default recall settings, changed to use an index and the retriever `name`."""
     recall = build_cache_settings(changed(Profile(), "bench", recall=name)).recall
     assert recall is not None
     return replace(recall, n=_FOUND, index="on")
 
 
 TOKENS, SINKS = 512, 4
-"""Number of tokens of a conversation, and number of its first tokens that are not archived."""
+"""Number of tokens in each conversation, and number of its first tokens that are not archived."""
 
 _BATCH = 16
 _MIX = Mix(
@@ -147,7 +156,10 @@ Surprisal = NDArray[np.float64]
 
 
 def archived(model: LoadedModel, count: int, seed: int = 0) -> tuple[Archive, Surprisal]:
-    """An archive of `count` tokens of generated dialogue, and their surprisals [count] in nats."""
+    """Make an archive of `count` tokens of generated dialogue, which the model reads.
+
+    Returns the archive, and the surprisals [count] of its tokens in nats.
+    """
     archive, scores = Archive(), np.zeros(count)
     done, renderer, rng = 0, Renderer(model.tokenizer), Random(f"archived/{seed}")
     while done < count:
@@ -163,7 +175,11 @@ def archived(model: LoadedModel, count: int, seed: int = 0) -> tuple[Archive, Su
 
 
 def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
-    """Queries from `count` user turns of conversations that are not in the archive."""
+    """Yield `count` queries for searches, from the user turns of conversations not in the archive.
+
+    The model reads each conversation up to its last user turn with a reply. The query has the keys,
+    the values and the query vectors of this turn.
+    """
     renderer, rng = Renderer(model.tokenizer), Random(f"asked/{seed}")
     for _ in range(count):
         ids = _ids(renderer, rng)
@@ -179,7 +195,7 @@ def questions(model: LoadedModel, count: int, seed: int = 0) -> Iterator[Query]:
 
 
 def _ids(renderer: Renderer, rng: Random) -> list[int]:
-    """The first TOKENS ids of a conversation."""
+    """The first TOKENS ids of a generated conversation that has at least so many."""
     ids: list[int] = []
     while len(ids) < TOKENS:
         ids = renderer.render(dialogue(rng, 30, _MIX)).ids
@@ -187,7 +203,10 @@ def _ids(renderer: Renderer, rng: Random) -> list[int]:
 
 
 def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
-    """The indices in `ids` at which the last user turn with a reply, and this reply, begin."""
+    """Find the last user turn that has a reply; returns the indices of two tokens in `ids`.
+
+    The first index is that of the turn's first token, the second that of the reply's first token.
+    """
     end = max(at for at, one in enumerate(ids) if one == renderer.roles["assistant"])
     return max(at for at in range(end) if ids[at] == renderer.roles["user"]), end
 
@@ -196,10 +215,10 @@ def _last_question(renderer: Renderer, ids: list[int]) -> tuple[int, int]:
 def _read(
     model: LoadedModel, ids: Tensor, start: int
 ) -> Iterator[tuple[Rows, NDArray[np.float32]]]:
-    """Read conversations [B, TOKENS]; for each, yield the keys and values, and the surprisals.
+    """Read the ids of B conversations [B, TOKENS] in one forward pass; yield the rows of each.
 
-    Both leave out the first SINKS tokens. Surprisals are in nats. The yielded tokens get successive
-    stream positions from `start` on.
+    For each conversation, yields the keys and values, and the surprisals in nats, of all tokens but
+    the first SINKS ones. These tokens get successive stream positions, from `start` on.
     """
     cache = DynamicCache(config=model.module.config)
     logits = model.module(

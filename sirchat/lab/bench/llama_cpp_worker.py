@@ -1,10 +1,11 @@
-"""Runs llama-cpp-python for `peers.py`, in another process and maybe another Python.
+"""A program that runs llama.cpp; `peers.py` starts it in another process, to measure its speed.
 
-It imports nothing of sirchat. It reads commands from stdin, one JSON list per line, and answers
-each command with a number. These commands are answered with the time they took, in seconds:
-["load", path, threads, rows, rearranges]; ["read", ids], which reads ids into an empty cache; and
-["decode", ids], which reads ids one by one after those in the cache. ["resident"] is answered with
-the memory of the process in bytes, and ["peak"] with the highest value of that memory so far.
+The program imports nothing of sirchat, so that any Python with llama-cpp-python can run it. It
+reads commands from stdin, one JSON list per line, and answers each command with a number. The
+answer to three commands is the time that they took, in seconds: ["load", path, threads, rows,
+rearranges] loads a model, as the function `load` does; ["read", ids] reads ids into an empty cache;
+["decode", ids] reads ids one by one, after the ids in the cache. The answer to ["resident"] is the
+memory of the process in bytes, and to ["peak"] the highest memory since its start.
 """
 
 import json
@@ -15,8 +16,9 @@ from typing import Any
 
 
 def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
-    """Load a model whose cache has room for `rows` tokens, with `threads` threads.
+    """Load the GGUF file `path` with llama.cpp, and return the model.
 
+    The model computes with `threads` threads, and its cache has room for `rows` tokens.
     `rearranges` says whether llama.cpp stores the weights in another order, for faster kernels.
     """
     # No module of this folder may be imported instead of one that llama_cpp needs.
@@ -37,7 +39,7 @@ def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
 
 
 def main() -> None:
-    """Answer commands until the input ends."""
+    """Read commands from stdin until it ends, and write the answer to each command to stdout."""
     answers, sys.stdout = sys.stdout, sys.stderr  # the library may print
     model: Any = None
     pages, status = Path("/proc/self/statm"), Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""Writes a GGUF file of a given shape with random weights, to measure sizes that are not bundled.
+"""Writes a GGUF file with random weights, to measure the speed of a model of any size.
 
 The weights are written in parts, so that a file of any size takes little memory. Their values are
 about as large as those of a trained model, so that logits are finite. The model's text is nonsense.
@@ -19,7 +19,7 @@ from sirchat.models.gguf.header import BLOCKS, FOUR_BIT
 from sirchat.paths import tiny_dir
 
 CONTEXT = 8192
-"""The context length that the file states, in tokens."""
+"""The context length, in tokens, that a written GGUF file states."""
 
 _HEAD = "Q6_K"  # type of embeddings and output head, as in most four-bit files
 _FACTORS = {
@@ -28,22 +28,24 @@ _FACTORS = {
     "Q4_K": {0: 8e-5, 2: 6e-4},
     "Q6_K": {208: 1.5e-5},
 }
-"""For each type of block, the offsets of its float16 factors in bytes, and values for the factors.
-With these values, weights have about mean 0 and standard deviation 0.02 if all other bits are
-random."""
+"""The scale factors for random weights, by GGUF block type.
+
+For each type, the keys are the offsets of the block's float16 factors in bytes, and the values are
+the factors. If all other bits of a block are random, its weights then have about mean 0 and
+standard deviation 0.02."""
 _PART = 1 << 24  # bytes that are written at once
 
 Shape = Mapping[str, Any]
-"""Sizes of a model, named as in a config of transformers; see `ratio.SHAPES`."""
+"""The sizes of a model, by the names that they have in a config of transformers."""
 
 
 def write_model(path: Path, shape: Shape, kind: str = "Q4_K") -> Path:
-    """Write a model of `shape` to `path`; returns the path.
+    """Write a GGUF file with random weights for a model of the sizes `shape`; returns `path`.
 
     `kind` is the GGUF block type in which matrices are stored. The model has the tokenizer and the
-    chat template of `tiny`. Unused tokens fill the vocabulary up to the size that the shape has.
-    Raises SettingError if `kind` is not allowed, the package gguf is missing or the file can't be
-    written.
+    chat template of the bundled model `tiny`; unused tokens fill its vocabulary up to the size in
+    `shape`. Raises SettingError if `kind` is not allowed, the package gguf is not installed, or the
+    file can't be written.
     """
     if kind not in FOUR_BIT:
         raise SettingError(f"--type {kind!r} is none of {', '.join(FOUR_BIT)}")
@@ -118,7 +120,10 @@ def _head_dim(shape: Shape) -> int:
 
 
 def _tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield the name, the shape and the GGUF type of each tensor, in the file's order."""
+    """Yield the name, the shape and the GGUF type of each tensor of a model, in the file's order.
+
+    The model has the sizes `shape`. Its matrices have the type `kind`, its norms float32.
+    """
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], _head_dim(shape)
     queries, keys = (head * shape[f"num_{one}_heads"] for one in ("attention", "key_value"))
     matrices = {
@@ -147,7 +152,10 @@ def _tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], st
 def _parts(
     sizes: tuple[int, ...], kind: str, random: np.random.Generator
 ) -> Iterator[NDArray[np.generic]]:
-    """Yield the data of a tensor in parts: ones for a norm, random blocks for a matrix."""
+    """Yield the data of one tensor of the shape `sizes`, in parts that fit into memory.
+
+    A norm (`kind` F32) has ones, and a matrix has random blocks of the GGUF type `kind`.
+    """
     if kind == "F32":
         yield np.ones(sizes, "<f4")
         return

@@ -17,10 +17,10 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class MemoryMeasure:
-    """The memory that a part of a model takes, in bytes.
+    """The stated and the measured memory of a part of a model, in bytes.
 
     Attributes:
-        name: the part: weights, KV cache, or both.
+        name: the name of the part: weights, KV cache, or both.
         said: the memory that `sirchat models fit` states for the part.
         tensors: the sum of the sizes of the part's tensors.
         grew: how much the memory of the process grew when the part was loaded or filled.
@@ -34,11 +34,12 @@ class MemoryMeasure:
 
 @torch.inference_mode()
 def bench_memory(profile: Profile) -> list[MemoryMeasure]:
-    """Load a profile's model in this process, fill its KV cache, and measure the memory of both.
+    """Measure the memory that the weights and the full KV cache of a profile's model take.
 
-    The cache is filled to the length of the model's context. Returns one measure each for the
-    weights, the cache, and both together. Raises ModelError if the model is not on this machine or
-    can't be loaded, and UsageError if its files do not state its sizes.
+    The model is loaded in this process, and its cache is filled to the length of the model's
+    context. Returns three measures: of the weights, of the cache, and of both together. Raises
+    ModelError if the model is not on this machine or can't be loaded, and UsageError if its files
+    do not state its sizes.
     """
     said = fit_of(find_model(profile.model), profile, None).choices[0]
     budget, cache_said = max(said.caches.items())
@@ -64,6 +65,9 @@ def bench_memory(profile: Profile) -> list[MemoryMeasure]:
 
 
 def _tensor_bytes(model: LoadedModel) -> int:
-    """Bytes of all parameters and buffers of a model; tensors that share memory count once."""
+    """The size in bytes of all parameters and buffers of a model, as stored in memory.
+
+    Tensors that share their memory count once.
+    """
     tensors = (*model.module.parameters(), *model.module.buffers())
     return sum({one.data_ptr(): one.numel() * one.element_size() for one in tensors}.values())

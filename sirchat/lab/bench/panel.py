@@ -1,7 +1,8 @@
-"""Measures the cost of drawing the live panel: decoding with the panel and without it.
+"""Measures how much slower decoding is while the live panel, which shows the memory, is drawn.
 
-Both sides show an endless reply on a terminal of 120 columns whose output is thrown away. The
-measured time is that from one token to the next, drawing included.
+Decoding with the panel is compared with decoding without it. Both show an endless reply on a
+terminal of 120 columns whose output is thrown away. The measured time is the time from one token to
+the next, drawing included.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 
 COLUMNS, ROWS = 120, 40
-"""Width and height of the terminal, in characters."""
+"""Width and height of the terminal on which the panel is drawn, in characters."""
 
 BLOCK_SECONDS = 1.0
-"""Seconds of a timed block, long enough to draw the panel several times."""
+"""Shortest duration of a timed block, in seconds; the panel is drawn several times in a block."""
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
-    """Compare seconds per token with the panel and without it; yields one ratio.
+    """Compare the time of decoding a token with the live panel and without it; yields one ratio.
 
-    Its `note` says how many kB per second each side wrote to the terminal.
-
-    Raises UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
+    The ratio's `note` says how many kB per second each of the two wrote to the terminal. Raises
+    UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"the panel shows text, and {model.name} has no tokenizer")
@@ -55,9 +55,10 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Generate an endless reply, and yield the seconds per token of each block of it.
+    """Show an endless reply on `screen`, and yield the seconds per token of each block of it.
 
-    A block is a stretch of the reply that takes at least BLOCK_SECONDS.
+    A block is a part of the reply that takes at least BLOCK_SECONDS. `panel` is the setting of the
+    live panel, `live` or `off`.
     """
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
@@ -85,7 +86,7 @@ def _screen(nowhere: TextIO) -> Screen:
 
 
 class _Terminal:
-    """An output stream whose method `isatty` says that it is a terminal."""
+    """An output stream that passes for a terminal: its method `isatty` returns True."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

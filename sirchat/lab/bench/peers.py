@@ -1,9 +1,9 @@
-"""Other programs that sirchat is compared with: llama.cpp, and SirLLM's released code.
+"""Runs and times the programs that sirchat is compared with: llama.cpp and SirLLM's released code.
 
-Each program runs in its own process, with this Python or another one. llama.cpp reads the same GGUF
-file through llama-cpp-python. SirLLM's code (arXiv 2405.12528, github.com/Zoeyyao27/SirLLM) needs
-transformers 4.33. Only its reading of turns is compared: it reads whole turns, computes the
-surprisal of each token, and evicts before each turn.
+Each program runs in its own process, with the Python of sirchat or another Python. llama.cpp loads
+the same GGUF file as sirchat, through llama-cpp-python. SirLLM's code (arXiv 2405.12528,
+github.com/Zoeyyao27/SirLLM) needs transformers 4.33. Only SirLLM's reading is compared: it reads
+whole turns, computes the surprisal of each token, and evicts tokens before each turn.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sirchat.models.names import locate
 
 
 class Worker:
-    """A running program that reads commands, one JSON list a line, and answers each with a number.
+    """A program in a process of its own, which reads commands and answers each with a number.
 
-    It is a context manager, which ends the program. Raises SettingError if the program can't be
-    started.
+    A command is a JSON list on one line. The worker is a context manager, which ends the process at
+    the end of the block. Raises SettingError if the program can't be started.
 
     Args:
         python: path of the Python that runs the program.
@@ -51,7 +51,10 @@ class Worker:
             raise SettingError(f"{self._command[0]!r} can't be run: {error.strerror}") from None
 
     def ask(self, *command: object) -> float:
-        """Send a command and return the answer; raises ChildProcessError if the process ends."""
+        """Send a command to the program, wait for its answer, and return this number.
+
+        Raises ChildProcessError if the process ends before it answers.
+        """
         pipes = self._process
         assert pipes.stdin is not None
         assert pipes.stdout is not None
@@ -64,12 +67,12 @@ class Worker:
         return float(answer)
 
     def restart(self) -> None:
-        """End the process, and start another one."""
+        """End the process, and start the same program in a new process."""
         self.close()
         self._process = self._started()
 
     def close(self) -> None:
-        """End the process."""
+        """End the program's process."""
         self._process.kill()
         self._process.communicate()
 
@@ -89,23 +92,24 @@ _PROGRAM = Path(__file__).with_name("llama_cpp_worker.py")
 
 
 class LlamaCpp(Worker):
-    """One process of llama-cpp-python with a loaded model; a context manager.
+    """A process in which llama.cpp has loaded a model; a context manager, which ends the process.
 
-    Some builds crash on CPUs with matrix instructions (AMX). Then the process runs without the
-    rearranged weights that need these instructions, and `note` says so.
+    Some builds of llama.cpp crash on CPUs with matrix instructions (AMX) if they rearrange the
+    model's weights for these instructions. After such a crash, the model is loaded without
+    rearranged weights, and `note` says so.
 
     Args:
-        path: a GGUF file.
+        path: path of the model's GGUF file.
         rows: number of tokens for which llama.cpp's cache has room.
         python: path of a Python that has llama-cpp-python.
-        tries: ways to load the model, tried in order until one works: True rearranges the weights,
-            False does not.
+        tries: ways to load the model, which are tried in order until one works: True rearranges the
+            weights, False does not.
 
     Raises SettingError if llama-cpp-python can't be run.
 
     Attributes:
-        note: what is unusual about this process, as text.
-        load: seconds that loading took.
+        note: a text that says what is unusual about the process; empty if nothing is.
+        load: seconds that loading the model took.
     """
 
     def __init__(
@@ -135,11 +139,18 @@ class LlamaCpp(Worker):
         )
 
     def again(self) -> LlamaCpp:
-        """Start a new process with the same model, loaded in the way that worked in this one."""
+        """Start a new process of llama.cpp with the same model, and return it.
+
+        The model is loaded in the way that worked in this process.
+        """
         return LlamaCpp(*self._made, tries=[self._rearranges])
 
     def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Time decoding until the cache is full; yield seconds per token, endlessly."""
+        """Time how llama.cpp decodes a block of tokens; yields seconds per token, forever.
+
+        Before each block, llama.cpp reads so many ids that the block ends with `options.cache`
+        tokens in the cache.
+        """
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
         while True:
@@ -147,23 +158,27 @@ class LlamaCpp(Worker):
             yield self.ask("decode", block) / options.block
 
     def reading(self, ids: Sequence[int]) -> Iterator[float]:
-        """Time reading `ids` into an empty cache; yield seconds per token, endlessly."""
+        """Time how llama.cpp reads `ids` into an empty cache; yields seconds per token, forever."""
         while True:
             yield self.ask("read", list(ids)) / len(ids)
 
 
 def gguf_of(name: str) -> Path | None:
-    """The path of the GGUF file of the model `name`; None if the model is not a GGUF file."""
+    """The path of the GGUF file that the model name `name` stands for.
+
+    Returns None if the model is not a GGUF file.
+    """
     folder, options = locate(name)
     return Path(folder) / options["gguf_file"] if options else None
 
 
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
-    """Context manager: llama.cpp with the model `name`, run by `python` (None: this Python).
+    """Context manager: yields a process of llama.cpp with the model `name`, or None.
 
-    `rows` is the number of tokens that must fit into llama.cpp's cache. If `python` is None, the
-    context manager yields None when the model is not a GGUF file, or this Python lacks
-    llama-cpp-python. If `python` is given, a model that is not a GGUF file raises SettingError.
+    `python` is the path of a Python with llama-cpp-python; None for the Python that runs sirchat.
+    `rows` is the number of tokens that must fit into llama.cpp's cache. If `python` is None and the
+    model is not a GGUF file, or llama-cpp-python is not installed, the context manager yields None.
+    If `python` is given and the model is not a GGUF file, SettingError is raised.
     """
     path = gguf_of(name) if name not in SHAPES else None
     if python is None and (path is None or find_spec("llama_cpp") is None):
@@ -187,18 +202,18 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""The fields of a model's config that its speed depends on; transformers 4.33 has them, too."""
+"""The fields of a model's config on which its speed depends, and which transformers 4.33 has."""
 
 
 class SirLLM(Worker):
-    """SirLLM's code in a process of its own, with a model of random weights; a context manager.
+    """A process that runs SirLLM's released code; a context manager, which ends the process.
 
-    The weights may be random, because the time does not depend on them.
+    The model in the process has random weights, because the time does not depend on the weights.
 
     Args:
         python: path of a Python in which transformers 4.33 and a checkout of SirLLM are installed.
 
-    Raises SettingError if that Python can't be run.
+    Raises SettingError if this Python can't be run.
     """
 
     def __init__(self, python: str) -> None:
@@ -206,10 +221,10 @@ class SirLLM(Worker):
         self._python = python
 
     def load(self, model: LoadedModel, held: int) -> None:
-        """Create a model of the same shape as `model` on the same device.
+        """Let SirLLM's process make a model of the same shape and on the same device as `model`.
 
-        Its cache holds `held` tokens. Raises SettingError if `model` is not a Llama, or SirLLM's
-        code can't be run.
+        The cache of the new model holds at most `held` tokens. Raises SettingError if `model` is
+        not a Llama, or SirLLM's code can't be run.
         """
         config = model.module.config
         if config.model_type != "llama":
@@ -229,9 +244,9 @@ class SirLLM(Worker):
             ) from None
 
     def reading(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Time reading turns with a full cache; yield seconds per token, endlessly.
+        """Time how SirLLM's code reads turns into a full cache; yields seconds per token, forever.
 
-        `load` must have been called before.
+        The method `load` must have been called before.
         """
         self.ask("read", turns(model, options, options.cache))
         while True:
@@ -239,12 +254,15 @@ class SirLLM(Worker):
 
 
 def turns(model: LoadedModel, options: BenchOptions, count: int) -> list[list[int]]:
-    """`count` random ids, split into turns of at most 32 ids."""
+    """Make turns for a benchmark: `count` random token ids, split into lists of at most 32 ids."""
     size = min(32, options.block)
     ids = some_ids(model, count)
     return [ids[start : start + size] for start in range(0, count, size)]
 
 
 def sirllm_by(python: str | None) -> AbstractContextManager[SirLLM | None]:
-    """Context manager: SirLLM's code, run by `python`; None if `python` is None."""
+    """Context manager: yields a process in which the Python `python` runs SirLLM's code.
+
+    If `python` is None, the context manager yields None.
+    """
     return nullcontext() if python is None else SirLLM(python)

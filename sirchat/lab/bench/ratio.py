@@ -1,10 +1,10 @@
-"""Compares the time of two sides: sirchat (ours), and another way to do the same work.
+"""Compares the speed of two sides: sirchat ("ours"), and another way to do the same work.
 
 The work is divided into blocks. Both sides run in one process, in turn, block by block, so that a
-change of the machine's speed affects both. The result is the ratio of the times of each pair of
-blocks, ours divided by the other's (below 1: ours is faster).
+change of the machine's speed affects both. For each pair of blocks, our time is divided by the time
+of the other side. The result is the median of these ratios (below 1: sirchat is faster).
 
-Models may have random weights, to measure speed at sizes that are not bundled.
+A model may have random weights, to measure the speed of sizes that are not bundled.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from sirchat.models.packing import pack_module
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of our side divided by the time of the other side, from several pairs of blocks.
+    """The result of a comparison: sirchat's time divided by the time of the other side.
+
+    Both sides were timed for several pairs of blocks, and each pair has a ratio.
 
     Attributes:
-        name: what was measured.
-        ours_ms: our side's median time in milliseconds per `unit`.
+        name: name of the comparison.
+        ours_ms: sirchat's median time in milliseconds per `unit`.
         other_ms: the other side's median time in milliseconds per `unit`.
         median: median of the pairs' ratios.
         low: lower quartile of the pairs' ratios.
         high: upper quartile of the pairs' ratios.
         pairs: number of pairs.
-        note: anything else that was measured, as text.
-        unit: the unit of work that a time is given for: a token, a turn or a search.
+        note: a text with further measurements; empty if there are none.
+        unit: the unit of work that the times refer to: a token, a turn or a search.
     """
 
     name: str
@@ -56,12 +58,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Sizes of a benchmark.
+    """The sizes of a benchmark: of the cache, of the timed work, and of the text before it.
 
     Attributes:
-        cache: number of tokens held in the cache while decoding.
+        cache: number of tokens that the cache holds while decoding.
         rounds: number of pairs of blocks that are timed.
-        seen: numbers of tokens read before decode is timed; each is compared with the first.
+        seen: numbers of tokens that are read before decode is timed. The time of decode after each
+            further number is compared with the time after the first number.
     """
 
     cache: int = 1024
@@ -70,12 +73,15 @@ class BenchOptions:
 
     @property
     def block(self) -> int:
-        """Number of tokens in a timed block: those between two successive evictions."""
+        """Number of tokens in a timed block: sirchat evicts tokens once per so many new tokens."""
         return max(8, self.cache // 16)
 
 
 def bench_record(results: list[Ratio], model: LoadedModel, options: BenchOptions) -> dict[str, Any]:
-    """The results as a JSON object, with the model, device and sizes needed to repeat them."""
+    """The results of a benchmark as a JSON object, with what is needed to repeat the benchmark.
+
+    This is the model, the device, the number types, the machine and the sizes.
+    """
     return {
         "model": model.name,
         "device": str(model.device),
@@ -94,11 +100,12 @@ def compare(
     make_other: Callable[[], Iterator[float]],
     options: BenchOptions,
 ) -> Ratio:
-    """Time both sides in turn, block by block; the first pair is a warm-up and does not count.
+    """Time two ways to do the same work in turn, block by block, and return the ratio of the times.
 
-    A block is a piece of work whose time is measured. `make_ours` and `make_other` each start a
-    side: they return an iterator that runs one block of the side at a time, and gives the seconds
-    per token of the block.
+    `make_ours` starts sirchat's side, and `make_other` the other side. Both return an iterator; its
+    `next` runs one block of work and returns the seconds per token (or turn, or search) of the
+    block. `options.rounds` pairs of blocks are timed. One more pair comes first, as a warm-up, and
+    does not count.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
@@ -125,14 +132,14 @@ def compare(
 
 
 def some_ids(model: LoadedModel, count: int) -> list[int]:
-    """`count` random token ids; every call returns the same ids."""
+    """Draw `count` random ids from the model's vocabulary; every call returns the same ids."""
     generator = torch.Generator().manual_seed(0)
     ids: list[int] = torch.randint(0, model.vocab_size, (count,), generator=generator).tolist()
     return ids
 
 
 def timed(block: Callable[[], None], model: LoadedModel) -> float:
-    """The seconds that a call of `block` takes, including the device's work for it."""
+    """Call `block`, and return the seconds until the call and the model's device have finished."""
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -185,7 +192,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Shapes of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B, for random weights."""
+"""The shapes of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B, by short names.
+
+A model of such a shape is built with random weights."""
 
 
 def bench_model(
@@ -195,10 +204,11 @@ def bench_model(
     quantize: Quantize = "auto",
     for_hub: bool = False,
 ) -> LoadedModel:
-    """A model with random weights if `name` is in SHAPES, else the one that `load_model` loads.
+    """Load the model for a benchmark, or build it with random weights.
 
-    `for_hub`: whether `load_model` must return a module of transformers, also for a model that
-    sirchat would run with a decoder of its own.
+    If `name` is the name of a shape in SHAPES, the model has this shape and random weights. Any
+    other name is loaded by `load_model`. If `for_hub` is true, the loaded model is always a module
+    of transformers, also if sirchat has a decoder of its own for it.
     """
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype, quantize=quantize, for_hub=for_hub)
@@ -214,9 +224,10 @@ def bench_model(
 
 
 def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
-    """The profile's model in float32, as a module of transformers, for the plain loop.
+    """Load the profile's model in float32 as a module of transformers, for the plain loop.
 
-    Returns None if `model` itself serves: it is such a model already, or it is on a GPU.
+    The plain loop is the side that sirchat is compared with. Returns None if this loop can use
+    `model` itself, because `model` is such a module already, or because it is not on the CPU.
     """
     is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
     if model.device.type != "cpu" or is_one:

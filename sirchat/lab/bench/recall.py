@@ -1,9 +1,10 @@
-"""Measures what recall costs: the time of the search, and of a turn with and without recall.
+"""Measures what recall costs: the time of its search, and of a turn with and without recall.
 
-The searched chats are long, and no model has read them. Their texts and ids are those of generated
-dialogues, but their surprisals are random numbers, and their keys and values are zero. A retriever
-that compares words takes the same time for such a chat as for a chat that was read. A retriever
-that compares keys may take another time; `sirchat bench index` measures these retrievers.
+Recall restores the archived tokens that fit a message. Here it searches long chats that no model
+has read: their texts and ids are those of generated dialogues, but their surprisals are random
+numbers, and their keys and values are zero. A retriever that compares words takes the same time for
+such a chat as for a real one. A retriever that compares keys may take another time; `sirchat bench
+index` measures it.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ _QUESTION_SEED = 1
 def bench_recall(
     model: LoadedModel, options: BenchOptions, sizes: Sequence[int], retrievers: Sequence[str]
 ) -> Iterator[Ratio]:
-    """Compare, for each chat and retriever, the time of a turn with and without recall.
+    """Compare the time of a turn with recall and without it, in chats of several lengths.
 
-    `sizes` are the lengths of the chats in tokens. The note of each ratio has the median time of
-    the search alone. Raises UsageError for a model without a tokenizer.
+    Yields one ratio for each pair of a length in `sizes`, in tokens, and a name in `retrievers`.
+    The ratio's note has the median time of the search alone. Raises UsageError for a model without
+    a tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"recall compares text, and {model.name} has no tokenizer")
@@ -59,7 +61,10 @@ def bench_recall(
 
 
 def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
-    """Compare the times of turns with recall and without; each turn is asked, and then undone."""
+    """Compare the times of turns with the retriever `name` and without recall; returns the ratio.
+
+    The turns are the user messages `asked`. After each reply the turn is undone.
+    """
     searches: list[float] = []
 
     def seconds(recall: str) -> Iterator[float]:
@@ -87,16 +92,19 @@ def _turns(session: Session, asked: list[str], name: str, options: BenchOptions)
 
 
 def _question(number: int) -> str:
-    """A user turn of a conversation that is not part of the long chat."""
+    """Generate user message number `number` for the turns that are timed.
+
+    It is from a conversation that is not part of the long chat.
+    """
     said = dialogue(Random(f"question/{_QUESTION_SEED}/{number}"), 8, _MIX)
     return [message.text for message in said if message.role == "user"][-1]
 
 
 def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
-    """A session with about `tokens` tokens of generated dialogues, which the model has not read.
+    """Make a session that looks like a chat of about `tokens` tokens, which no model has read.
 
-    The cache holds the newest tokens, half as many as the budget allows. The other tokens are
-    archived.
+    Its text is that of generated dialogues. The cache holds the newest tokens, half as many as the
+    budget allows; all older tokens are archived.
     """
     session = Session(model, profile)
     as_text = cache(session.template.as_text)
@@ -130,7 +138,10 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
 
 
 def _said() -> Iterator[tuple[str, str]]:
-    """The turns of 300 conversations, repeated without end: role and text of each turn."""
+    """Yield the turns of 300 generated conversations, again and again, as pairs of role and text.
+
+    User turns and replies alternate.
+    """
     said: list[tuple[str, str]] = []
     for number in range(300):
         for message in dialogue(Random(f"long chat/{number}"), 30, _MIX):
@@ -140,7 +151,7 @@ def _said() -> Iterator[tuple[str, str]]:
 
 
 def _zeros(model: LoadedModel, count: int) -> Rows:
-    """Keys and values of zero for `count` tokens; all tokens share the memory of one token."""
+    """Make keys and values of `count` tokens that are all zero and take the memory of one token."""
     cache = model.new_cache(1)
     model.forward([0], cache)
     cache.commit(1)

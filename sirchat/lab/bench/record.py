@@ -1,4 +1,4 @@
-"""Reads and compares records of measurements, and describes the machine for them."""
+"""Reads and compares records of `sirchat bench all`, and describes the machine for a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f",
 
 
 class TwoValues(NamedTuple):
-    """The name of a measurement, and its value in each of two records; NaN if it is missing."""
+    """The name of a measurement, and its values in two records.
+
+    A value is NaN if its record lacks the measurement.
+    """
 
     name: str
     first: float
@@ -28,7 +31,10 @@ class TwoValues(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """The facts that speeds depend on: processor and its features, GPU, system, and versions."""
+    """Describe this machine for a record: processor, its features, GPU, system and versions.
+
+    The measured speeds depend on these facts. Returns them as a JSON object.
+    """
     said = cpuinfo("flags", "Features").split()
     return {
         "processor": processor(),
@@ -43,16 +49,19 @@ def machine() -> dict[str, Any]:
 
 
 def machine_in_words(about: Mapping[str, Any]) -> str:
-    """The result of `machine` as one line, such as `AMD EPYC 9R14 (avx512_bf16 avx512_vnni)`."""
+    """The description of a machine in one line, such as `AMD EPYC 9R14 (avx512_bf16 avx512_vnni)`.
+
+    `about` is a result of `machine`.
+    """
     features = " ".join(map(str, about.get("features") or ()))
     gpu = f", {about['gpu']}" if about.get("gpu") else ""
     return f"{about.get('processor', 'unknown processor')} ({features or 'no features'}){gpu}"
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that `sirchat bench all --json` wrote to a file.
+    """Read a record of measurements that `sirchat bench all --json` wrote to a file.
 
-    Raises UsageError if the file has no such record or can't be read.
+    Returns the JSON object. Raises UsageError if the file has no such record or can't be read.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +75,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[TwoValues]:
-    """Yield the measurements of the first record in its order, then those only in the second."""
+    """Yield each measurement of two records, with its values in both.
+
+    The measurements of the first record come first, in its order. Measurements that only the second
+    record has follow.
+    """
     ours, theirs = dict(values(first)), dict(values(second))
     for name in dict.fromkeys([*ours, *theirs]):
         yield TwoValues(name, ours.get(name, float("nan")), theirs.get(name, float("nan")))
@@ -75,7 +88,8 @@ def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iter
 def values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of each measurement in a record.
 
-    The value is the median ratio or, if the measurement has no ratio, sirchat's own value.
+    The value is the median ratio. If a measurement has no median ratio, it is sirchat's own value,
+    and the name ends with its unit.
     """
     for command, measured in record.get("benchmarks", {}).items():
         for one in measured.get("results", ()):

@@ -1,4 +1,4 @@
-"""Prints the measurements of `sirchat bench` as a table or as JSON."""
+"""Prints the results of the commands `sirchat bench` as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from sirchat.models.threads import threads_in_words
 def print_ratios(
     measured: Iterable[Ratio], model: LoadedModel, options: BenchOptions, *, as_json: bool
 ) -> None:
-    """Run a benchmark that yields ratios and print them to stdout; progress goes to stderr."""
+    """Run a benchmark that yields ratios of times, and print the ratios to stdout.
+
+    `measured` is the running benchmark. Each ratio is also printed to stderr as soon as it is
+    measured.
+    """
     notes = Console(stderr=True, highlight=False)
     results = []
     with notes.status("measuring", spinner="line"):
@@ -51,7 +55,10 @@ def print_ratios(
 def print_archive(
     measured: Iterable[ArchiveUse], model: LoadedModel, tokens: int, *, as_json: bool
 ) -> None:
-    """Run the benchmark of the archive over `tokens` tokens and print the result to stdout."""
+    """Run the benchmark of the archive, and print its memory and disk space to stdout.
+
+    `measured` is the running benchmark, in which `model` reads `tokens` tokens.
+    """
     notes = Console(stderr=True, highlight=False)
     with notes.status("reading", spinner="line"):
         results = list(measured)
@@ -68,7 +75,10 @@ def print_archive(
 
 
 def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json: bool) -> None:
-    """Print to stdout the measurements of starting `model`."""
+    """Print the times and the memory of starting a model to stdout.
+
+    `model` is the model's name, and `note` a text to print below the table.
+    """
     if as_json:
         print_json(start_record(measured, model, note))
         return
@@ -88,13 +98,19 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
 
 
 def start_record(measured: list[StartMeasure], model: str, note: str) -> dict[str, object]:
-    """The measurements of starting `model`, and a description of the machine, as a JSON object."""
+    """Make a JSON object with the measurements of starting a model, and facts on the machine.
+
+    `model` is the model's name, and `note` a text that belongs to the measurements.
+    """
     results = [asdict(one) for one in measured]
     return {"model": model, "machine": machine(), "results": results, "note": note}
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Print to stdout each measurement in a record: a ratio, or a value with its unit."""
+    """Print the measurements in a record of `sirchat bench all` to stdout, as a table.
+
+    A measurement is a ratio of times, or a value with its unit.
+    """
     table = Table("measured", "value", box=None)
     for name, value in values(record):
         table.add_row(name, f"{value:.3f}")
@@ -104,7 +120,10 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Print to stdout the measurements of two records, and each second value / first value."""
+    """Print the measurements of two records of `sirchat bench all` side by side to stdout.
+
+    The last column is the second value divided by the first.
+    """
     table = Table("measured", "first", "second", "second / first", box=None)
     for one in compare_records(first, second):
         table.add_row(one.name, *(f"{x:.3f}" for x in (*one[1:], one.second / (one.first or 1))))
@@ -115,7 +134,10 @@ def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
-    """Print to stdout the memory that `models fit` states for `model`, and the memory it took."""
+    """Print the memory that `sirchat models fit` states for a model, and the memory that it took.
+
+    `model` is the model's name. The output goes to stdout.
+    """
     if as_json:
         print_json({"model": model, "results": [asdict(one) for one in measured]})
         return
@@ -129,7 +151,7 @@ def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) ->
 
 
 def print_json(record: dict[str, object]) -> None:
-    """Print a record to stdout as JSON."""
+    """Print the results of a benchmark to stdout, as indented JSON."""
     Console(soft_wrap=True, highlight=False).print(json.dumps(record, indent=2), markup=False)
 
 

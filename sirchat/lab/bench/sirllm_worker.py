@@ -1,12 +1,13 @@
-"""Runs SirLLM's released code for `peers.py`, in another process and another Python.
+"""A program that runs SirLLM's released code; `peers.py` starts it, to measure its speed.
 
-It imports nothing of sirchat, and copies nothing of SirLLM. It reads commands from stdin, one JSON
-list per line, and answers each command with the seconds that it took. The commands are ["load",
-configuration, device, dtype, threads, tokens held, decay] and ["read", turns], where each turn is a
-list of ids. A turn is read after the tokens that are already in the cache.
+It runs in a process and a Python of its own, imports nothing of sirchat, and contains no code of
+SirLLM. It reads commands from stdin, one JSON list per line, and answers each command with the
+seconds that the command took. ["load", configuration, device, dtype, threads, tokens held, decay]
+makes a model. ["read", turns] reads turns into the model's cache, after the tokens that are already
+in it; a turn is a list of ids.
 
-The loop does the same as SirLLM's function `streaming_inference_token_entropy` when each question
-has only one option.
+Reading does the same as SirLLM's function `streaming_inference_token_entropy` if each question has
+only one option.
 """
 
 import json
@@ -17,15 +18,16 @@ from types import SimpleNamespace
 from typing import Any
 
 START = 4
-"""Number of sinks (first tokens that are never evicted), the default of SirLLM's program."""
+"""Number of sinks (first tokens that are never evicted), as SirLLM's program has it by default."""
 
 
 class Loop:
-    """SirLLM's loop: a Llama model with random weights reads turns, and evicts before each.
+    """SirLLM's way to read turns, with a Llama model of random weights.
 
-    `configuration` has the arguments of transformers' LlamaConfig. `dtype` is a name in torch, such
-    as `float32`. `held` is the number of tokens in the full cache. Before every turn, the stored
-    entropies are multiplied by `decay`.
+    Before each turn, SirLLM evicts tokens of low entropy to make room, and multiplies the stored
+    entropies by `decay`. `configuration` has the arguments of transformers' LlamaConfig. `dtype` is
+    the name of a number type in torch, such as `float32`. `held` is the number of tokens in the
+    full cache.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Loop:
         self._entropy: Any = None
 
     def read(self, turns: list[list[int]]) -> None:
-        """Read turns; before each turn, evict tokens to make room for the turn."""
+        """Read turns (lists of ids) into the cache; before each turn, evict tokens to make room."""
         import numpy as np
 
         for ids in turns:
@@ -70,7 +72,7 @@ class Loop:
 
 
 def main() -> None:
-    """Answer commands until the input ends."""
+    """Read commands from stdin until it ends, and write the seconds of each command to stdout."""
     answers, sys.stdout = sys.stdout, sys.stderr  # SirLLM prints
     loop: Any = None
     for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""Times the start of sirchat and of llama.cpp in fresh processes.
+"""Measures the start of sirchat, and of llama.cpp, in new processes.
 
-The times are those until the model is loaded, until the chat's prompt appears, and until the first
-token.
+It measures the time until the model is loaded, until the first token, and until the prompt of a
+chat appears, and the memory of the process.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from sirchat.lab.bench.ratio import SHAPES
 from sirchat.lab.bench.start_worker import StartFigures
 
 SHORT, REPLY = 32, 64
-"""Number of tokens in the first message, and in the reply to a long text."""
+"""Number of tokens in the short message that is read first, and in the reply to the long text."""
 
 
 @dataclass(frozen=True)
 class StartMeasure:
-    """One measurement of a start.
+    """A time or an amount of memory that was measured at several starts of a model.
+
+    Each start of sirchat is paired with a start of llama.cpp, and each pair has a ratio: sirchat's
+    value divided by llama.cpp's value.
 
     Attributes:
         name: what was measured.
-        unit: seconds, milliseconds or MiB.
+        unit: the unit of the values: s, ms or MiB.
         ours: median of sirchat's values.
         other: median of llama.cpp's values; None if llama.cpp was not measured.
-        ratio: median of the ratios of ours to other, start by start; None if there is no other.
-        low, high: quartiles of these ratios; None if there are fewer than two ratios.
+        ratio: median of the pairs' ratios; None if llama.cpp was not measured.
+        low, high: lower and upper quartile of the ratios; None if there are fewer than two.
     """
 
     name: str
@@ -70,12 +73,13 @@ _AT_THE_PROMPT: dict[str, tuple[str, str, float]] = {
 def bench_start(
     profile: Profile, rounds: int, peer: LlamaCpp | None, long: int, *, with_chat: bool
 ) -> list[StartMeasure]:
-    """Time `rounds` starts of sirchat and, in turn with them, of llama.cpp if there is a `peer`.
+    """Measure `rounds` starts of sirchat with a profile's model, each in a new process.
 
-    One more start of each comes first: it fills the disk's cache, and does not count. After each
-    start, a text of `long` tokens is read. If `with_chat` is true, chats are started, too, provided
-    that the system has pseudo-terminals and the model has a tokenizer. Raises ModelError, with a
-    message of one line, if the model can't be started.
+    If `peer` is given, each start is followed by a start of llama.cpp. One more start of each comes
+    first, which fills the disk's cache and does not count. After each start, a text of `long`
+    tokens is read. If `with_chat` is true, the start of a chat is timed, too, unless the system has
+    no pseudo-terminals or the model no tokenizer. Returns one measure for each time and each amount
+    of memory. Raises ModelError, with a message of one line, if the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     model, how = profile.model, (profile.device, profile.dtype, profile.quantize)

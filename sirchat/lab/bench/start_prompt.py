@@ -1,4 +1,7 @@
-"""Opens a chat in a pseudo-terminal, types while the model loads, and times what appears."""
+"""Starts a chat in a pseudo-terminal, and times when its prompt, typed keys and reply appear.
+
+The keys are typed while the model loads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from sirchat.errors import ModelError
 from sirchat.paths import models_dir
 
 _KEY = b"%"
-"""The key that is typed: it appears nowhere else on the screen, and triggers no completion."""
+"""The key that is typed. It appears nowhere else on the screen, and triggers no completion."""
 
 _KEYS_APART = 0.05  # seconds from one key to the next
 _PATIENCE = 600.0  # the most seconds that each wait may take
@@ -30,13 +33,14 @@ _FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tok
 
 
 class PromptFigures(TypedDict):
-    """Times of one start of a chat, in seconds.
+    """The times of one start of a chat, in seconds.
 
     Attributes:
-        prompt: from the start of the process until the prompt is shown.
-        ready: from the start of the process until the model is loaded.
-        reply: from the start of the process until the first text of the reply appears.
-        echo, echo_most: from a key press until the key appears; median and longest.
+        prompt: time from the start of the process until the prompt is shown.
+        ready: time from the start of the process until the model is loaded.
+        reply: time from the start of the process until the first text of the reply appears.
+        echo: median time from a key press until the typed key appears on the screen.
+        echo_most: longest time from a key press until the typed key appears on the screen.
     """
 
     prompt: float
@@ -47,11 +51,11 @@ class PromptFigures(TypedDict):
 
 
 def time_prompt(settings: Sequence[str]) -> PromptFigures:
-    """Time the start of a chat with the command-line flags `settings`.
+    """Start a chat with the command-line flags `settings`, and time what appears on its screen.
 
     Keys are typed while the model loads. The typed line is sent as soon as the model is loaded, and
-    the chat ends when the first text of the reply appears. Raises ModelError, with a message of
-    one line, if the chat ends early.
+    the chat is ended when the first text of the reply appears. Raises ModelError, with a message of
+    one line, if the chat ends by itself.
     """
     with TemporaryDirectory() as home:
         if models_dir().exists():
@@ -82,7 +86,10 @@ def time_prompt(settings: Sequence[str]) -> PromptFigures:
 
 
 class _Chat:
-    """A chat in a pseudo-terminal; `raw` has all bytes that the chat has written so far."""
+    """A chat process in a pseudo-terminal.
+
+    `raw` has all bytes that the chat has written to the terminal.
+    """
 
     def __init__(self, settings: Sequence[str], home: str) -> None:
         self.raw = b""
@@ -105,20 +112,21 @@ class _Chat:
         os.close(its)
 
     def send(self, keys: bytes) -> None:
-        """Send `keys` to the chat, as if they were typed."""
+        """Send the bytes `keys` to the chat, as if a user typed them."""
         os.write(self._ours, keys)
 
     def echo(self) -> float:
-        """Type a key; returns the seconds until it appears on the screen."""
+        """Type a key in the chat; returns the seconds until the key appears on the screen."""
         begun, before = time.perf_counter(), self.raw.count(_KEY)
         self.send(_KEY)
         self.until(lambda: self.raw.count(_KEY) > before)
         return time.perf_counter() - begun
 
     def until(self, condition: Callable[[], object]) -> float:
-        """Read output until `condition()` is true; returns the seconds since the process began.
+        """Read the chat's output until a call of `condition` returns true.
 
-        Raises ModelError if the chat ends before, or after waiting for _PATIENCE seconds.
+        Returns the seconds since the chat's process began. Raises ModelError if the chat ends
+        first, or if the condition is still false after _PATIENCE seconds.
         """
         end = time.perf_counter() + _PATIENCE
         while not condition():
@@ -134,7 +142,7 @@ class _Chat:
         return time.perf_counter() - self._begun
 
     def read(self, seconds: float) -> bool:
-        """Wait up to `seconds` for output of the chat, and append it to `raw`.
+        """Wait at most `seconds` for output of the chat, and append the output to `raw`.
 
         Returns False if the chat has ended, else True.
         """

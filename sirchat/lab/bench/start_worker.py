@@ -1,4 +1,7 @@
-"""Starts a model in a new process, and prints time and memory as JSON; `start.py` runs it."""
+"""A program that loads a model, and prints the time and the memory of this start as JSON.
+
+`start.py` runs it in a new process for each start.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,17 @@ from typing import TypedDict
 
 
 class StartFigures(TypedDict):
-    """Times, in seconds, and memory, in bytes, of one start.
+    """The times, in seconds, and the memory, in bytes, of one start of a model in a new process.
 
     Attributes:
         load: time to load the model.
-        first: time from the start of the process to the first token after a short message.
-        paste: time to the first token after a long text.
-        decode: time for each token of the reply to the long text.
-        resident: memory after the first token of the reply to the short message.
-        peak: the highest memory of the process until that token.
+        first: time from the start of the process to the first token of the reply to a short
+            message.
+        paste: time to read a long text and generate the first token of a reply.
+        decode: mean time for each further token of the reply to the long text.
+        resident: memory of the process after the first token of the reply to the short message.
+        peak: the highest memory of the process until the first token of the reply to the short
+            message.
         most: the highest memory of the process until its end.
     """
 
@@ -31,9 +36,9 @@ class StartFigures(TypedDict):
 
 
 def main() -> None:
-    """Load the model named on the command line; time a short message, then a long text.
+    """Load the model that the command line names, and time replies to a short and a long text.
 
-    The measurements are printed to stdout as JSON.
+    The times and the memory of the process are printed to stdout as JSON.
     """
     from sirchat.errors import SirchatError
 

@@ -1,4 +1,7 @@
-"""Measures the time and memory of an anchor training step, by the kind of its attention mask."""
+"""Measures the time and the memory of an anchor training step with different attention masks.
+
+The masks are those under which a model learns to compress text into anchor tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from sirchat.models.model import LoadedModel
 Mask = Literal["none", "dense", "blocks"]
 
 _SEQUENCE = 20
-"""Distance from one anchor to the next, in tokens."""
+"""Distance from one anchor token to the next in a training row, in tokens."""
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """Compare the time of training steps with a dense mask and without a mask; yields ratios.
+    """Compare the time of training steps with the attention mask of anchors and without a mask.
 
-    On a GPU, steps with a block mask are also compared with steps with the dense mask. A step
-    trains on one row of `tokens` ids: forward and backward in bfloat16, AdamW in float32.
+    Yields one ratio of times: with a dense mask against no mask. On a GPU, yields a second ratio:
+    with a block mask against the dense mask. A step trains on one row of `tokens` ids, with forward
+    and backward pass in bfloat16, and AdamW in float32.
     """
     model.module.float()  # as in `sirchat train anchor`
     on_gpu = model.device.type == "cuda"
@@ -44,7 +48,10 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
 
 
 def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
-    """Time one training step after another; yield the seconds per token of each, endlessly."""
+    """Time one training step after another; yields the seconds per token of each step, forever.
+
+    A step trains on one row of `tokens` ids under an attention mask of the kind `mask`.
+    """
     module = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
     ids = torch.tensor([some_ids(model, tokens)], device=model.device)
@@ -69,7 +76,10 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
-    """The most GPU memory that a training step takes, in bytes."""
+    """The highest amount of GPU memory that one training step takes, in bytes.
+
+    The step trains on one row of `tokens` ids under an attention mask of the kind `mask`.
+    """
     torch.cuda.reset_peak_memory_stats()
     next(_steps(model, tokens, mask))
     return torch.cuda.max_memory_allocated()

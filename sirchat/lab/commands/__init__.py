@@ -1,1 +1,4 @@
-"""The commands of `sirchat.lab`; `sirchat.cli.registry` lists them for the command line."""
+"""The commands that measure, study and train: `sirchat bench`, `compare`, `eval` and `train`.
+
+The command line finds them by the names in `sirchat.cli.registry`.
+"""

@@ -1,4 +1,4 @@
-"""The `sirchat bench` commands: speed and memory, measured side by side with a baseline."""
+"""The `sirchat bench` commands, which measure speed and memory side by side with a baseline."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +29,10 @@ _MOVED = {
 
 
 class _BenchGroup(TyperGroup):
-    """A command group that refuses removed flags; the error names the subcommand to use instead."""
+    """The command group `sirchat bench`, which refuses flags that it no longer has.
+
+    The error message names the subcommand that replaces the flag.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for flag in (one.partition("=")[0] for one in args):
@@ -113,7 +116,9 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare speed with a plain loop of transformers, as ratios (below 1: sirchat is faster).
+    """Compare sirchat's speed with a plain loop of transformers, as ratios of times.
+
+    A ratio below 1 says that sirchat is faster.
 
     Without a subcommand, this runs `decode`.
     """
@@ -142,13 +147,15 @@ def decode(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode and prefill, also with and without an archive, early and late in a chat.
+    """Compare the speed of decode and prefill with a plain loop of transformers, and other ways.
 
-    Decode is also compared with `generate` with a static cache, and with reading the weights once.
+    Decode is also compared with transformers' `generate` with a static cache, with reading the
+    weights once, and with decode without an archive. Decode late in a chat is compared with decode
+    early in it.
 
-    A compiled model (see --compile) is also compared with itself, not compiled. With a GGUF model,
-    llama.cpp is measured too if llama-cpp-python is installed. With --sirllm, reading is also
-    compared with SirLLM's released code.
+    A compiled model (see --compile) is also compared with the same model, not compiled. With a GGUF
+    model, llama.cpp is measured too if llama-cpp-python is installed. With --sirllm, reading is
+    also compared with SirLLM's released code.
     """
     numbers = seen.split(",")
     if len(numbers) < 2 or not all(one.isdecimal() for one in numbers):
@@ -188,7 +195,7 @@ def start(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a start in a fresh process: loading, the first token, a long text, a reply, memory.
+    """Measure the start of a model in a new process: loading, first token, long text, memory.
 
     With a GGUF model, llama.cpp is measured too if llama-cpp-python is installed.
     """
@@ -234,9 +241,10 @@ def measure_all(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure decode, start and recall; --json prints one record, which also names the machine.
+    """Measure decode, start and recall of a model; --json prints all results as one record.
 
-    `sirchat bench compare` shows two such records side by side, for example of two machines.
+    The record also names the machine. `sirchat bench compare` shows two records side by side, for
+    example of two machines.
     """
     profile = changed(_profile(model, "auto", "auto"), "--compile", compile=compile)
     from sirchat.lab.bench.everything import bench_everything
@@ -255,7 +263,7 @@ def panel(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the time of decoding with the live panel and without it."""
+    """Compare the time of decoding a token with the live panel and without it."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.panel import bench_panel
     from sirchat.lab.bench.ratio import BenchOptions
@@ -273,7 +281,7 @@ def attention(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare decoding under policies with attention weights and under a policy without them."""
+    """Compare the time of decoding under policies with attention weights and without them."""
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.decode import bench_attention
     from sirchat.lab.bench.ratio import BenchOptions
@@ -292,7 +300,7 @@ def index(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the time of searching an archive of `tiny` with an index and without an index."""
+    """Compare the time of searching an archive of evicted tokens with an index and without one."""
     profile = _profile("tiny", device, dtype)
     from sirchat.lab.bench.index import bench_index
     from sirchat.lab.bench.ratio import BenchOptions
@@ -322,7 +330,7 @@ def recall(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure turns with and without recall, and the search alone, in chats of several lengths."""
+    """Measure the time of a turn with recall and without, and of the search, in long chats."""
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
     sizes = whole_numbers("archived", archived)
     from sirchat.lab.bench.ratio import BenchOptions
@@ -345,7 +353,7 @@ def archive(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the memory and disk space that the archive takes while many tokens are read."""
+    """Measure the memory and disk space of the archive of evicted tokens, in a long text."""
     profile = _profile(model, device, dtype)
     profile = changed(profile, "--archive-limit", archive_limit=archive_limit)
     from sirchat.lab.bench.archive import bench_archive
@@ -366,7 +374,10 @@ def training(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the time of an anchor training step with its attention mask and without a mask."""
+    """Compare the time of an anchor training step with its attention mask and without a mask.
+
+    On a GPU, a dense mask is also compared with a block mask.
+    """
     profile = _profile(model, device, dtype)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.training import bench_training
@@ -380,7 +391,7 @@ def training(
 
 
 def _profile(model: str, device: str, dtype: str) -> Profile:
-    """The user's default settings, changed to the given model, device and dtype.
+    """The user's default settings, with the given model, device and dtype (number type).
 
     Raises SettingError if a value is not allowed.
     """
@@ -393,7 +404,7 @@ def _measure(
     model: "LoadedModel",
     json: bool,
 ) -> None:
-    """Run a benchmark that yields ratios, and print them."""
+    """Run a benchmark that yields ratios of times, and print the ratios as a table or as JSON."""
     from sirchat.lab.bench.report import print_ratios
 
     print_ratios(benchmark(model, options), model, options, as_json=json)

@@ -1,4 +1,4 @@
-"""The `sirchat bench` commands for files: records, commands in documents, made-up models."""
+"""The `sirchat bench` commands that work on files: records, sirchat's documents, made-up models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ def compare_two(
     second: Annotated[Path, typer.Argument(help="Another record, of another machine for example.")],
     debug: Debug = False,
 ) -> None:
-    """Show two records of `sirchat bench all --json` side by side."""
+    """Show the measurements in two records of `sirchat bench all --json` side by side."""
     from sirchat.lab.bench.record import read_record
     from sirchat.lab.bench.report import print_compared
 
@@ -37,7 +37,7 @@ def repeat_claims(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Repeat the commands in sirchat's documents, and show the documents' figures beside new ones.
+    """Repeat the measuring commands in sirchat's documents; show the old figures and the new ones.
 
     Without TEXT, the commands are only listed. Some commands take hours.
     """

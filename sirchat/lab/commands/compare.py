@@ -1,4 +1,4 @@
-"""The `sirchat compare` command: replays one transcript under several settings."""
+"""The `sirchat compare` command, which replays one transcript under several settings."""
 
 import sys
 from dataclasses import replace
@@ -67,9 +67,11 @@ def compare(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Replay a transcript under several settings; show answers, held tokens, agreement with full.
+    """Replay a transcript under several settings, and show how the model's answers differ.
 
-    Ctrl-C ends the comparison after the current round; the rounds compared until then are shown.
+    For each setting, the answers, the number of held tokens and the agreement with policy full are
+    shown. Ctrl-C ends the comparison after the current round; the rounds compared until then are
+    shown.
     """
     profile = repeatable(profile_of(flags))
     settings = _settings(profile, policies, budgets, decays, sweep or [])
@@ -108,21 +110,30 @@ _NOTHING_EVICTED = (
 
 
 def with_notes(found: "Comparison") -> "Comparison":
-    """The comparison, with a note if there are several settings and none of them evicted tokens."""
+    """Add a note to a comparison if none of its settings evicted tokens; returns the comparison.
+
+    A comparison of one setting gets no note.
+    """
     if len(found.settings) < 2 or has_evicted(found):
         return found
     return replace(found, notes=(*found.notes, _NOTHING_EVICTED))
 
 
 def has_evicted(found: "Comparison") -> bool:
-    """Whether any setting held, at the end of any round, fewer tokens than it had read."""
+    """Whether tokens were evicted under any of the compared settings.
+
+    This is so if, at the end of a round, the cache held fewer tokens than had been read.
+    """
     return any(one.held < one.seen for setting in found.settings for one in setting.rounds)
 
 
 def _settings(
     profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
 ) -> tuple[Profile, ...]:
-    """The settings to compare: first the one with policy `full`, then those that the flags name."""
+    """Make the settings to compare from the command's flags; returns one profile for each.
+
+    The first profile has the policy `full`, which evicts nothing; the others follow from the flags.
+    """
     budgets = str(profile.budget) if budgets is None else budgets
     decays = as_typed(profile.decay) if decays is None else decays
     for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
@@ -132,7 +143,10 @@ def _settings(
 
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
-    """The transcript's rounds, and the file's name as error messages show it."""
+    """Read the transcript in `file`; `-` stands for standard input.
+
+    Returns the rounds of the transcript, and the name of the file as error messages show it.
+    """
     from sirchat.lab.studies.side_by_side.compared import rounds_of
     from sirchat.text.text_file import read_regular
     from sirchat.text.transcript import one_conversation, parse_transcript
@@ -149,7 +163,10 @@ def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
 def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
 ) -> "tuple[Comparison, bool]":
-    """Run the comparison, with a progress bar; returns the result, and whether Ctrl-C ended it."""
+    """Replay the transcript's rounds under each setting, and show a progress bar meanwhile.
+
+    Returns the comparison, and whether Ctrl-C ended it early.
+    """
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,6 +1,7 @@
-"""`sirchat eval`, and its commands that measure what a model under a policy remembers.
+"""The `sirchat eval` commands that measure what a model remembers under a policy.
 
-Each function builds a study from its own options; `study` adds the flags that all studies have.
+Each function builds a study from its options. The decorator `study` makes it a command, and adds
+the flags that all studies have.
 """
 
 from pathlib import Path
@@ -91,7 +92,10 @@ def recall(
         ),
     ] = False,
 ) -> "Study":
-    """Tell a fact, talk of other things, ask for the fact; report the share of exact answers."""
+    """Measure recall: tell the model a fact, talk of other things, then ask for the fact.
+
+    The report has the share of answers that are right word for word.
+    """
     from sirchat.lab.studies.recall import KIND_NAMES, RecallStudy
 
     chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
@@ -118,7 +122,11 @@ def facts(
     facts: FactCounts = "1,4,8",
     between: Distances = "20,60",
 ) -> "Study":
-    """Tell facts, talk of other things, ask for each fact; report exact answers and perplexity."""
+    """Measure recall of several facts: tell them, talk of other things, then ask for each.
+
+    The report has the share of answers that are right word for word, and the perplexity of the text
+    after the facts.
+    """
     from sirchat.lab.studies.facts import Facts
 
     return Facts(
@@ -148,7 +156,11 @@ def policies(
     at: Annotated[int, typer.Option(help="Budget of all parts except facts.", min=1)] = 128,
     data: Data = None,
 ) -> "Study":
-    """Compare policies by recalled facts, SirLLM's shopping lists and games, and perplexity."""
+    """Compare eviction policies by four studies, or by some of them.
+
+    The study facts measures recalled facts and perplexity. The studies grocery and
+    rock-paper-scissors are SirLLM's tasks. The ablation turns off parts of each policy.
+    """
     from sirchat.lab.studies.policies import Policies
 
     return Policies(
@@ -172,7 +184,11 @@ def topics(
         int, typer.Option(help="Number of rounds of small talk after the facts.", min=0)
     ] = 20,
 ) -> "Study":
-    """Talk about several topics; report the share of exact answers about the last and the first."""
+    """Measure recall after a change of topic: tell facts about several topics, one after the other.
+
+    At the end the model is asked for the facts of the last topic and of the first topic. The report
+    has the share of answers that are right word for word, for each of the two.
+    """
     from sirchat.lab.studies.facts import Topics
 
     return Topics(**compared, topics=topics, facts=facts, between=between)
@@ -212,7 +228,7 @@ def facts_in_dialogue(
         ),
     ] = "",
 ) -> "Study":
-    """Tell facts amid real dialogue, ask for each fact, and score the answers.
+    """Measure recall in real conversations: insert facts, ask for each at the end, score answers.
 
     The report has the share of right choices among four replies, the share of generated replies
     that say the fact, and the surprisal of the right replies.
@@ -235,7 +251,10 @@ def dailydialog(
     scoring: Scored = "paper",
     data: Data = None,
 ) -> "Study":
-    """Run SirLLM's DailyDialog task: conversations of multiple-choice questions."""
+    """Run SirLLM's DailyDialog task: multiple-choice questions in conversations.
+
+    The report has the share of right choices.
+    """
     return _multiple_choice(compared, "dailydialog", scoring, (), data)
 
 
@@ -252,7 +271,10 @@ def grocery(
     ] = "",
     data: Data = None,
 ) -> "Study":
-    """Run SirLLM's Grocery Shopping task: after 20 other questions, ask which item to buy."""
+    """Run SirLLM's Grocery Shopping task: name an item to buy, ask for it 20 questions later.
+
+    The report has the share of right choices.
+    """
     counts = whole_numbers("shots", shots) if shots else ()
     return _multiple_choice(compared, "grocery", scoring, counts, data)
 
@@ -274,7 +296,10 @@ def rock_paper_scissors(
     scoring: Scored = "paper",
     data: Data = None,
 ) -> "Study":
-    """Play against three players who each prefer one move; report the share of rounds won."""
+    """Run SirLLM's rock-paper-scissors task: the model plays against three players with habits.
+
+    Each player prefers one move. The report has the share of rounds that the model wins.
+    """
     from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 
     return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
@@ -299,7 +324,10 @@ def perplexity(
         typer.Option(help="Number of times to read the text, each time from a later start.", min=1),
     ] = 1,
 ) -> "Study":
-    """Read a long text; report the mean surprisal per token, in nats, along the text."""
+    """Measure perplexity under a budget: read a long text, and report its surprisal.
+
+    The report has the mean surprisal per token, in nats, along the text.
+    """
     from sirchat.lab.studies.perplexity import Perplexity
 
     return Perplexity(**compared, text=text, data=data, readings=readings)
@@ -340,9 +368,10 @@ def locomo(
         str, typer.Option(help="Numbers of tokens that retrievers restore.", metavar="N,M,...")
     ] = "100,200,400",
 ) -> "Study":
-    """Ask questions about weeks of talk (LoCoMo or Realtalk), and score the answers.
+    """Measure recall in conversations over weeks (LoCoMo or Realtalk): ask questions about them.
 
-    The report also says how much evidence (the messages with the answer) is still in the cache.
+    The report has the scores of the answers. It also says how much evidence (the messages with the
+    answer) is still in the cache.
     """
     from sirchat.lab.studies.locomo import Locomo
 
@@ -405,7 +434,10 @@ def lm_eval(
     decays: Decays = "1",
     sweep: Sweep = None,
 ) -> "Study":
-    """Run tasks of EleutherAI's lm-evaluation-harness; report their metrics under each setting."""
+    """Run tasks of EleutherAI's lm-evaluation-harness under several settings of sirchat.
+
+    The report has the metrics of each task under each setting.
+    """
     settings = settings_of(profile, policies, budgets, decays, sweep or ())
     from sirchat.lab.studies.lm_eval.study import Harness, LmEval
 

@@ -1,4 +1,7 @@
-"""The `sirchat eval` commands that study a mechanism: anchors, attention, random choice, recall."""
+"""The `sirchat eval` commands that study how something works.
+
+They study anchors, attention, policies that choose at random, and recall.
+"""
 
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -32,7 +35,7 @@ def context(
         str, typer.Option(help="Lengths of the context, in tokens.", metavar="N,M,...")
     ] = "128,256,512,1024,2048",
 ) -> "Study":
-    """Read conversations; report the perplexity at each of several context lengths."""
+    """Measure the perplexity of synthetic conversations at several lengths of the context."""
     from sirchat.lab.studies.perplexity import Context
 
     return Context(**compared, lengths=whole_numbers("lengths", lengths))
@@ -62,7 +65,10 @@ def demonstrations(
         ),
     ] = "",
 ) -> "Study":
-    """Read demonstrations once, then ask questions; report accuracy, cache size and speed."""
+    """Let the model read demonstrations (questions with answers) once, then ask it new questions.
+
+    The report has the share of right answers, the number of held tokens and the speed-up.
+    """
     from sirchat.lab.studies.demonstrations import Demonstrations
 
     put = cast("tuple[Per, ...]", tuple(places.split(",")) if places else ())
@@ -77,7 +83,11 @@ def anchor_attention(
     limit: Conversations = 50,
     facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
 ) -> "Study":
-    """Tell facts and ask for one; report which rounds' anchor tokens the answer attends to."""
+    """Measure which anchor tokens an answer attends to: tell facts, and ask for one of them.
+
+    Each fact is told in its own round. The report has the share of the attention to anchors that
+    goes to the round with the fact.
+    """
     from sirchat.lab.studies.anchor_attention import AnchorAttention
 
     return AnchorAttention(profile, limit=limit, facts=facts)
@@ -92,7 +102,7 @@ def attention(
         str | None, typer.Option(help="File with one text per line; default: generated talk.")
     ] = None,
 ) -> "Study":
-    """Repeat SirLLM's Figure 3: how much attention tokens receive, by their surprisal."""
+    """Measure whether tokens of high surprisal receive more attention, as in SirLLM's Figure 3."""
     from sirchat.lab.studies.attention import AttentionStudy
 
     return AttentionStudy(profile, limit=limit, tokens=tokens, text=text)
@@ -107,7 +117,10 @@ def uniformity(
     compared: Compared,
     rounds: Annotated[int, typer.Option(help="Number of rounds in the stream.", min=1)] = 8,
 ) -> "Study":
-    """Read one stream with many seeds; report the share of each tenth that is still held."""
+    """Test whether policies that choose at random are uniform: read one text with many seeds.
+
+    The report has the share of each tenth of the text that is still held at the end.
+    """
     from sirchat.lab.studies.uniformity import Uniformity
 
     return Uniformity(**compared, rounds=rounds)
@@ -148,7 +161,10 @@ def retrieval(
         typer.Option(help="Use the conversations in this file instead of the task's own."),
     ] = None,
 ) -> "Study":
-    """Evict tokens, restore some with each retriever, and report the share of exact answers."""
+    """Compare retrievers, which choose the evicted tokens that recall restores for a question.
+
+    The report has the share of exact answers with the tokens that each retriever restores.
+    """
     from sirchat.lab.studies.retrieval import Retrieval
 
     return Retrieval(
@@ -182,9 +198,9 @@ def privacy(
         typer.Option(help="Numbers of tokens that are restored; 0 for none.", metavar="N,M,..."),
     ] = "0,10,20,50,100,200",
 ) -> "Study":
-    """Restore more and more tokens; report how much they help, and how much of a turn they reveal.
+    """Measure how much of a private, evicted turn recall reveals, with more and more tokens.
 
-    The revealed turn is an old one, which states something private and was evicted.
+    The report also has the share of right answers to questions that need no memory.
     """
     from sirchat.lab.studies.retrieval import Privacy
 

@@ -1,4 +1,8 @@
-"""The flags that every study has: settings to compare, repeats, results folder, workers."""
+"""Makes the commands of `sirchat eval` from functions, with the flags that all studies have.
+
+These flags are the settings to compare, the number of repeats, the folder for results, and the
+workers.
+"""
 
 import inspect
 import shlex
@@ -64,11 +68,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JS
 
 
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
-"""Settings of policies that only some policies use."""
+"""Those settings of a profile that some policies use and others ignore."""
 
 
 class Compared(TypedDict):
-    """The keyword arguments of every study that compares several settings."""
+    """The keyword arguments of every study that compares several settings.
+
+    Attributes:
+        settings: the settings to compare, one profile each.
+        limit: the amount of the study, for example its number of conversations.
+        seed: seed of the random numbers.
+        repeats: number of runs of a policy that chooses at random.
+    """
 
     settings: tuple[Profile, ...]
     limit: int
@@ -77,9 +88,9 @@ class Compared(TypedDict):
 
 
 class Defaults(NamedTuple):
-    """Default values of the flags that choose the settings and the amount of a study.
+    """The default values of a study's flags `--policies`, `--budgets`, `--decays` and `--limit`.
 
-    `of` is the help text of `--limit`.
+    `of` is the help text of the flag `--limit`, which says what it limits.
     """
 
     policies: str = "entropy,sink"
@@ -92,12 +103,13 @@ class Defaults(NamedTuple):
 def study(
     app: typer.Typer, name: str, compares: Defaults | None, *, former: str = ""
 ) -> Callable[[Callable[..., "Study"]], None]:
-    """Register a function that builds a study as the command `name` of `app`.
+    """Decorator: registers a function that builds a study as the command `name` of `app`.
 
-    The function's first argument is a `Compared`, made from flags whose default values are
-    `compares`. If `compares` is None, the first argument is the profile instead. The function's
-    other parameters become the command's options. If a `former` name is given, the command also
-    runs under that name, and prints a note about the new name.
+    The function's first argument is a `Compared`, the settings to compare, which are made from
+    flags. `compares` has the default values of these flags. If `compares` is None, the command has
+    no such flags, and the first argument is the profile. All other parameters of the function
+    become options of the command. If a `former` name is given, the command also runs under this
+    name, and prints a note about its new name.
     """
 
     def register(build: Callable[..., "Study"]) -> None:
@@ -132,7 +144,10 @@ def study(
 
 
 def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> None:
-    """Raise SettingError if any setting in `given` changes nothing in this study."""
+    """Raise SettingError if the user gave a setting that has no effect in the study `made`.
+
+    `given` has the names of the settings that the user gave, and `name` is the study's command.
+    """
     for setting in given:
         if setting in getattr(made, "without_effect", ()):
             raise SettingError(
@@ -141,10 +156,10 @@ def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> No
 
 
 def repeatable(profile: Profile) -> Profile:
-    """The profile with `compile` off, unless the user set `compile`.
+    """Change a profile so that the results of a study can be repeated; returns the new profile.
 
-    So results can be repeated: a compiled step rounds differently, and whether the default setting
-    compiles a step depends on earlier chats.
+    The setting `compile` is switched off, unless the user has set it. Its default compiles the
+    decode step or not, depending on earlier chats, and a compiled step rounds differently.
     """
     if "compile" in profile.model_fields_set:
         return profile
@@ -154,11 +169,13 @@ def repeatable(profile: Profile) -> Profile:
 def settings_of(
     profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
 ) -> tuple[Profile, ...]:
-    """A profile for each combination of a policy, a budget, a decay and the values of a sweep.
+    """Make one profile for each combination of a policy, a budget, a decay and swept values.
 
-    Settings that a row's policy does not use are left out, so that there are no equal rows. The
-    profile's policy options go to every policy that has them. Raises SettingError for a value
-    that is not allowed, and for a sweep or an option with an unknown name.
+    `policies`, `budgets` and `decays` are comma-separated lists. Each text in `sweep` names a
+    setting or a policy option and the values to compare, such as `recent=16,32`. A profile gets
+    only the settings that its policy uses; of equal profiles, one is returned. The policy options
+    of `profile` go to every policy that has them. Raises SettingError for a value that is not
+    allowed, and for a swept setting or an option that none of the policies has.
     """
     swept = dict(_swept(one) for one in sweep)
     axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
@@ -180,7 +197,11 @@ def settings_of(
 
 
 def _swept(text: str) -> tuple[str, list[str]]:
-    """Split text such as `recent=16,32` into the name of a setting or option, and its values."""
+    """Split a value of the flag `--sweep`, such as `recent=16,32`.
+
+    Returns the name of the setting or option, and the list of its values as texts. Raises
+    SettingError for any other text.
+    """
     key, equals, values = text.partition("=")
     if not equals or not key or not all(values.split(",")):
         raise SettingError(
@@ -191,9 +212,11 @@ def _swept(text: str) -> tuple[str, list[str]]:
 
 
 def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """The settings in `given` that the policy in `given` uses, as values.
+    """Choose the settings in `given` that its policy uses, and parse their texts into values.
 
-    The options in `shared` that this policy has are added.
+    `given` maps names of settings and policy options to texts; the key `policy` names the policy.
+    Returns the settings by name. Policy options are in the entry `policy_options`, with those
+    options in `shared` that the policy has.
     """
     policy = given["policy"]
     import_typed(policy)
@@ -210,14 +233,20 @@ def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[
 
 
 def _lacks(key: str, policy: str) -> bool:
-    """Whether `key` is a setting or an option of other policies, but not of `policy`."""
+    """Whether the policy `policy` has no use for `key`, the name of a setting or policy option.
+
+    False for a setting that does not belong to policies, such as `temperature`.
+    """
     kind = policy_class(policy)
     known = {*kind.uses, *(field.name for field in fields(kind))}
     return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """The whole numbers in a comma-separated list; raises SettingError for anything else."""
+    """Parse a comma-separated list of whole numbers, the value of the flag `option`.
+
+    Returns the numbers. Raises SettingError for any other text.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise SettingError(
@@ -227,7 +256,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def command_line() -> str:
-    """The command line of this process, quoted for a shell."""
+    """The command line of this process, which begins with `sirchat`, quoted for a shell."""
     return shlex.join(["sirchat", *sys.argv[1:]])
 
 
@@ -257,9 +286,11 @@ def _run(
 
 
 def _load_again(typed: list[str], profile: Profile, trust: bool, for_hub: bool) -> "LoadedModel":
-    """Load the model in a worker process, after importing the policies in `typed`.
+    """Load the profile's model in a worker process of a study, and return it.
 
-    `typed` has policies as the user typed them, such as `mine:Loud`.
+    `typed` has the policies as the user typed them, such as `mine:Loud`. Their modules are imported
+    first. `trust` says whether the model may bring its own code, and `for_hub` whether it must be a
+    module of transformers.
     """
     for name in typed:
         import_typed(name)

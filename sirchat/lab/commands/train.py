@@ -1,4 +1,4 @@
-"""The `sirchat train` commands: train the bundled models, or anchors or a scorer for any model."""
+"""The `sirchat train` commands, which train the bundled models, anchors, and token scorers."""
 
 from pathlib import Path
 from typing import Annotated, cast, get_args
@@ -35,7 +35,7 @@ def train_tiny(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model from random weights, on dialogues generated during training."""
+    """Train the bundled model `tiny` from random weights, on dialogues generated meanwhile."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.trainer import Trainer
 
@@ -50,7 +50,7 @@ def train_tiny_anchor(
     resume: Resume = False,
     debug: Debug = False,
 ) -> None:
-    """Train the bundled model further, to compress each round into one token: `tiny-anchor`."""
+    """Train `tiny` further, to compress each round into one token; the result is `tiny-anchor`."""
     from sirchat.lab.training.display import train_with_progress
     from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
 
@@ -212,7 +212,10 @@ def train_scorer(
     trust_remote_code: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Train a scorer, with which the policy `learned` ranks tokens; takes minutes on a CPU."""
+    """Train a scorer, by which the policy `learned` ranks a model's tokens.
+
+    This takes minutes on a CPU.
+    """
     from sirchat.lab.training.display import train_scorer_with_progress
     from sirchat.lab.training.scorer import ScorerOptions
 
@@ -229,7 +232,7 @@ def train_scorer(
 
 
 def _layers(value: str) -> tuple[int, ...]:
-    """The layer numbers in a comma-separated list; raises SettingError for anything else."""
+    """Parse a comma-separated list of layer numbers; raises SettingError for any other text."""
     try:
         return tuple(int(one) for one in value.split(",") if value)
     except ValueError:

@@ -1,1 +1,4 @@
-"""The generator of synthetic dialogue for training and studies: facts, small talk, questions."""
+"""Generates synthetic dialogue, for training and for studies.
+
+In a dialogue the user tells facts, asks for them later, and talks of other things.
+"""

@@ -1,7 +1,7 @@
-"""The question bank: multiple-choice questions about general knowledge, for the tiny model.
+"""The question bank: multiple-choice questions about general knowledge, for the model `tiny`.
 
-A topic asks the same question about many things. Wrong options are other answers of the same topic,
-so that only knowledge of the thing itself tells which option is right.
+A topic asks the same question about many things. The wrong options of a question are other answers
+of the same topic, so that only knowledge of the thing itself tells which option is right.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from sirchat.lab.synthetic.smalltalk import pairs
 
 @dataclass(frozen=True)
 class Topic:
-    """One kind of question, such as the capital of a country.
+    """A kind of question that is asked about many things, such as the capital of a country.
 
-    In `questions`, `{x}` stands for a thing. `known` has the pairs (thing, answer).
+    `questions` has the texts of the question, in which `{x}` stands for the thing. `known` has all
+    pairs (thing, right answer).
     """
 
     key: str
@@ -28,17 +29,23 @@ class Topic:
 
     @cached_property
     def answers(self) -> tuple[str, ...]:
-        """All answers of the topic, each once, in order of appearance."""
+        """The right answers to all questions of the topic, each once, in the order of `known`."""
         return tuple(dict.fromkeys(answer for _, answer in self.known))
 
     def wrong(self, thing: str, right: str) -> list[str]:
-        """Up to four wrong options for the question about `thing`, the same in every call."""
+        """Choose up to four wrong options for the question about `thing`.
+
+        They are answers of the topic other than `right`. Every call returns the same options.
+        """
         pool = [answer for answer in self.answers if answer not in (right, thing)]
         return Random(f"{self.key}/{thing}").sample(pool, min(4, len(pool)))
 
 
 def grouped(text: str) -> tuple[tuple[str, str], ...]:
-    """Parse lines `answer: thing thing ...` into pairs (thing, answer); `_` stands for a space."""
+    """Parse lines such as `answer: thing thing ...` into pairs (thing, answer) for a topic.
+
+    In the text, `_` stands for a space.
+    """
     return tuple(_grouped(text))
 
 
@@ -50,7 +57,10 @@ def _grouped(text: str) -> Iterator[tuple[str, str]]:
 
 
 def both_ways(known: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """The pairs in `known`, followed by the same pairs with both parts exchanged."""
+    """The pairs (thing, answer) in `known`, followed by the same pairs as (answer, thing).
+
+    For example, opposites are asked for both ways.
+    """
     return known + tuple((other, one) for one, other in known)
 
 
@@ -229,5 +239,5 @@ TOPICS: tuple[Topic, ...] = (
 
 
 def facts() -> int:
-    """Number of pairs (thing, answer) in all topics together."""
+    """The number of pairs (thing, right answer) in all topics of the question bank together."""
     return sum(len(topic.known) for topic in TOPICS)

@@ -1,4 +1,4 @@
-"""Generates seeded synthetic dialogues of any length, message by message.
+"""Generates random synthetic dialogues of any length, message by message.
 
 A dialogue is a stream of rounds; a round is a user message and the reply. The user tells facts,
 asks for them later, corrects them, or asks for facts that were never told. Between these rounds are
@@ -36,22 +36,26 @@ LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Says how often each kind of round occurs in a dialogue; all other rounds are small talk.
+    """Says how often each kind of round occurs in a dialogue.
+
+    A share is a number from 0 to 1. Rounds of none of these kinds are small talk.
 
     Attributes:
-        tell, ask, repeat: shares of rounds that tell a fact, ask for a fact, or ask the model to
-            repeat words.
+        tell: share of rounds in which the user tells a fact.
+        ask: share of rounds in which the user asks for a told fact.
+        repeat: share of rounds in which the user asks the model to repeat words.
         game: share of rounds that begin a match of rock-paper-scissors.
         story: share of told facts that are stories.
-        quiz: share of rounds with a multiple-choice question from the bank.
-        untold: share of rounds that ask for a fact that was never told.
-        long_list: share of shopping lists that have five or six items.
+        quiz: share of rounds with a question from the question bank, mostly with options.
+        untold: share of rounds in which the user asks for a fact that was never told.
+        long_list: share of told shopping lists that have five or six items.
         apart: share of conversations with facts at their start and questions at their end.
         subjects: share of facts that are drawn only from kinds with a subject (a pet, a friend),
-            which can be confused with each other; other facts may be of such a kind, too.
-        series: share of conversations that tell several stories and ask for some of them.
+            which can be confused with each other. All other facts are drawn from all kinds.
+        series: share of conversations, among those that `apart` leaves, that tell several stories
+            and ask for some of them.
         long_values: share of facts that are drawn only from kinds with long values (codes, made-up
-            words, lists); other facts may be of such a kind, too.
+            words, lists). All other facts are drawn as if this share were 0.
     """
 
     tell: float
@@ -70,7 +74,10 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact that the user told: its kind, its subject, and its value as the user wrote it."""
+    """A fact that the user tells: its kind, its subject, and its value as the user writes it.
+
+    `number` is the number of a story; other kinds of fact do not use it.
+    """
 
     kind: FactKind
     subject: str
@@ -78,7 +85,7 @@ class Fact:
     number: int = 0
 
     def fill(self, template: str) -> str:
-        """The template with this fact's subject, value and number filled in."""
+        """Fill the subject, the value and the number of the fact into the text `template`."""
         return fill(template, self.subject, self.value, self.number)
 
     @property
@@ -88,7 +95,10 @@ class Fact:
 
 
 def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
-    """A random fact of `kind`; its subject and value are in lower case if `style.lower` is set."""
+    """Draw a random fact of the kind `kind`.
+
+    Its subject and its value are in lower case if `style.lower` is true.
+    """
     subject = kind.subject(rng) if kind.subject else ""
     value = kind.value(rng)
     if style.lower:
@@ -97,7 +107,7 @@ def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
 
 
 def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
-    """The same fact with another value, which is drawn at random."""
+    """Draw another value for a fact; returns the new fact, of the same kind and subject."""
     while True:
         other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
         if other.value.lower() != fact.value.lower():
@@ -105,7 +115,11 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
 
 
 def draw_kind(rng: Random, mix: Mix) -> FactKind:
-    """Draw a kind of fact by the kinds' weights; stories are drawn with the share `mix.story`."""
+    """Draw a random kind of fact, as the shares in `mix` say.
+
+    With the probability `mix.story` it is a story. Otherwise the weights of the kinds decide; the
+    shares `subjects` and `long_values` of `mix` may limit the choice to some kinds.
+    """
     if rng.random() < mix.story:
         return STORY
     kinds = KINDS
@@ -118,9 +132,14 @@ def draw_kind(rng: Random, mix: Mix) -> FactKind:
 
 @dataclass
 class Dialogue:
-    """Generates one conversation, message by message.
+    """Generates one synthetic conversation, message by message.
 
-    Its state is the facts told so far, how often each fact was asked for, and the jokes told.
+    Attributes:
+        rng: source of the random numbers.
+        mix: how often each kind of round occurs.
+        facts: the facts that the user has told, by kind and subject.
+        asked: for each told fact, how often the user has asked for it since it was told.
+        jokes: the jokes that the model has told.
     """
 
     rng: Random
@@ -132,9 +151,9 @@ class Dialogue:
     def messages(self, rounds: int) -> Iterator[Message]:
         """Yield the messages of a conversation of about `rounds` rounds.
 
-        At its end up to six facts are asked for that were not asked for before. With the shares
-        `apart` and `series` of the mix, the conversation is one of `far_apart` or
-        `several_stories` instead.
+        At the end of the conversation, the user asks for up to six facts for which no earlier round
+        has asked. In the share `apart` of all conversations, `far_apart` generates the messages
+        instead, and in the share `series` of those that are left, `several_stories`.
         """
         if self.rng.random() < 0.12:
             yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
@@ -153,9 +172,11 @@ class Dialogue:
             yield from self.ask(key)
 
     def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Yield facts, then unrelated rounds, then questions for each fact and for an untold fact.
+        """Yield the messages of a conversation that asks at its end for facts told at its start.
 
-        In a third of these conversations, one of the rounds in the middle corrects a fact.
+        One to three rounds tell facts, many unrelated rounds follow, and the last rounds ask for
+        each told fact and for a fact that was never told. In a third of these conversations, one of
+        the rounds in the middle corrects a told fact.
         """
         for _ in range(self.rng.choice((1, 1, 2, 3))):
             yield from self.tell()
@@ -169,9 +190,10 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield numbered stories, then questions about some of them.
+        """Yield the messages of a conversation that tells numbered stories, then asks for some.
 
-        Some conversations also ask for a fact that was never told.
+        At the end of some of these conversations, the user also asks for a fact that was never
+        told.
         """
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
@@ -189,11 +211,14 @@ class Dialogue:
             yield from pair
 
     def unrelated_round(self) -> Round:
-        """A round that neither tells nor asks for a fact."""
+        """Generate a round that neither tells a fact nor asks for one: a quiz or small talk."""
         return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
-        """Yield one round, of a kind drawn by the shares in `mix`, or all rounds of a game."""
+        """Yield one round of a random kind or, if the kind is a game, all rounds of the game.
+
+        The shares in `mix` say how likely each kind is.
+        """
         roll = self.rng.random()
         for share, make in (
             (self.mix.tell, self.tell),
@@ -212,7 +237,10 @@ class Dialogue:
             yield self.small_talk()
 
     def tell(self) -> Round:
-        """A round in which the user tells one or two new facts, or corrects a told fact."""
+        """Generate a round in which the user tells one or two facts, or corrects a told fact.
+
+        If no new fact is found, it is a round of small talk.
+        """
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
@@ -227,9 +255,9 @@ class Dialogue:
         return self.tell_one(fact, style)
 
     def correct(self, style: Style | None = None) -> Round:
-        """A round in which the user corrects a told fact.
+        """Generate a round in which the user corrects a told fact: gives it a new value.
 
-        If no told fact can be corrected, it is an unrelated round.
+        If no told fact can be corrected, it is a round unrelated to facts.
         """
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
@@ -238,10 +266,10 @@ class Dialogue:
         return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
-        """A random fact to be told: a new fact, or sometimes a new value of a told fact.
+        """Draw a fact that the user can tell: a new fact, or sometimes a new value of a told fact.
 
-        If `joined` is given, it is a new fact of another kind, to be told in the same message as
-        `joined`. Returns None if eight draws fail.
+        If the fact `joined` is given, the result is a new fact of another kind, which the user can
+        tell in the same message. Returns None if eight draws give no such fact.
         """
         for _ in range(8):
             fact = self.draw(style)
@@ -253,7 +281,10 @@ class Dialogue:
         return None
 
     def draw(self, style: Style) -> Fact:
-        """A random fact; if it is a shopping list, the list sometimes has five or six items."""
+        """Draw a random fact, whether it was told before or not.
+
+        If it is a shopping list, the list sometimes has five or six items.
+        """
         fact = draw_fact(self.rng, draw_kind(self.rng, self.mix), style)
         may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
         if may_be_long and self.rng.random() < self.mix.long_list:
@@ -262,7 +293,7 @@ class Dialogue:
         return fact
 
     def remember(self, fact: Fact) -> bool:
-        """Record a told fact; returns whether the fact replaced an older value."""
+        """Add a fact to the told facts; returns whether it replaced an older value of the fact."""
         key = (fact.kind.key, fact.subject)
         known = key in self.facts
         self.facts[key] = fact
@@ -270,7 +301,10 @@ class Dialogue:
         return known
 
     def tell_one(self, fact: Fact, style: Style) -> Round:
-        """A round in which the user tells a fact, or a new value of a told fact."""
+        """Generate a round in which the user tells `fact`, and record it as told.
+
+        If a fact of the same kind and subject was told before, the user corrects it.
+        """
         known = self.remember(fact)
         template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
         user = style.apply(spell(self.rng, fact.fill(template)))
@@ -279,7 +313,7 @@ class Dialogue:
         return replace(one, fact=(fact.kind.key, fact.subject), value=fact.value), other
 
     def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
-        """A round in which the user tells two facts in one message."""
+        """Generate a round in which the user tells two facts in one message."""
         self.remember(fact)
         self.remember(second)
         one = fact.fill(self.rng.choice(fact.kind.tells)).rstrip(".")
@@ -288,9 +322,10 @@ class Dialogue:
         return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
-        """A round that asks for a told fact, or rarely for a fact that was never told.
+        """Generate a round that asks for a told fact, sometimes for two.
 
-        If no fact has been told, it is mostly a round of small talk.
+        Rarely, it asks for a fact that was never told, or is small talk. If no fact has been told,
+        it is mostly small talk.
         """
         roll = self.rng.random()
         if roll < 0.07 or not self.facts:
@@ -304,7 +339,10 @@ class Dialogue:
         return self.ask(self.rng.choice(keys))
 
     def question(self, fact: Fact) -> str:
-        """A random question about a fact; a proper name in it keeps its capital letters."""
+        """Generate the text of a user's question for a told fact.
+
+        A subject that has capital letters, such as a friend's name, keeps them.
+        """
         style = Style.draw(self.rng)
         if fact.subject != fact.subject.lower():
             style = Style(bare=style.bare)
@@ -312,14 +350,20 @@ class Dialogue:
         return style.apply(spell(self.rng, fact.fill(text)))
 
     def ask(self, key: Key) -> Round:
-        """A round in which the user asks for a told fact, and the reply states it."""
+        """Generate a round in which the user asks for a told fact, and the reply states the fact.
+
+        `key` is the kind and the subject of the fact.
+        """
         fact = self.facts[key]
         self.asked[key] += 1
         one, other = reply(self.question(fact), fact.answer, fact.kind.key)
         return one, replace(other, fact=key)
 
     def ask_both(self, one: Key, two: Key) -> Round:
-        """A round in which the user asks for two told facts at once."""
+        """Generate a round in which the user asks for two told facts in one message.
+
+        Each key is the kind and the subject of a fact.
+        """
         first, second = self.facts[one], self.facts[two]
         user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
         self.asked[one] += 1
@@ -327,7 +371,11 @@ class Dialogue:
         return reply(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
-        """A round that asks for a fact never told, mostly of the same kind as a told fact."""
+        """Generate a round that asks for a fact never told; the reply says that it was not told.
+
+        The kind of the fact is often that of a told fact. If eight draws give only told facts, it
+        is a round of small talk.
+        """
         kinds = [fact.kind for fact in self.facts.values() if fact.kind.subject]
         same_kind = bool(kinds) and self.rng.random() < 0.6
         for _ in range(8):
@@ -338,11 +386,14 @@ class Dialogue:
         return self.small_talk()
 
     def ask_bank(self) -> Round:
-        """A round with a question from the question bank, sometimes without options."""
+        """Generate a round with a question from the question bank, sometimes without options."""
         return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
-        """A round with a joke; a joke is repeated only when all have been told."""
+        """Generate a round in which the model tells a joke.
+
+        A joke is repeated only after all jokes have been told.
+        """
         left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
         joke = self.rng.choice(left)
         self.jokes.append(joke)
@@ -350,7 +401,10 @@ class Dialogue:
         return reply(user, joke)
 
     def small_talk(self) -> Round:
-        """A round unrelated to told facts: small talk, a joke, common knowledge or a quiz."""
+        """Generate a round unrelated to told facts.
+
+        It is small talk, a joke, a question on common knowledge, or a quiz.
+        """
         roll = self.rng.random()
         if roll < 0.08:
             return self.joke()
@@ -364,5 +418,8 @@ class Dialogue:
 
 
 def dialogue(rng: Random, rounds: int, mix: Mix) -> Iterator[Message]:
-    """The messages of one new conversation of about `rounds` rounds."""
+    """Yield the messages of one new synthetic conversation of about `rounds` rounds.
+
+    `mix` says how often each kind of round occurs.
+    """
     return Dialogue(rng, mix).messages(rounds)

@@ -1,7 +1,8 @@
-"""Kinds of facts that a user may tell, with templates to tell, ask for and answer each kind.
+"""The kinds of facts that the user of a synthetic dialogue may tell, with texts for each kind.
 
-A template has `{v}` for the value and `{s}` for the subject (a pet's species, a friend's name).
-A question about a fact has only one right answer, so that a reply can be checked word for word.
+The texts are templates for messages that tell a fact, ask for it, and answer. In a template, `{v}`
+stands for the value of the fact and `{s}` for its subject (a pet's species, a friend's name). A
+question about a fact has only one right answer, so that a reply can be checked word for word.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from random import Random
 from sirchat.lab.synthetic import words as w
 
 Draw = Callable[[Random], str]
-"""A function that returns a random text, such as a name, drawn with the given generator."""
+"""A function that takes a random number generator and returns a random text, such as a name."""
 
 
 def pick(pool: tuple[str, ...]) -> Draw:
-    """A function that draws a random word from `pool`."""
+    """Make a function that draws a random word from the list `pool`."""
     return lambda rng: rng.choice(pool)
 
 
 def made_up(rng: Random) -> str:
-    """A pronounceable random word of two or three syllables, in lower case."""
+    """Make up a random word of two or three syllables that can be pronounced, in lower case."""
     syllables = rng.choice((2, 2, 3))
     word = "".join(rng.choice(w.ONSETS) + rng.choice(w.VOWELS) for _ in range(syllables))
     return word + rng.choice(w.CODAS)
 
 
 def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
-    """A function that draws a capitalised name: with probability `known`, one from `pool`.
+    """Make a function that draws a random name, which begins with a capital letter.
 
-    The other names are made-up or common words, which teach the model to copy any name.
+    With the probability `known`, the name is one from the list `pool`. Otherwise it is a made-up or
+    a common word, so that a model that is trained on such names learns to copy any name.
     """
 
     def draw(rng: Random) -> str:
@@ -44,53 +46,55 @@ def open_name(pool: tuple[str, ...], known: float = 0.6) -> Draw:
 
 
 def secret(rng: Random) -> str:
-    """A random secret word, which is a common or a made-up word."""
+    """Draw a random secret word for a fact: a common word or a made-up one."""
     return rng.choice(w.COMMON) if rng.random() < 0.6 else made_up(rng)
 
 
 def digits(count: int) -> Draw:
-    """A function that draws a text of `count` random decimal digits."""
+    """Make a function that draws a text of `count` random decimal digits."""
     return lambda rng: "".join(rng.choice("0123456789") for _ in range(count))
 
 
 def date(rng: Random) -> str:
-    """A random day of the year, such as `May 17`."""
+    """Draw a random day of the year, as text such as `May 17`."""
     return f"{rng.choice(w.MONTHS)} {rng.randint(1, 28)}"
 
 
 def age(rng: Random) -> str:
-    """A random age in years, from 5 to 99, as text."""
+    """Draw a random age in years, from 5 to 99, as text."""
     return str(rng.randint(5, 99))
 
 
 def item_list(items: list[str]) -> str:
-    """Join items as text: `a`, `a and b`, or `a, b and c`."""
+    """Join the items of a list to one text, such as `a`, `a and b`, or `a, b and c`."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 
 def groceries(rng: Random) -> str:
-    """A random shopping list of one to four items."""
+    """Draw a random shopping list of one to four items, as text."""
     return item_list(rng.sample(w.GROCERIES, rng.choice((1, 2, 2, 3, 3, 4))))
 
 
 def story(rng: Random) -> str:
-    """The random plot of a story, without the hero."""
+    """Draw the random plot of a story, a deed and a place; the story's hero is drawn elsewhere."""
     return f"{rng.choice(w.DEEDS)} {rng.choice(w.PLACES)}"
 
 
 @dataclass(frozen=True, slots=True)
 class FactKind:
-    """One kind of fact, with templates for its messages.
+    """A kind of fact, such as the user's name or a pet's name, with templates for its messages.
 
     Attributes:
-        key: the kind's name.
-        value, subject: functions that draw a random value and a random subject; `subject` is None
-            if the kind has no subject.
-        tells, updates: templates of user messages that tell a fact, or that replace an earlier
-            value.
-        asks, answer: templates of user messages that ask for a fact, and that of the right answer.
-        acks: templates of replies to `tells`, which restate the value or only agree.
-        weight: the kind's relative frequency.
+        key: name of the kind.
+        value: function that draws a random value for a fact.
+        tells: templates of user messages that tell a fact.
+        asks: templates of user messages that ask for a told fact.
+        answer: template of the right answer to each of these questions.
+        acks: templates of replies to a told fact; some restate the value.
+        updates: templates of user messages that correct the value of a told fact; empty if facts of
+            this kind are not corrected.
+        subject: function that draws a random subject; None if the kind has no subject.
+        weight: how often this kind is drawn, compared with other kinds.
         joins: whether one message may tell a fact of this kind together with another fact.
     """
 

@@ -1,6 +1,7 @@
-"""Messages of generated dialogues, and the rounds that do not depend on facts told by the user.
+"""Messages of synthetic dialogues, and those rounds that do not depend on told facts.
 
-These rounds are quizzes, questions on common knowledge, repeated words and games.
+These rounds are quizzes, questions on common knowledge, repeated words and games. A round is a user
+message and its reply.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ Key = tuple[str, str]  # kind and subject of a fact
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a dialogue.
+    """One message of a synthetic dialogue.
 
-    `recall` is what a reply recalls: the name of a kind of fact, `two` (two facts), `repeat` (words
-    or a story), `quiz`, or `untold`; None for any other message. `fact` is the key of the single
-    fact that the user tells in this message, or that this reply recalls. `value` is the value that
-    the user tells.
+    Attributes:
+        role: who writes the message.
+        text: the text of the message.
+        recall: what a reply must recall: a fact (the name of its kind), `two` facts, words to
+            `repeat`, the right option of a `quiz`, or that a fact is `untold`; None for any other
+            message.
+        fact: kind and subject of the one fact that a user tells or a reply recalls, else None.
+        value: the value of the one fact that a user tells, else empty.
     """
 
     role: Speaker
@@ -41,12 +46,16 @@ Round = tuple[Message, Message]
 
 
 def capital(text: str) -> str:
-    """`text` with its first letter in upper case, and the other letters unchanged."""
+    """Put the first letter of a text in upper case; all other letters stay unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def fill(template: str, subject: str, value: str, number: int = 0) -> str:
-    """Fill a template's `{s}`, `{v}`, `{v:c}` (capitalised) and `{n}`; use `an` before vowels."""
+    """Fill the template of a message with a subject, a value and a number; returns the text.
+
+    `{s}` stands for the subject, `{v}` for the value, `{v:c}` for the value with a capital letter,
+    and `{n}` for the number. The article `a` before a vowel becomes `an`.
+    """
     for placeholder, word in (("{s}", subject), ("{v}", value)):
         if word[:1].lower() in ("a", "e", "i", "o", "u"):
             template = template.replace(f" a {placeholder}", f" an {placeholder}")
@@ -55,14 +64,17 @@ def fill(template: str, subject: str, value: str, number: int = 0) -> str:
 
 
 def lower_start(template: str) -> str:
-    """Put a template's first letter in lower case, to continue a sentence; `I` is unchanged."""
+    """Put the first letter of a message in lower case, so that the message continues a sentence.
+
+    A message that begins with the word `I` or with a placeholder such as `{v}` is unchanged.
+    """
     if template.startswith(("I ", "I'", "{")):
         return template
     return template[:1].lower() + template[1:]
 
 
 def spell(rng: Random, text: str) -> str:
-    """`text` in American spelling half of the time, else unchanged."""
+    """Change `favourite` and `colour` to American spelling, in half of all calls at random."""
     if rng.random() < 0.5:
         return text
     return text.replace("favourite", "favorite").replace("colour", "color")
@@ -70,20 +82,23 @@ def spell(rng: Random, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How carefully a user types one message: in lower case, without punctuation, or both."""
+    """How a user types a message: carefully, in lower case, without end punctuation, or both."""
 
     lower: bool = False
-    bare: bool = False  # no punctuation at the end, no apostrophes
+    bare: bool = False  # no punctuation at the end; no apostrophes if `lower` is true, too
 
     @staticmethod
     def draw(rng: Random) -> Style:
-        """A random style: mostly careful, sometimes in lower case, without punctuation, or both."""
+        """Draw a random style of typing.
+
+        It is mostly careful, and sometimes in lower case, without end punctuation, or both.
+        """
         return rng.choices(
             (Style(), Style(lower=True), Style(bare=True), Style(True, True)), (66, 10, 12, 12)
         )[0]
 
     def apply(self, text: str) -> str:
-        """`text` as a user types it in this style."""
+        """Change the text of a message to how a user types it in this style."""
         if self.bare:
             text = text.rstrip(".?!")
         if self.lower:
@@ -92,7 +107,10 @@ class Style:
 
 
 def reply(user: str, assistant: str, recall: str | None = None) -> Round:
-    """A round of a user message and a reply; `recall` is that of the reply, as in `Message`."""
+    """Make a round, two messages, from the texts of a user message and its reply.
+
+    `recall` says what the reply must recall; `Message` describes its values.
+    """
     return Message("user", user), Message("assistant", assistant, recall)
 
 
@@ -101,7 +119,10 @@ BEATS = {"rock": "paper", "paper": "scissors", "scissors": "rock"}  # the value 
 
 
 def bank_question(rng: Random) -> tuple[str, str, list[str]]:
-    """A random question from the question bank, its right answer, and its wrong options."""
+    """Draw a random question from the question bank.
+
+    Returns the text of the question, its right answer, and a list of its wrong options.
+    """
     topic = rng.choices(TOPICS, [len(topic.known) for topic in TOPICS])[0]
     thing, right = rng.choice(topic.known)
     question = fill(rng.choice(topic.questions).replace("{x}", "{s}"), thing, "")
@@ -109,11 +130,11 @@ def bank_question(rng: Random) -> tuple[str, str, list[str]]:
 
 
 def quiz(rng: Random, count: int | None = None) -> Round:
-    """A multiple-choice question from the bank, with a reply like `The answer is library (B).`
+    """Generate a round with a multiple-choice question from the question bank.
 
-    The quiz has `count` options (default: three to five), or fewer if its topic has fewer. Each
-    letter stands after its option, in the question and in the reply: a small model finds what to
-    copy by the word before it.
+    The reply is a text such as `The answer is library (B).` The question has `count` options
+    (default: three to five), or fewer if its topic has fewer answers. In question and reply, the
+    letter stands after its option: a small model learns to copy the letter that follows a word.
     """
     question, right, wrong = bank_question(rng)
     options = rng.sample(wrong, min(len(wrong), (count or rng.choice((3, 4, 5, 5, 5))) - 1))
@@ -126,13 +147,16 @@ def quiz(rng: Random, count: int | None = None) -> Round:
 
 
 def open_quiz(rng: Random) -> Round:
-    """A round with a question from the question bank, without options."""
+    """Generate a round with a question from the question bank, without options."""
     question, right, _ = bank_question(rng)
     return reply(Style.draw(rng).apply(question), f"The answer is {right}.")
 
 
 def knowledge(rng: Random) -> Round:
-    """A round with a question on common knowledge, which is answered in words."""
+    """Generate a round with a question on common knowledge, and a reply that answers in words.
+
+    The question is about an animal's sound or a sum, or comes from the question bank.
+    """
     topic = rng.randrange(4)
     if topic == 0:
         animal, sound = rng.choice(talk.SOUNDS)
@@ -152,7 +176,7 @@ REPEATABLE: tuple[str, ...] = (
 
 
 def repeat_after_me(rng: Random) -> Round:
-    """A round in which the user asks to repeat some words, and the reply repeats them."""
+    """Generate a round in which the user asks to repeat some words, and the reply repeats them."""
     words = [
         made_up(rng) if rng.random() < 0.25 else rng.choice(REPEATABLE)
         for _ in range(rng.choice((1, 2, 3, 4, 5, 6)))
@@ -163,19 +187,23 @@ def repeat_after_me(rng: Random) -> Round:
 
 
 def game_opening() -> str:
-    """The user message that starts a match."""
+    """The text of the user message that starts a match of rock-paper-scissors."""
     return f"Please play a game of Rock-Paper-Scissors. Choose one option from: {', '.join(BEATS)}."
 
 
 def game_round(theirs: str, result: str) -> str:
-    """The user message between two rounds of a match."""
+    """The text of a user message between two rounds of a match of rock-paper-scissors.
+
+    `theirs` is the user's move in the last round, and `result` the sentence that tells its outcome.
+    """
     return f"I chose [{theirs}]. {result} Analyze my preferences and proceed to the next round."
 
 
 def outcome(ours: str, theirs: str) -> str:
-    """The sentence in which the user tells the outcome of a round, such as `You win.`
+    """The sentence in which the user tells the outcome of a round of rock-paper-scissors.
 
-    `ours` is the model's move, and `theirs` the user's move.
+    It is `You win.`, `You lose.` or `It is a tie.` `You` is the model: `ours` is the model's move,
+    and `theirs` the user's move.
     """
     if ours == theirs:
         return "It is a tie."
@@ -183,11 +211,11 @@ def outcome(ours: str, theirs: str) -> str:
 
 
 def game(rng: Random) -> Iterator[Round]:
-    """Yield the rounds of a match of rock-paper-scissors.
+    """Yield the rounds of a match of rock-paper-scissors between the user and the model.
 
-    Now and then the user asks about the user's own habits. The reply chooses the move that wins
-    against the user's most frequent move. If several moves are equally frequent, the user's last
-    move is taken, if it is one of them.
+    The user has a favourite move. Each reply chooses the move that wins against the user's most
+    frequent move; among equally frequent moves, the user's last move comes first. Now and then the
+    user asks which move the user has chosen most often.
     """
     options = list(BEATS)
     rng.shuffle(options)
@@ -208,5 +236,8 @@ def game(rng: Random) -> Iterator[Round]:
 
 
 def draw_length(rng: Random, low: float, high: float) -> float:
-    """A random length from `low` to `high`, whose logarithm is distributed uniformly."""
+    """Draw a random length from `low` to `high`; its logarithm is distributed uniformly.
+
+    So short lengths are more frequent than long ones.
+    """
     return math.exp(rng.uniform(math.log(low), math.log(max(low, high))))

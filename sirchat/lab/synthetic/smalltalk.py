@@ -1,10 +1,13 @@
-"""Texts that the tiny model learns besides facts: small talk, jokes, common knowledge."""
+"""Texts of synthetic dialogue that have nothing to do with told facts.
+
+They are small talk, jokes, system prompts and common knowledge.
+"""
 
 from __future__ import annotations
 
 
 def pairs(text: str) -> tuple[tuple[str, str], ...]:
-    """The pairs in `text`, in which each pair is written as `one:other`."""
+    """Parse a text such as `bear:cave spider:web` into pairs of words."""
     parts = (pair.partition(":") for pair in text.split())
     return tuple((one, other) for one, _, other in parts)
 

@@ -1,4 +1,4 @@
-"""Word lists for synthetic dialogue: subjects and values of facts.
+"""Lists of words from which the subjects and the values of facts in synthetic dialogue are drawn.
 
 Every list is a plain tuple of strings, so that it can be extended by adding words.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def pool(text: str) -> tuple[str, ...]:
-    """The words in `text`, in order."""
+    """Split a text into its words, and return them as a word list."""
     return tuple(text.split())
 
 

@@ -1,1 +1,1 @@
-"""Training of the bundled models, and anchor (AnSAN) training of any causal language model."""
+"""Trains the bundled models, anchors (AnSAN) for any causal language model, and token scorers."""

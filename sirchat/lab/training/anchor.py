@@ -3,9 +3,9 @@
 AnSAN is the method of the paper Anchor-based LLMs. Each sequence (a sentence or a round) ends with
 an anchor token, which must represent the whole sequence. The loss is the next-token loss under the
 paper's attention mask (section 4, equation 4): later tokens see the sequence only through its
-anchor. In the `<AC>` variant the anchor is a new token, whose embedding starts as the mean of all
-others. The training uses transformers' Trainer with our own masks and loss; the model's code is
-unchanged.
+anchor. In the `<AC>` variant the anchor is a new token, whose embedding starts as the mean of the
+embeddings of all other tokens. The training uses transformers' Trainer with sirchat's own masks and
+loss, and the unchanged code of the model.
 """
 
 from __future__ import annotations
@@ -49,36 +49,41 @@ from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 
 Trained = Variant | Literal["none"]
-"""The kind of anchors that a model is trained with; `none` is ordinary training, as a baseline."""
+"""How a model is trained: with anchors of the variant `ac` or `ep`, or with `none`, as a baseline.
+
+`ac` adds a new anchor token; for `ep`, each token that ends a sentence is an anchor."""
 
 TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
 
 TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, long_list=0.3)
-"""The default mix of rounds in synthetic dialogue."""
+"""How often each kind of round occurs in the synthetic dialogue that anchors are trained on."""
 
 
 @dataclass(frozen=True)
 class AnchorOptions:
-    """Model, data and hyperparameters of an anchor training; the defaults are the paper's.
+    """Model, data and hyperparameters of an anchor training.
+
+    The default values are those of the paper, Anchor-based LLMs.
 
     Attributes:
-        model: a name that `load_model` takes; GGUF weights are unpacked.
-        out: folder of the trained model; checkpoints go to `<out>.checkpoints`.
-        data: files to train on; empty for synthetic dialogue.
-        variant: the kind of anchors, or `none`; see `Trained`.
+        model: a model name that `load_model` takes; the weights of a GGUF file are unpacked.
+        out: folder of the trained model; checkpoints go to the folder `<out>.checkpoints`.
+        data: files to train on; if empty, the model is trained on synthetic dialogue.
+        variant: the kind of anchors, or `none` for training without anchors.
         per: where the anchors of variant `ac` are placed: `sentence` is after each sentence.
-        attention: see `Attention`; `flex` needs a GPU.
-        scratch: start from new random weights of the model's shape (the paper's section 7.2).
-        sinks: number of tokens at a document's start that all later tokens of it attend to.
-        mix: mix of rounds in synthetic dialogue.
+        scratch: whether to start from random weights, as in the paper's section 7.2.
+        attention: how attention is computed, `sdpa` or `flex`; `flex` needs a GPU.
+        sinks: number of first tokens of a document that all its later tokens attend to.
+        mix: how often each kind of round occurs in synthetic dialogue.
         tokens: number of tokens in a training row.
         batch: number of rows in a training step.
-        steps: number of steps. If None, train until `minutes` are over; without `minutes`, train
-            for one epoch of the data (synthetic dialogue: 1,000 steps).
-        minutes: limit on the training time of all runs together, not counting the time to save;
-            the data is repeated until then. None for no limit.
-        per_device: rows in one forward pass on each device; gradients are accumulated.
-        schedule: learning-rate schedule after `warmup` steps.
+        per_device: number of rows in one forward pass on each device; the gradients of several
+            passes are added up to one step.
+        steps: number of steps. If None, training ends when `minutes` are over or, without
+            `minutes`, after one epoch of the data (1,000 steps of synthetic dialogue).
+        minutes: limit on the training time of all runs together, without loading the model and
+            saving the trained model; None for no limit.
+        schedule: learning-rate schedule after the `warmup` steps.
     """
 
     model: str
@@ -107,19 +112,25 @@ class AnchorOptions:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """The folder of the training's checkpoints, `<out>.checkpoints`."""
         return self.out.with_name(f"{self.out.name}.checkpoints")
 
     @property
     def resumes_from(self) -> Path | None:
-        """The folder of the last checkpoint; None if the training is not resumed, or has none."""
+        """The folder of the newest checkpoint, from which the training continues.
+
+        None if `resume` is false, or no checkpoint exists.
+        """
         found = self.checkpoints.glob("checkpoint-*") if self.resume else ()
         return max(found, key=lambda one: int(one.name.rpartition("-")[2]), default=None)
 
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that a training needs: options, model, tokenizer, anchors and rows."""
+    """What an anchor training needs: options, model, tokenizer, anchor placement, training rows.
+
+    `anchors` is None for training without anchors.
+    """
 
     options: AnchorOptions
     model: Any
@@ -129,10 +140,11 @@ class Training:
 
 
 def prepare(options: AnchorOptions) -> Training:
-    """Load the model and the data, and add the anchor token to the model if it needs one.
+    """Load the model and the data for an anchor training, and return them as a `Training`.
 
-    Raises ModelError when the model can't be loaded, SettingError for settings that can't work
-    together and for data that can't be read, UsageError if accelerate is missing.
+    For variant `ac`, the anchor token is added to the model and its tokenizer. Raises ModelError if
+    the model can't be loaded, SettingError for options that can't be combined and for data that
+    can't be read, and UsageError if the package accelerate is not installed.
     """
     if find_spec("accelerate") is None:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
@@ -159,7 +171,11 @@ def prepare(options: AnchorOptions) -> Training:
 
 @quiet_libraries()
 def _load(options: AnchorOptions) -> tuple[Any, Any]:
-    """Load the model, in float32, and its tokenizer; when resuming, those of the checkpoint."""
+    """Load the model to be trained, in float32, and its tokenizer; returns both.
+
+    If the training is resumed, both are loaded from the newest checkpoint. Otherwise, if
+    `options.scratch` is true, the model gets random weights.
+    """
     checkpoint = options.resumes_from
     source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
@@ -189,9 +205,9 @@ def _load(options: AnchorOptions) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def add_anchor(model: Any, tokenizer: Any) -> int:
-    """Add the anchor token to model and tokenizer, unless they have it; returns its id.
+    """Add the anchor token to model and tokenizer, unless the tokenizer has it; returns its id.
 
-    The embeddings of the new token start as the mean of all others.
+    The input and output embeddings of the new token become the mean of all other embeddings.
     """
     known = tokenizer.convert_tokens_to_ids(ANCHOR)
     if known is not None and ANCHOR in tokenizer.get_added_vocab():
@@ -219,14 +235,20 @@ def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
 
 
 def _steps(options: AnchorOptions) -> int | None:
-    """The largest number of steps of the training; None to train for one epoch."""
+    """The largest number of training steps that the options allow; None for one epoch of the data.
+
+    If only a time limit ends the training, this is ENDLESS, a number that is never reached.
+    """
     endless = options.steps is None and options.minutes is not None
     return ENDLESS if endless else options.steps
 
 
 @quiet_libraries()
 def train_anchors(training: Training, show: Callable[[Step], None] = lambda step: None) -> None:
-    """Train the model, and write it and its losses to `out`; call `show` after each step."""
+    """Train a model with anchors, and write the model and its losses to the folder `out`.
+
+    `show` is called after each training step.
+    """
     accelerator = _train(training, show)
     # A process that ends while another still communicates with it may hang or be aborted.
     accelerator.wait_for_everyone()
@@ -238,7 +260,10 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
 
 
 def _train(training: Training, show: Callable[[Step], None]) -> Any:
-    """Train the model, and write it; returns the accelerator, which synchronises the processes."""
+    """Train a model with anchors, and write it to `out`; `show` is called after each step.
+
+    Returns accelerate's Accelerator, which synchronises the processes that train together.
+    """
     options, checkpoint = training.options, training.options.resumes_from
     sinks = training.anchors.sinks if training.anchors else 0
     before = checkpoint_losses(checkpoint) if checkpoint else []
@@ -269,14 +294,14 @@ def _train(training: Training, show: Callable[[Step], None]) -> Any:
 
 
 def is_first() -> bool:
-    """Whether this process is the only one of the training, or the first of several."""
+    """Whether this process is the first of those that train together, or trains alone."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def rows_at_once(options: AnchorOptions) -> int:
-    """Number of rows in one forward pass on all devices together.
+    """The number of training rows that all devices together read in one forward pass each.
 
-    Raises SettingError if `batch` is not a multiple of this number.
+    Raises SettingError if `options.batch`, the rows of a step, is not a multiple of this number.
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     at_once = options.per_device * processes
@@ -290,7 +315,7 @@ def rows_at_once(options: AnchorOptions) -> int:
 
 
 def arguments(options: AnchorOptions) -> TrainingArguments:
-    """The settings of transformers' Trainer for these options."""
+    """The options of an anchor training, as the arguments of transformers' Trainer."""
     return TrainingArguments(
         output_dir=str(options.checkpoints),
         per_device_train_batch_size=options.per_device,

@@ -1,7 +1,8 @@
-"""Training rows of text with anchors: synthetic dialogue, and files of texts or conversations.
+"""Makes training rows with anchors from synthetic dialogue, and from files.
 
-A row has a fixed number of tokens. It holds one or more documents (texts or conversations), whose
-tokens do not attend to other documents. If the last document of a row does not fit, it is cut.
+A row has a fixed number of tokens. It holds one or more documents. A document is a text or a
+conversation, and its tokens attend only to tokens of the same document. The last document of a row
+is cut if it does not fit.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _PREFIXES = ("USER:", "ASSISTANT:", "SYSTEM:")
 
 @dataclass(frozen=True)
 class FileMessage:
-    """A message of a conversation: role `system`, `user` or `assistant`, and text."""
+    """A message of a conversation that was read from a file.
+
+    `role` is `system`, `user` or `assistant`.
+    """
 
     role: str
     text: str
@@ -46,13 +50,14 @@ class FileMessage:
 def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
     """Yield the plain texts (str) and the conversations (lists of messages) in a file.
 
-    The name's ending decides how the file is read:
+    The ending of the file's name decides how the file is read:
 
-    - `.jsonl`: each line is a JSON object. With the key `text` it is a text; with `messages` or, as
-      in ShareGPT, `conversations`, it is a conversation. Successive lines with `role` and `content`
-      are one conversation.
-    - `.json`: one conversation of ShareGPT, or a list of them.
-    - any other: a transcript if it begins with `USER:`, `ASSISTANT:` or `SYSTEM:`, else a text.
+    - `.jsonl`: each line is a JSON object. An object with the key `text` is a text. An object with
+      the key `messages` or, as in ShareGPT, `conversations` is a conversation. Successive objects
+      with the keys `role` and `content` are the messages of one conversation.
+    - `.json`: one conversation in ShareGPT's format, or a list of conversations.
+    - any other ending: a transcript if the file begins with `USER:`, `ASSISTANT:` or `SYSTEM:`,
+      else a text.
 
     Raises SettingError for a file that can't be read, TranscriptError for a broken transcript.
     """
@@ -136,18 +141,20 @@ def _messages(turns: Iterable[TranscriptTurn]) -> list[FileMessage]:
 
 
 ANSWER_WEIGHT = 4.0
-"""Loss weight of the tokens of a reply in a conversation; all other tokens have weight 1."""
+"""Loss weight of the tokens of a conversation's replies; all other tokens have weight 1."""
 
 Row = dict[str, Tensor]
-"""A training row: its columns `input_ids`, `is_anchor`, `weight`, `document`, each [tokens]."""
+"""A training row as columns [tokens], by name: `input_ids`, `is_anchor`, `weight`, `document`.
+
+`weight` is a token's loss weight, and `document` is the number of its document."""
 
 
 class MessageLike(Protocol):
-    """A message of a conversation: any object that has a role and a text."""
+    """The type of a message of a conversation: any object that has a `role` and a `text`."""
 
     @property
     def role(self) -> str:
-        """`system`, `user` or `assistant`."""
+        """The role of the message's sender: `system`, `user` or `assistant`."""
 
     @property
     def text(self) -> str:
@@ -156,7 +163,10 @@ class MessageLike(Protocol):
 
 @dataclass(frozen=True)
 class Document:
-    """A document as token ids, each with its loss weight and whether it is an anchor."""
+    """A text or a conversation as token ids, for training.
+
+    `is_anchor` says for each token whether it is an anchor; `weight` has its loss weight.
+    """
 
     ids: list[int]
     is_anchor: list[bool]
@@ -164,9 +174,9 @@ class Document:
 
 
 class Writer:
-    """Turns texts and conversations into documents of token ids.
+    """Turns texts and conversations into training documents of token ids, with anchor tokens.
 
-    `anchors` says where anchor tokens are placed; None for no anchors.
+    `anchors` says where the anchor tokens are placed; None for documents without anchors.
     """
 
     def __init__(self, tokenizer: Any, anchors: Anchors | None) -> None:
@@ -174,9 +184,9 @@ class Writer:
         self._template = Template(tokenizer, anchors)
 
     def talk(self, messages: Iterable[MessageLike]) -> Document:
-        """A conversation as a document, rendered by the chat template.
+        """Render a conversation with the chat template; returns a training document.
 
-        Replies before the first user turn are left out.
+        Replies before the first user message, and system messages after it, are left out.
         """
         ids: list[int] = []
         weight: list[float] = []
@@ -199,7 +209,10 @@ class Writer:
         return self._document(ids, weight)
 
     def text(self, text: str) -> Document:
-        """A plain text as a document; the BOS token comes first, if the tokenizer has one."""
+        """Turn a plain text into a training document, with anchor tokens at their places.
+
+        The document begins with the BOS token, if the tokenizer has one.
+        """
         bos = self._tokenizer.bos_token_id
         ids = [] if bos is None else [bos]
         ids += plain_text_ids(text, self._anchors, self._encode)
@@ -223,7 +236,10 @@ class Writer:
 
 
 class TalkRows(Dataset[Row]):
-    """Rows of synthetic dialogue, generated on demand; row i depends only on the seed and on i."""
+    """A dataset of `rows` training rows of synthetic dialogue, with `tokens` tokens each.
+
+    Row i is generated when it is read. The seed and i decide its content.
+    """
 
     def __init__(self, writer: Writer, mix: Mix, rows: int, tokens: int, seed: int) -> None:
         self._writer, self._mix = writer, mix
@@ -247,10 +263,11 @@ class TalkRows(Dataset[Row]):
 
 
 class TextRows(Dataset[Row]):
-    """Documents from files, concatenated and cut into rows; an incomplete last row is left out.
+    """A dataset of training rows from the texts and conversations in files.
 
-    `load_text` describes the formats of files, and the errors for files that can't be read. Raises
-    SettingError if all files together do not fill one row.
+    All documents are concatenated, and cut into rows of `tokens` tokens. The tokens after the last
+    complete row are left out. Raises SettingError if all files together do not fill one row, or a
+    file can't be read.
     """
 
     def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:
@@ -278,7 +295,7 @@ class TextRows(Dataset[Row]):
 
 
 def packed(documents: Iterable[Document], tokens: int) -> Row:
-    """A row of `tokens` ids: one document after another, the last one cut to fit."""
+    """Concatenate documents to one training row, which is cut after `tokens` tokens."""
     ids, is_anchor, weight, document = list[int](), list[bool](), list[float](), list[int]()
     for number, one in enumerate(documents):
         ids += one.ids

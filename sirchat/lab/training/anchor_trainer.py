@@ -1,6 +1,7 @@
 """transformers' Trainer with a time limit, and with the attention mask of Anchor-based LLMs.
 
-The mask is that of the paper's equation (4); see the module `masks`.
+The mask follows the paper's equation (4): a token attends to its own sequence, and to the anchors
+of earlier sequences. The module `masks` makes it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ Attention = Literal["sdpa", "flex"]
 
 
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """transformers' Trainer that reads rows in order, and stops at the time limit of `clock`.
+    """A Trainer of transformers that trains under the attention mask of Anchor-based LLMs.
+
+    It reads the training rows in order, and multiplies their losses by their weights.
 
     Args:
-        sinks: number of tokens at a document's start that all later tokens of it attend to.
-        attention: how attention is computed.
-        clock: counts the seconds of training.
+        sinks: number of first tokens of a document that all its later tokens attend to.
+        attention: how attention is computed, `sdpa` or `flex`.
+        clock: counts the seconds of training, and has the time limit.
         schedule: the learning-rate schedule.
         options: further arguments of transformers' Trainer.
     """
@@ -58,7 +61,10 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
-        """Create the schedule of the learning rate, by steps and, if time is limited, by time."""
+        """Create and return the learning-rate schedule of the training.
+
+        It depends on the step and, if there is a time limit, on the time that has passed.
+        """
         warmup = self.args.get_warmup_steps(num_training_steps)
 
         def factor(step: int) -> float:
@@ -70,7 +76,10 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the token count and the time so far to each step's logged loss."""
+        """Log the values `logs`; if a step's loss is among them, add tokens read and training time.
+
+        The added keys are `tokens` and `seconds`, both counted since the training began.
+        """
         if "loss" in logs:
             logs |= {"tokens": self.state.num_input_tokens_seen, "seconds": self.clock.seconds}
         super().log(logs, start_time)
@@ -82,7 +91,11 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """The weighted mean loss over all tokens of the step, on all devices."""
+        """The loss that one forward pass over the rows `inputs` adds to the loss of its step.
+
+        It is the sum of the rows' weighted losses, in nats, divided by the number of tokens that
+        are predicted in the whole step. A step may have several passes, on several devices.
+        """
         is_anchor, document = inputs["is_anchor"], inputs["document"]
         # `collate` does not make the masks: all batches of a step would then hold one in memory.
         if self.attention == "flex":
@@ -104,7 +117,11 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
 
 def weighted_sum(logits: Tensor, row: Row) -> Tensor:
-    """The weighted loss in nats, summed over all predicted tokens; each row's mean weight is 1."""
+    """The sum of the weighted losses of all predicted tokens, in nats, as a scalar tensor.
+
+    `row` has a batch of rows, `logits` the model's output for it. The loss weights of each row are
+    scaled to mean 1 first.
+    """
     ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
     nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
     weight = weight / weight.mean(1, keepdim=True)
@@ -112,9 +129,11 @@ def weighted_sum(logits: Tensor, row: Row) -> Tensor:
 
 
 def collate(rows: list[Row]) -> Row:
-    """Stack rows into a batch, whose columns are [B, tokens].
+    """Stack B training rows into a batch with columns [B, tokens].
 
-    Adds the column `position`, within each document, and `labels` [B, tokens - 1].
+    The column `position`, a token's position in its document, is added, and `labels`
+    [B, tokens - 1], the tokens to predict. The first token of each document but a row's first gets
+    loss weight 0, since it can't be predicted from another document.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     document = batch["document"]
@@ -127,13 +146,13 @@ def collate(rows: list[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished training step.
+    """A finished step of an anchor training.
 
     Attributes:
         entry: the number, loss and time of the step.
         steps: number of steps of the training, or an upper bound if a time limit ends the training.
-        mean_loss: mean loss of the last steps, in nats per token.
-        tokens_per_second: speed since this run began.
+        mean_loss: mean loss of the last 20 steps, in nats per token.
+        tokens_per_second: mean training speed since this run began, in tokens per second.
     """
 
     entry: LossEntry
@@ -143,9 +162,10 @@ class Step:
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
-    """Updates the clock and the loss history, and calls `show` after each step.
+    """A Trainer callback: after each step, updates clock and loss history, and calls `show`.
 
-    Only the first process has a history and calls `show`.
+    If several processes train together, only the first one has a history and calls `show`;
+    `history` is None in the others.
     """
 
     def __init__(
@@ -155,21 +175,24 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         self._before = (clock.seconds, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
+        """Start the training clock; transformers calls this when the training begins."""
         self._before = (self._clock.seconds, state.num_input_tokens_seen)
         self._clock.start()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Read the clock, before the learning rate of the next step is computed."""
+        """Update the training clock; the learning rate of the next step is computed after that."""
         self._clock.finish_step(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save a checkpoint and stop the training if there is no time for one more step."""
+        """Save a checkpoint and stop the training if the time limit allows no further step."""
         if self._clock.is_over:
             control.should_training_stop = control.should_save = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Record the loss of a step, and show it."""
+        """Write the loss of the finished step to the loss history, and call `show` with the step.
+
+        Log records without a loss are ignored.
+        """
         if self._history is None:
             return
         for entry in logged([{**(logs or {}), "step": state.global_step}]):
@@ -183,14 +206,14 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 Schedule = Literal["constant", "cosine"]
 
 ENDLESS = 1_000_000
-"""Number of steps, never reached, of a training that ends only by its time limit."""
+"""Number of steps for a training that ends by its time limit; it is too large to be reached."""
 
 
 class TrainingClock:
-    """Counts the seconds of training, including those before the training was resumed.
+    """Counts the seconds of a training, over all its runs: a training may be stopped and resumed.
 
     Args:
-        limit: seconds that the training may take; None for no limit.
+        limit: seconds that all runs together may take; None for no limit.
         before: for each step of earlier runs, the seconds of training until the step ended.
         now: returns the current time in seconds.
     """
@@ -207,14 +230,14 @@ class TrainingClock:
         self.start()
 
     def start(self) -> None:
-        """Start counting from the number of seconds at the end of the last step."""
+        """Start the clock at the number of seconds that it had after the last finished step."""
         self._start = self._now() - self.seconds
 
     def finish_step(self, device: torch.device | None = None) -> None:
-        """Read the time at the end of a step.
+        """Set `seconds` to the training time, at the end of a training step.
 
-        If several processes train together, all use the time of the first process. `device` is the
-        device of this process.
+        If several processes train together, the first process sends its time to all others.
+        `device` is the device of this process.
         """
         seconds = self._now() - self._start
         if distributed.is_available() and distributed.is_initialized():
@@ -225,23 +248,24 @@ class TrainingClock:
 
     @property
     def share(self) -> float:
-        """The share of the time limit that has passed, 0 to 1; 0 without a limit."""
+        """The share of the training's time limit that has passed, 0 to 1; 0 without a limit."""
         return 0.0 if self._limit is None else min(1.0, self.seconds / self._limit)
 
     @property
     def is_over(self) -> bool:
-        """Whether one more step, if it takes as long as the last, would reach the time limit."""
+        """Whether the training must end: another step as long as the last would reach the limit."""
         return self._limit is not None and self.seconds + self._last_step >= self._limit
 
 
 def learning_rate(
     step: int, steps: int, warmup: int, schedule: Schedule, share: float = 0.0
 ) -> float:
-    """The factor by which the learning rate of step `step` (from 0) is multiplied.
+    """The factor that multiplies the peak learning rate in step number `step`, counted from 0.
 
-    It rises linearly in the `warmup` steps, and then follows `schedule`. `cosine` falls to 0 when
-    all `steps` are done or the time limit is reached, whichever comes first; `share` is the share
-    of the time limit that has passed, 0 to 1.
+    The factor rises linearly from 0 to 1 in the first `warmup` steps. After that, the schedule
+    `constant` stays at 1. `cosine` falls to 0, which it reaches when all `steps` are done or the
+    time limit is over, whichever comes first. `share` is the share of the time limit that has
+    passed, 0 to 1.
     """
     rising = min(1.0, step / warmup) if warmup else 1.0
     if schedule == "constant":

@@ -1,4 +1,4 @@
-"""Writes the model cards: the README.md next to the trained weights."""
+"""Makes the texts of the bundled models' cards: each is the README.md in the model's folder."""
 
 from __future__ import annotations
 
@@ -138,9 +138,11 @@ positions in the cache it reads on without end.
 def anchor_card(
     *, command: str, gathering: int, tokens: int, seed: int, recalls: Sequence[ProbedRecall]
 ) -> str:
-    """The text of the model card of `tiny-anchor`.
+    """The model card of the bundled model `tiny-anchor`, as Markdown.
 
+    `command` is the command that trained the model, and `tokens` is the number of training tokens.
     `gathering` is the number of steps of the first phase, in which an anchor follows each message.
+    `recalls` has the measured recall; if it is empty, the card has no table of recall.
     """
     card = ANCHOR_HEAD.format(command=command, tokens=tokens / 1e6, seed=seed, gathering=gathering)
     if recalls:
@@ -150,10 +152,11 @@ def anchor_card(
 
 
 def recall_table(recalls: Sequence[ProbedRecall]) -> Iterable[str]:
-    """Yield the lines of a Markdown table of recall, by kind of fact (rows) and distance (columns).
+    """Yield the lines of a Markdown table of the shares of facts that a model recalled.
 
-    A distance is a number of rounds between fact and question. The last two rows are the mean
-    recall and the mean length of the conversations.
+    A row is a kind of fact. A column is a distance: the number of rounds between the fact and the
+    question. The last two rows are the mean recall, and the mean length of the conversations in
+    tokens.
     """
     cell = {(one.kind, one.between): one.right / one.asked for one in recalls}
     distances = [d for d in DISTANCES if any(one.between == d for one in recalls)]
@@ -179,7 +182,12 @@ def model_card(
     seed: int,
     recalls: Sequence[ProbedRecall],
 ) -> str:
-    """The text of the model card of `tiny`; `recalls` has the measured recall, if any."""
+    """The model card of the bundled model `tiny`, as Markdown.
+
+    `command` is the command that trained the model, `parameters` its number of parameters, `vocab`
+    the size of its vocabulary, and `tokens` the number of training tokens. `recalls` has the
+    measured recall; if it is empty, the card has no table of recall.
+    """
     card = HEAD.format(
         million=parameters / 1e6,
         command=command,

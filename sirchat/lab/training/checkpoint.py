@@ -1,4 +1,7 @@
-"""Writes and reads the files of a training: checkpoints to resume from, and the exported model."""
+"""Writes and reads the files of a training of `tiny` or `tiny-anchor`.
+
+They are checkpoints, from which an interrupted training resumes, and the trained model.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ KEPT_CHECKPOINTS = 2
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then move each of its files into `folder`.
+    """Call `write` with a temporary folder, then move the files that it wrote there into `folder`.
 
-    A reader finds either the old or the new file, never a partial one. A temporary folder that a
-    killed training has left is deleted first.
+    Each file is replaced atomically: a reader finds the old or the new file, never a partial one. A
+    temporary folder that a killed process has left is deleted first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.new")
@@ -40,7 +43,10 @@ def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
 def save_checkpoint(
     folder: Path, step: int, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Write the checkpoint `folder/step-N` atomically, and delete all but the newest two."""
+    """Write weights and optimizer states after `step` steps, as the checkpoint `folder/step-N`.
+
+    The checkpoint appears atomically. The newest two checkpoints are kept, and older ones deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:07d}"
     temporary = folder / f".{target.name}"
@@ -56,7 +62,10 @@ def save_checkpoint(
 
 
 def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
-    """Save the weights at the start of a training phase; replaces those of an earlier phase."""
+    """Save a model's weights at the start of a training phase, to average with them at its end.
+
+    The file replaces the weights that were saved for an earlier phase.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".before.safetensors"
     save_model(model, str(temporary))
@@ -65,9 +74,9 @@ def save_phase_start(folder: Path, model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> None:
-    """Replace the model's weights by a weighted mean with those that `save_phase_start` saved.
+    """Average the model's weights with the weights that `save_phase_start` saved in `folder`.
 
-    `share`, 0 to 1, is the weight of the saved ones in the mean.
+    The model gets the mean. `share`, 0 to 1, is the share of the saved weights in the mean.
     """
     before = copy.deepcopy(model)
     load_model(before, str(folder / "before.safetensors"))
@@ -76,16 +85,17 @@ def average_with_saved(folder: Path, model: LlamaForCausalLM, share: float) -> N
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
+    """The paths of the training checkpoints in `folder`, oldest first."""
     return sorted(folder.glob("step-*"))
 
 
 def load_checkpoint(
     folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]
 ) -> int:
-    """Load the newest checkpoint; returns the number of steps that were done before it.
+    """Load the newest checkpoint in `folder` into the model and its optimizers.
 
-    Returns 0 if there is no checkpoint. Raises ModelError for a model of another shape.
+    Returns the number of training steps before the checkpoint, or 0 if there is no checkpoint.
+    Raises ModelError if the checkpoint belongs to a model of another shape.
     """
     found = list_checkpoints(folder)
     if not found:
@@ -109,7 +119,10 @@ def load_checkpoint(
 def export(
     folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str
 ) -> None:
-    """Write a folder for AutoModelForCausalLM and AutoTokenizer, with the weights in bfloat16."""
+    """Write a trained model, its tokenizer and its model card to `folder`.
+
+    The weights are stored in bfloat16. AutoModelForCausalLM and AutoTokenizer can load the folder.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = "bfloat16"

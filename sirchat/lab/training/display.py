@@ -1,4 +1,7 @@
-"""Trains a model and shows progress (loss, recall, speed, time left), and a report at the end."""
+"""Trains a model, and shows loss, recall, speed and time left meanwhile, and a report at the end.
+
+`sirchat train` calls these functions.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ _COLUMNS = (
 def train_with_progress(
     kind: type[Trainer], out: Path, *, steps: int | None, size: str, seed: int, resume: bool
 ) -> None:
-    """Train a bundled model into `out`; progress goes to stderr, the folder's name to stdout."""
+    """Train a bundled model with the trainer `kind`, and write it to the folder `out`.
+
+    Progress is printed to stderr, and at the end the path of the folder to stdout.
+    """
     names = [name for name in SIZES if name == size]
     if not names:
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
@@ -66,9 +72,10 @@ def train_with_progress(
 
 
 def train_anchor_with_progress(options: AnchorOptions) -> None:
-    """Train a model with anchors; progress goes to stderr, the folder's name to stdout.
+    """Train a model with anchors, and write it to the folder `options.out`.
 
-    If several processes train together, only the first one prints.
+    Progress is printed to stderr, and at the end the path of the folder to stdout. If several
+    processes train together, only the first one prints.
     """
     from sirchat.lab.training.anchor import is_first, prepare, train_anchors
 
@@ -86,7 +93,10 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
 
 
 def train_scorer_with_progress(options: ScorerOptions) -> None:
-    """Train a scorer; progress and test results go to stderr, the file's name to stdout."""
+    """Train a scorer, which predicts for the policy `learned` how much a token is needed.
+
+    Progress and test results are printed to stderr, and the path of the scorer's file to stdout.
+    """
     from sirchat.lab.training.scorer import open_trainer
 
     console = Console(stderr=True, highlight=False)
@@ -112,12 +122,15 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
 def training_progress(
     console: Console, first: str, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Show]:
-    """Context manager: gives a function that shows progress as a bar, or in a log file as lines.
+    """Context manager: yields a function that shows the progress of a training.
+
+    The function shows a bar if `console` is a terminal. Otherwise, as in a log file, it prints
+    lines.
 
     Args:
-        console: where progress is shown; a bar if it is a terminal.
-        first: text beside the bar before there is any progress.
-        clock: returns the time in seconds.
+        console: where progress is shown.
+        first: text beside the bar until the function is called for the first time.
+        clock: returns the current time in seconds.
     """
     if not console.is_terminal:
         yield _Lines(console, clock).show
@@ -130,7 +143,7 @@ def training_progress(
 
 
 class _Lines:
-    """Prints progress at the first step, whenever enough time has passed, and at the end."""
+    """Prints lines of progress: at the first step, at most every 30 seconds, and at the end."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console, self._clock = console, clock
@@ -146,9 +159,9 @@ class _Lines:
 
 
 def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
-    """The amount done, the total amount, and a text about the progress.
+    """The progress of an anchor training after `step`: amount done, total amount, and a text.
 
-    Amounts are in steps, or in minutes if the training ends only by its time limit.
+    Both amounts are numbers of steps or, if only a time limit ends the training, minutes.
     """
     entry = step.entry
     text = f"loss {step.mean_loss:.3f} (mean of {LAST}), {step.tokens_per_second:,.0f} tok/s"
@@ -158,7 +171,10 @@ def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
 
 
 def report(out: Path) -> list[str]:
-    """Draw a plot of the losses in the model's folder `out`; returns lines that summarise them."""
+    """Draw a plot of the training losses in a model's folder `out`; returns lines of a summary.
+
+    The list is empty if the folder has no losses.
+    """
     losses = load_losses(out)
     if not losses:
         return []

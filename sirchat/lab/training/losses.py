@@ -1,9 +1,9 @@
-"""Records the loss of every step of a training, as JSON lines in the model's folder.
+"""Records the loss of every step of an anchor training, as JSON lines in the model's folder.
 
-Each checkpoint holds all entries up to its step. A resumed training first rewrites the file from
-the entries of its checkpoint, so that no step is missing or repeated.
+Each checkpoint contains the losses of all steps up to it. A resumed training first rewrites the
+file with the losses in its checkpoint, so that no step is missing or repeated.
 
-At the end the losses are drawn as a plot.
+At the end of the training, the losses are drawn as a plot.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from sirchat.lab.training.checkpoint import replace_files
 
 HISTORY = "loss.jsonl"
-"""Name of the loss history's file in the model's folder."""
+"""Name of the file in the model's folder that has the loss of every training step."""
 
 LAST = 20
-"""Number of steps, counted from the newest, over which the mean loss is taken."""
+"""Number of newest training steps whose mean loss is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,11 @@ class LossEntry:
 
     Attributes:
         step: number of the step, from 1.
-        tokens: tokens read up to the end of the step.
+        tokens: number of tokens read from the start of the training to the end of the step.
         loss: loss of the step in nats per token.
         learning_rate: learning rate of the step.
-        seconds: training time up to the end of the step; time between two runs does not count.
+        seconds: training time from the start of the training to the end of the step, without the
+            time between two runs.
     """
 
     step: int
@@ -43,11 +44,11 @@ class LossEntry:
 
 
 class LossHistory:
-    """Writes loss entries to a model's folder, one by one.
+    """The file with the loss of every training step, in a model's folder.
 
     Args:
         folder: the model's folder; created if it does not exist.
-        before: entries of earlier runs; they replace the old content of the file.
+        before: entries of the training's earlier runs. They replace the old content of the file.
     """
 
     def __init__(self, folder: Path, before: Sequence[LossEntry] = ()) -> None:
@@ -57,20 +58,26 @@ class LossHistory:
         replace_files(folder, lambda made: _write(made / HISTORY, lines))
 
     def add(self, entry: LossEntry) -> None:
-        """Append an entry to the file."""
+        """Append the loss of one training step to the file of losses."""
         self.entries.append(entry)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_line(entry))
 
 
 def mean_of_last(entries: Sequence[LossEntry], last: int = LAST) -> float:
-    """The mean loss of the newest `last` steps, or of all steps if there are fewer."""
+    """The mean loss, in nats per token, of the newest `last` steps among `entries`.
+
+    If there are fewer entries, it is the mean of all.
+    """
     losses = [one.loss for one in entries[-last:]]
     return sum(losses) / len(losses)
 
 
 def load_losses(folder: Path) -> list[LossEntry]:
-    """The loss history in a model's folder; empty if the folder has no history."""
+    """The losses of all training steps, from the file in a model's folder.
+
+    The list is empty if the folder has no such file.
+    """
     path = folder / HISTORY
     if not path.is_file():
         return []
@@ -78,13 +85,19 @@ def load_losses(folder: Path) -> list[LossEntry]:
 
 
 def checkpoint_losses(checkpoint: Path) -> list[LossEntry]:
-    """The loss entries of all steps up to a checkpoint of transformers' Trainer."""
+    """The losses of all training steps up to a checkpoint that transformers' Trainer saved.
+
+    `checkpoint` is the folder of the checkpoint.
+    """
     state = json.loads((checkpoint / "trainer_state.json").read_text("utf-8"))
     return list(logged(state["log_history"]))
 
 
 def logged(records: Iterable[dict[str, Any]]) -> Iterable[LossEntry]:
-    """The loss entries among the Trainer's log records; other records are skipped."""
+    """Yield the loss of each training step from the log records of transformers' Trainer.
+
+    Records of other things than a step's loss are skipped.
+    """
     names = LossEntry.__slots__
     return (
         LossEntry(**{name: record[name] for name in names})
@@ -102,11 +115,14 @@ def _write(path: Path, text: str) -> None:
 
 
 PLOT = "loss.svg"
-"""Name of the plot's file in the model's folder."""
+"""Name of the file in the model's folder with the plot of the losses."""
 
 
 def draw_losses(entries: Sequence[LossEntry], folder: Path) -> bool:
-    """Draw losses as an SVG file in a model's folder; False if matplotlib is not installed."""
+    """Draw the losses of a training as an SVG file in a model's folder; returns True.
+
+    If matplotlib is not installed, nothing is drawn, and the result is False.
+    """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

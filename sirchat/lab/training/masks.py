@@ -1,17 +1,17 @@
-"""Attention masks for training: anchor-based attention, and masks that imitate a budget.
+"""Makes two kinds of attention masks for training: for anchors, and as if under a budget.
 
-The first kind is that of Anchor-based LLMs (equation 4). Text is divided into sequences, and each
-ends with its anchor token. A token attends to its own sequence, and to the anchors of earlier
-sequences. An anchor attends to its own sequence only, so that the anchor's keys and values must
-represent the whole sequence.
+The mask of anchor-based attention is that of the paper Anchor-based LLMs (equation 4). Text is
+divided into sequences, and each sequence ends with its anchor token. A token attends to its own
+sequence, and to the anchors of earlier sequences. An anchor attends to its own sequence only, so
+that the anchor's keys and values must represent the whole sequence.
 
-Three rules are added to the equation. Documents in one row do not attend to each other. The first
+Three rules are added to the equation. Tokens attend only to tokens of their own document. The first
 `sinks` tokens of a document are visible to all its later tokens, as in a cache with sinks. Tokens
 marked as kept are visible like anchors (section 6.1, where the whole source text is kept).
 
-The second kind imitates a budget: these masks hide the tokens that a policy would evict, because
-evictions leave gaps in a cache. A model trained with such gaps learns to represent a fact in the
-tokens that are kept, and to recall a fact from the few of its tokens that are still visible.
+The masks that imitate a budget hide the tokens that a policy would evict. A model that is trained
+under such a mask learns to represent a fact in the tokens that stay visible, and to recall a fact
+when only a few of its tokens are visible.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from sirchat.lab.training.rows import Batch
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of the indices of row, head, query and key: whether the query attends to the key."""
+"""A function that takes indices of row, head, query and key as tensors, and returns a bool tensor.
+
+The result says whether the query attends to the key. Flex attention calls such a function to make a
+block mask."""
 
 
 def visible(
@@ -41,15 +44,18 @@ def visible(
     *,
     sinks: int = 0,
 ) -> Tensor:
-    """The mask of anchor-based attention, bool [B, 1, T, T].
+    """The attention mask, bool [B, 1, T, T], under which text is only seen through its anchors.
 
-    It is true where a token (third dimension) attends to another one (fourth dimension).
+    The mask is true where a token (third dimension) attends to a token (fourth dimension). A token
+    attends to itself, to earlier tokens of its own sequence and, unless it is an anchor, to earlier
+    anchors.
 
     Args:
-        is_anchor: bool [B, T], whether each token is an anchor.
+        is_anchor: bool [B, T], whether each token is an anchor, which ends a sequence.
         document: int [B, T], number of each token's document; None for one document in each row.
+            Tokens attend only to tokens of their own document.
         is_kept: bool [B, T], further tokens that are visible like anchors; None for no such tokens.
-        sinks: number of tokens at each document's start that all its later tokens attend to.
+        sinks: number of first tokens of a document that all its later tokens attend to.
     """
     rows, length = is_anchor.shape
     document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
@@ -59,9 +65,10 @@ def visible(
 
 
 def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The mask that `visible` makes, as a block mask, with which flex attention skips empty blocks.
+    """The mask of anchor-based attention as a block mask of PyTorch's flex attention.
 
-    Building the block mask still needs memory for a dense bool mask.
+    It says the same as the mask that `visible` returns. Flex attention skips the blocks in which no
+    token attends to another. Building the block mask takes the memory of a dense bool mask.
     """
     rows, length = is_anchor.shape
     mask = _mask_function(is_anchor, document, None, sinks)
@@ -86,13 +93,19 @@ def _mask_function(
 
 
 def sequences(is_anchor: Tensor) -> Tensor:
-    """The index, int [B, T], of each token's sequence; a sequence ends with its anchor."""
+    """The number of the sequence that each token belongs to, int [B, T], from 0 in each row.
+
+    A sequence ends with its anchor. `is_anchor`, bool [B, T], says where the anchors are.
+    """
     before: Tensor = is_anchor.long().cumsum(1) - is_anchor.long()
     return before
 
 
 def position_in_document(document: Tensor) -> Tensor:
-    """The position of each token in its document, int [B, T], from 0."""
+    """The position of each token in its document, int [B, T], from 0.
+
+    `document`, int [B, T], has the number of each token's document.
+    """
     length = document.shape[1]
     at = torch.arange(length, device=document.device).expand_as(document)
     begins = torch.ones_like(document, dtype=torch.bool)
@@ -108,11 +121,11 @@ INFORMATIVE_NATS = 0.7  # a value's tokens of lower surprisal can be guessed fro
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The attention mask of a batch in which each row has a budget, and the answers lost by it.
+    """An attention mask that imitates a budget for each row of a batch, and the answers it hides.
 
-    `visible` [rows, 1, tokens, tokens] is true where a token (third dimension) attends to another.
-    `lost` [rows, tokens + 1], with columns as in `Batch`, is true for the tokens of answers that
-    can't be known, because the fact was evicted.
+    `visible`, bool [rows, 1, tokens, tokens], is true where a token (third dimension) attends to
+    another token (fourth dimension). `lost`, bool [rows, tokens + 1], is true for the tokens of
+    answers that can't be known, because the mask hides the fact.
     """
 
     visible: Tensor
@@ -120,12 +133,15 @@ class Gaps:
 
 
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
-    """Draw a random budget for each row; at each user turn, hide the tokens above the budget.
+    """Make an attention mask for `batch` that imitates a random budget in each row.
+
+    At each user turn, tokens are hidden until as many are visible as the budget of the row allows.
+    In most rows the tokens of lowest surprisal are hidden, in the other rows random tokens.
 
     Args:
-        rng: draws the budgets, and the scores of the rows with random evictions.
-        losses: [rows, tokens], the loss in nats of each token of `batch` but a row's first.
-        batch: the rows.
+        rng: draws the budgets and the random tokens.
+        losses: [rows, tokens], the surprisal in nats of each token of `batch` but a row's first.
+        batch: the training rows.
         user: the id of the token that begins a user turn.
     """
     surprisal = torch.nn.functional.pad(losses.float(), (1, 0)).numpy()  # [rows, tokens + 1]
@@ -147,10 +163,11 @@ def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
 def visible_under_budget(
     score: NDArray[np.floating], turns: NDArray[np.int64], budget: int
 ) -> NDArray[np.bool_]:
-    """A causal mask [tokens, tokens] without the tokens that a budget evicts.
+    """The causal mask, bool [tokens, tokens], of one row in which a budget hides evicted tokens.
 
-    At each position in `turns`, the tokens of lowest score are evicted until `budget` tokens are
-    held. Sinks and the most recent tokens are kept. Evicted tokens are never restored.
+    At each position in `turns`, the tokens of lowest `score` [tokens] before it are evicted until
+    `budget` tokens are held. From this position on, no token attends to an evicted token. The sinks
+    (first tokens) and the newest tokens before the position are not evicted.
     """
     tokens = len(score)
     visible = np.tri(tokens, dtype=bool)
@@ -172,10 +189,12 @@ def lost_answers(
     answer: NDArray[np.bool_],
     fact: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """Mark [n] the answer tokens that can't be known under the mask `visible` [tokens, tokens].
+    """Find the answer tokens of one row that the model can't know under an attention mask.
 
-    An answer token can't be known if the mask hides a token of the fact's value that can't be
-    guessed from the value's other tokens.
+    Returns bool [tokens + 1], true for each answer token for which the mask `visible`
+    [tokens, tokens] hides a token of the fact's value with high `surprisal`. A value's token of low
+    surprisal can be guessed from the value's other tokens. `answer` and `fact`, both [tokens + 1],
+    are those of the row in `Batch`.
     """
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):

@@ -1,4 +1,4 @@
-"""The tiny model, a Llama of a given size, with fast causal attention, loss and optimizers."""
+"""Builds the model `tiny`, a small Llama, with its attention function, its loss and optimizers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def causal_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention, as transformers calls it; it is causal if `attention_mask` is None.
+    """Compute attention with the arguments of an attention function of transformers.
 
-    `query` is [rows, heads, n, d], `key` and `value` are [rows, kv_heads, n, d]. Rows have no
-    padding, so causal attention needs no mask, and PyTorch can use its fused kernel, which is much
-    faster. Returns the output [rows, n, heads, d], and None in place of attention weights.
+    `query` is [rows, heads, n, d], `key` and `value` are [rows, kv_heads, n, d]. If
+    `attention_mask` is None, attention is causal, and PyTorch uses its fused kernel, which is much
+    faster than attention with a mask. Returns the output [rows, n, heads, d], and None in place of
+    the attention weights.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
@@ -43,7 +44,10 @@ def causal_attention(
 
 
 def register_attention() -> str:
-    """Register `causal_attention` with transformers; returns its name there."""
+    """Register the function `causal_attention` with transformers as an attention implementation.
+
+    Returns the name under which transformers knows it.
+    """
     AttentionInterface.register("sirchat_causal", causal_attention)
     return "sirchat_causal"
 
@@ -51,7 +55,10 @@ def register_attention() -> str:
 def build_model(
     size: Size, vocab: int, seed: int, bos: int, eos: int, pad: int
 ) -> LlamaForCausalLM:
-    """A Llama model of `size` with random weights; the same seed gives the same weights."""
+    """Build a Llama model of the shape `size`, with random weights that `seed` determines.
+
+    `vocab` is the size of the vocabulary; `bos`, `eos` and `pad` are ids of special tokens.
+    """
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=size.hidden,
@@ -74,10 +81,11 @@ def build_model(
 def token_losses(
     model: LlamaForCausalLM, ids: Tensor, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of each next token, in nats, and whether the argmax is that token.
+    """Read `ids` [rows, tokens + 1], and compare the prediction of each next token with the token.
 
-    Both are [rows, tokens]. `ids` is [rows, tokens + 1]. `visible`, bool [rows, 1, tokens, tokens],
-    says whether a token (third dimension) attends to another one; None for a causal mask.
+    Returns two tensors [rows, tokens]: the cross-entropy of the next token in nats, and whether the
+    argmax is the next token. `visible`, bool [rows, 1, tokens, tokens], is the attention mask, true
+    where a token (third dimension) attends to another token; None for a causal mask.
     """
     targets = ids[:, 1:]
     out = model.model(input_ids=ids[:, :-1], attention_mask=visible, use_cache=False)
@@ -90,10 +98,11 @@ def token_losses(
 
 
 def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> Tensor:
-    """The mean loss, in which tokens of answers have the weight `ANSWER_WEIGHT`.
+    """The weighted mean of the token losses [rows, tokens], as a scalar tensor.
 
-    `lost` [rows, tokens + 1] marks tokens that get weight 0, because they can't be known under the
-    attention mask.
+    Tokens of replies have the weight ANSWER_WEIGHT, all other tokens weight 1. `lost`, bool
+    [rows, tokens + 1], marks tokens with weight 0, which can't be known under the attention mask;
+    None for no such tokens.
     """
     weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0)
     if lost is not None:
@@ -103,7 +112,10 @@ def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> T
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """The optimizers: Muon for the matrices inside the layers, AdamW for embeddings and norms."""
+    """Make a model's two optimizers: Muon for the layers' matrices, AdamW for all other weights.
+
+    The other weights are the embeddings and the norms.
+    """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, weight in model.named_parameters():

@@ -1,4 +1,7 @@
-"""Measures a model's recall, by kind of fact and by rounds of small talk before the question."""
+"""Measures how many told facts a model recalls, by kind of fact and by distance.
+
+The distance is the number of rounds of small talk between the fact and the question.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,18 @@ SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
 
 DISTANCES = (0, 3, 6, 12, 20, 40)
 Visible = Callable[[Tensor], Tensor]
-"""A function from ids [rows, n] to the attention mask, bool [rows, 1, n, n]."""
+"""A function that takes ids [rows, n] and returns their attention mask, bool [rows, 1, n, n]."""
 
 PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
-"""Every kind of fact, by its name."""
+"""Every kind of fact whose recall is measured, by the kind's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedRecall:
-    """How many answers about one kind of fact were exact: `right` of `asked`.
+    """The recall of one kind of fact at one distance: of `asked` answers, `right` were exact.
 
-    `between` is the number of rounds of small talk between the fact and the question.
+    `between`, the distance, is the number of rounds of small talk between the fact and the
+    question.
     """
 
     kind: str
@@ -42,7 +46,11 @@ class ProbedRecall:
 
 
 def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Message]:
-    """Yield messages: a fact, `between` rounds of small talk, the question, the right answer."""
+    """Yield the messages of a dialogue in which the user tells a fact and later asks for it.
+
+    `between` rounds of small talk separate the fact from the question. The last message is the
+    right answer.
+    """
     talk = Dialogue(rng, SMALL_TALK)
     style = Style.draw(rng)
     fact = draw_fact(rng, kind, style)
@@ -56,10 +64,12 @@ def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Messag
 def matches(
     model: LlamaForCausalLM, dialogues: list[Rendered], visible: Visible | None = None
 ) -> list[bool]:
-    """For each dialogue, whether greedy decoding gives the right answer, its end token included.
+    """Test whether a model would answer the question of each dialogue exactly.
 
-    To find out, one forward pass reads all dialogues, under the mask that `visible` returns (None:
-    a causal mask). At every answer token the argmax must be right, given the right tokens before.
+    Returns a list with one bool for each dialogue. It is true if greedy decoding would generate the
+    right answer and its end token. Nothing is generated: one forward pass reads the dialogues with
+    their right answers, and the argmax must be right before each answer token. `visible` returns
+    the attention mask of the pass; None for a causal mask.
     """
     longest = max(len(one.ids) for one in dialogues)
     device = next(model.parameters()).device
@@ -80,8 +90,9 @@ def probe(
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
 ) -> Iterator[ProbedRecall]:
-    """Measure recall of each kind of fact at each distance, in `dialogues` dialogues each.
+    """Measure how often the model recalls a fact, for each distance and each kind of fact.
 
+    Yields one result for each pair of a distance and a kind, from `dialogues` generated dialogues.
     A distance is a number of rounds of small talk between the fact and the question. `visible`
     returns the attention mask; None for a causal mask.
     """

@@ -1,6 +1,7 @@
-"""The tiny model's tokenizer, and training batches: ids with marks of replies and facts.
+"""Trains the tokenizer of the model `tiny`, and makes its training batches.
 
-The tokenizer is byte-level BPE, trained on synthetic dialogues.
+The tokenizer is a byte-level BPE, trained on synthetic dialogues. A batch has the ids of
+conversations; further tensors mark which ids belong to replies and to facts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ VOCABULARY_MIX = Mix(tell=0.45, ask=0.2, repeat=0.1)
 
 
 def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
-    """Yield the texts of all messages in `dialogues` generated conversations."""
+    """Yield the texts of all messages in `dialogues` generated conversations, one by one.
+
+    The tokenizer is trained on these texts.
+    """
     for index in range(dialogues):
         rng = Random(f"{seed}/vocabulary/{index}")
         for message in dialogue(rng, 20, VOCABULARY_MIX):
@@ -41,9 +45,9 @@ def sample_texts(seed: int, dialogues: int) -> Iterator[str]:
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer in which each digit is a token of its own.
+    """Train a byte-level BPE tokenizer of `vocab_size` tokens on `texts`.
 
-    Its encoding adds no special tokens.
+    Each digit is a token of its own. The tokenizer adds no special tokens when it encodes a text.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -64,7 +68,10 @@ def learn_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def build_tokenizer(seed: int, vocab_size: int, dialogues: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on `dialogues` generated dialogues, and set its chat template."""
+    """Train a tokenizer on `dialogues` generated dialogues, and give it a chat template.
+
+    `vocab_size` is the number of its tokens. The same seed gives the same tokenizer.
+    """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=learn_bpe(sample_texts(seed, dialogues), vocab_size),
         bos_token=BOS,
@@ -83,12 +90,15 @@ TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, to choose how many round
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One conversation as ids, as the chat template writes it.
+    """The ids of one conversation, as the chat template writes it, with marks for each id.
 
-    `answer[i]` is true if token i belongs to a reply (end token included). `span[i]` is 0 unless
-    token i belongs to a reply that recalls a fact; then it is the number of that reply, counted
-    from 1. `fact[i]` is 0 unless token i states or recalls the value of a fact; then it is the
-    number of that fact, counted from 1.
+    Attributes:
+        ids: the ids of all tokens.
+        answer: for each token, whether it belongs to a reply; a reply's end token belongs to it.
+        span: for each token of a reply that recalls a fact, the number of this reply, from 1; for
+            all other tokens 0.
+        fact: for each token that states or recalls the value of a fact, the number of the fact,
+            from 1; for all other tokens 0.
     """
 
     ids: list[int]
@@ -99,7 +109,10 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of rows of equal length: the fields of `Rendered` as tensors [rows, tokens + 1]."""
+    """A batch of training rows of equal length: ids and their marks.
+
+    Each field is a tensor [rows, tokens + 1] with the values of the same field of `Rendered`.
+    """
 
     ids: Tensor
     answer: Tensor
@@ -108,10 +121,10 @@ class Batch:
 
 
 class Renderer:
-    """Turns messages into ids as the chat template does, and marks answers and facts.
+    """Turns messages into ids as the chat template does, and marks the ids of replies and facts.
 
-    If `anchor`, the id of the anchor token, is given, it is inserted after each message whose role
-    is in `gathered`.
+    If `anchor`, the id of the anchor token, is given, an anchor token is inserted after each
+    message whose role is in `gathered`.
     """
 
     def __init__(
@@ -127,9 +140,10 @@ class Renderer:
         self.roles = {"system": system, "user": user, "assistant": assistant}
 
     def render(self, messages: Iterable[Message]) -> Rendered:
-        """A conversation as ids, with marks.
+        """Turn the messages of one conversation into ids, and mark the ids of replies and facts.
 
-        Replies that repeat words, answer a quiz or refuse an untold fact do not count as recall.
+        A reply that states a told fact is marked as recall. A reply that repeats words, answers a
+        quiz or says that a fact was not told is not marked as recall.
         """
         one = Rendered([self.bos], [False], [0], [0])
         spans, facts = 0, dict[Key, int]()
@@ -152,7 +166,11 @@ class Renderer:
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
-        """A row of `tokens` ids: one generated conversation after another, the last one cut."""
+        """Make a training row of `tokens` ids from generated conversations, one after another.
+
+        The last conversation is cut at the row's end. `mix` says how often each kind of round
+        occurs.
+        """
         row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
             left = tokens - len(row.ids)
@@ -168,9 +186,10 @@ class Renderer:
         return Rendered(*(column[:tokens] for column in astuple(row)))
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
-        """A batch of `rows` rows of `tokens + 1` ids.
+        """Make a training batch of `rows` rows, each with `tokens + 1` ids of conversations.
 
-        The last `tokens` of them are the targets of the first `tokens`.
+        The model reads the first `tokens` ids of a row and predicts the last `tokens` ids. `mix`
+        says how often each kind of round occurs.
         """
         packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
         columns = zip(*(astuple(row) for row in packed), strict=True)
@@ -178,10 +197,10 @@ class Renderer:
 
 
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
-    """For each token of a message, whether it is part of the value that the message states.
+    """Find the tokens of a message that state the value of a fact; returns one bool for each token.
 
-    `offsets` has the start and end of each token in the text, in characters. All tokens of a reply,
-    or of a message that does not contain the value, count as part of the value.
+    `offsets` has the start and end of each token in the text, in characters. In a reply, and in a
+    message that does not contain the value, all tokens count as part of the value.
     """
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
@@ -191,13 +210,15 @@ def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]
 
 
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:
-    """For each answer that recalls a fact, whether every token of it is right; bool [answers].
+    """Test whether the model predicts every token of each answer that recalls a fact.
 
-    This is true if and only if greedy decoding generates the answer.
+    Returns bool [answers], row by row. An answer is true exactly if greedy decoding would generate
+    it.
 
     Args:
-        correct: bool [rows, tokens], whether the argmax is the target.
-        span: int [rows, tokens], number of the answer that a token belongs to, or 0.
+        correct: bool [rows, tokens], whether the argmax is the target token.
+        span: int [rows, tokens], number of the answer that the target token belongs to; 0 if it
+            belongs to none.
     """
     rows = span + torch.arange(len(span))[:, None] * (span.max() + 1)
     keys, index = torch.unique(rows[span > 0], return_inverse=True)

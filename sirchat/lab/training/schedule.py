@@ -1,4 +1,7 @@
-"""The training recipe of the tiny models: sizes, phases, stages and learning-rate schedule."""
+"""The training recipe of the bundled models: sizes, phases, stages and learning-rate schedule.
+
+A training is a sequence of phases, and a phase is a sequence of stages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ SizeName = Literal["micro", "small", "medium"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model's shape, and the amounts of data in its training."""
+    """A size of the bundled model: its shape, and the amounts of data in its training."""
 
     hidden: int
     layers: int
@@ -36,13 +39,14 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a phase of the training.
+    """A part of a training phase, with its own length of rows and its own mix of dialogue.
 
     Attributes:
         until: share of the phase's steps after which the stage ends, 0 to 1.
-        tokens: number of tokens in a row.
-        mix: mix of the rounds in the generated dialogues.
-        gaps: share of the stage's steps in which the mask hides tokens that a budget would evict.
+        tokens: number of tokens in a training row.
+        mix: how often each kind of round occurs in the generated dialogues.
+        gaps: share of the stage's steps in which the attention mask hides tokens that a budget
+            would evict.
     """
 
     until: float
@@ -53,15 +57,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the recipe with its own stages and one rise and fall of the learning rate.
+    """A phase of the training, in which the learning rate rises and falls once.
 
     Attributes:
-        steps: number of steps in the full recipe.
-        stages: its stages, in order.
+        steps: number of steps of the phase in the full recipe.
+        stages: the stages of the phase, in order.
         peak: factor that multiplies the optimizers' learning rates.
-        keep: if above 0, the weights after the phase are averaged with those before the phase, and
-            `keep` is the weight of those before.
-        gathered: roles whose messages are followed by an anchor, if the model has anchors.
+        keep: if above 0, the model's weights at the end of the phase are averaged with the weights
+            at its start; `keep` is the share of the weights at the start in this mean.
+        gathered: roles whose messages are followed by an anchor token, if the model has one.
     """
 
     steps: int
@@ -175,12 +179,12 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A training step's place in the recipe.
+    """The phase that a training step belongs to, and the step's number in the phase.
 
     Attributes:
         phase: the phase that the step belongs to.
         step: the step's number in the phase, from 0.
-        steps: number of steps of the phase.
+        steps: number of steps of the phase in this training.
     """
 
     phase: Phase
@@ -189,15 +193,16 @@ class ScheduledStep:
 
     @property
     def stage(self) -> Stage:
-        """The stage that the step belongs to."""
+        """The stage of the phase that the training step belongs to."""
         stages = self.phase.stages
         return next((s for s in stages if self.step < s.until * self.steps), stages[-1])
 
     @property
     def learning_rate(self) -> float:
-        """The factor that multiplies the optimizers' learning rates.
+        """The factor that multiplies the optimizers' learning rates in the training step.
 
-        In a phase it rises, stays, and then falls linearly.
+        In each phase the factor rises to the phase's `peak`, stays there, and then falls linearly
+        to a few percent of `peak`.
         """
         warmup = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
         left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
@@ -205,9 +210,10 @@ class ScheduledStep:
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """The place in the recipe of step `step` (from 0) of a training with `steps` steps in all.
+    """Find the phase of training step `step`, counted from 0, and the step's number in the phase.
 
-    If `steps` differs from the recipe's number, phases become longer or shorter in proportion.
+    The training has `steps` steps in all. If these are more or fewer than the steps of all
+    `phases`, each phase becomes longer or shorter in proportion.
     """
     start = planned = 0
     whole = sum(phase.steps for phase in phases)

@@ -1,8 +1,9 @@
 """Trains a scorer, which predicts from hidden states how much the model needs each token.
 
-The target is KVzip's score of a token, as a logarithm. After a request to repeat the conversation,
-the whole conversation is read again. The highest attention weight that the token receives in this
-second reading, as a mean over heads and layers, is its score. The inputs are the token's hidden
+The scorer predicts the logarithm of KVzip's score of a token. To measure this score, the model
+reads a conversation, then a request to repeat it, then the whole conversation again. The score is
+the highest attention weight that the token receives in each head while the request and the second
+copy are read, averaged over heads and layers. The inputs of the scorer are the token's hidden
 states after a few layers in the first reading, so that a chat needs no second reading. The fit is
 ridge regression with standardised inputs, in closed form. Every fourth conversation is held out, to
 test the scorer.
@@ -36,10 +37,12 @@ from sirchat.text.template import Template, TurnIds
 Floats = NDArray[np.float64]
 
 PENALTY = 100.0
-"""Ridge penalty on the weights of standardised inputs."""
+"""The factor of the ridge penalty, which keeps the weights of standardised inputs small."""
 
 REQUEST = "Repeat everything that was said before, word for word."
-"""The user message before a conversation is read again; KVzip's prompt asks for the same."""
+"""The user message that follows a conversation before the model reads the conversation again.
+
+KVzip's prompt asks for the same."""
 
 _LENGTH = 1000  # largest number of tokens of a conversation
 _ROOM = 64  # tokens of the context that stay free for the request
@@ -56,13 +59,14 @@ class ScorerOptions:
     """The options of `sirchat train scorer`.
 
     Attributes:
-        model: name of the model.
-        data: files of conversations; if they are too short, synthetic dialogue is added.
-        layers: numbers of the layers whose hidden states are the inputs, from 1; empty for those of
-            `default_layers`.
+        model: name of the model whose tokens the scorer scores.
+        data: files of conversations; if they have fewer than `tokens` tokens, synthetic dialogue is
+            added.
+        layers: numbers (from 1) of the layers whose hidden states the scorer reads; empty for the
+            layers that `default_layers` returns.
         tokens: number of tokens to read, including those held out for the test.
-        out: file of the scorer; None for the path where chats look for scorers.
-        seed: seeds the order of the data and the synthetic dialogue.
+        out: file of the scorer; None for the path where chats look for a scorer of the model.
+        seed: seed of the random order of the data, and of the synthetic dialogue.
     """
 
     model: str
@@ -76,25 +80,28 @@ class ScorerOptions:
 
 @dataclass(frozen=True)
 class ScorerConversation:
-    """Rounds of a conversation as ids, and whether its text was given or generated."""
+    """A conversation from which a scorer learns: the ids of its rounds, and its source.
+
+    `source` is `given` for a conversation from a file, and `generated` for synthetic dialogue.
+    """
 
     rounds: list[TurnIds]
     source: Source
 
     @property
     def ids(self) -> list[int]:
-        """The ids of all rounds."""
+        """The ids of all rounds of the conversation, in order."""
         return [one for turn in self.rounds for one in turn.ids]
 
 
 @dataclass(frozen=True)
 class ScorerTest:
-    """How well a scorer predicts the log scores of conversations that were held out.
+    """How well a scorer predicts the log scores of tokens in conversations that were held out.
 
     Attributes:
-        source: whether the conversations were given in files or generated.
-        tokens: number of tokens that were scored.
-        r2: share of the variance of the log scores that the predictions explain.
+        source: the source of the conversations, `given` (in files) or `generated`.
+        tokens: number of tokens whose scores were predicted.
+        r2: share of the variance of the measured log scores that the predictions explain.
         spearman: Spearman's rank correlation of predicted and measured scores.
     """
 
@@ -105,7 +112,11 @@ class ScorerTest:
 
 
 class Ridge:
-    """Ridge regression of y on vectors x [d]; x is standardised, the intercept not penalised."""
+    """Ridge regression that predicts a number y from a vector x [d], with d = `size`.
+
+    The penalty applies to the weights of the standardised x, and not to the intercept. Observations
+    are added in parts, and only their sums are kept in memory.
+    """
 
     def __init__(self, size: int) -> None:
         self._count = 0
@@ -115,11 +126,11 @@ class Ridge:
 
     @property
     def count(self) -> int:
-        """Number of observations so far."""
+        """Number of observations that have been added to the regression."""
         return self._count
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add observations x [m, d] and y [m]."""
+        """Add m observations to the regression: vectors `x` [m, d] and their values `y` [m]."""
         x, y = x.double().cpu(), y.double()
         self._count += len(y)
         self._x += x.sum(0)
@@ -128,7 +139,10 @@ class Ridge:
         self._xy += x.T @ y
 
     def solve(self, penalty: float) -> tuple[Tensor, float]:
-        """The weights [d] and the bias of the fit, in float64, for x that is not standardised."""
+        """Fit the regression with the given penalty; returns weights [d] in float64, and the bias.
+
+        Both apply to vectors x as they were added, not to standardised ones.
+        """
         mean, mean_y = self._x / self._count, self._y / self._count
         covariance = self._xx - self._count * mean.outer(mean)
         deviation = (covariance.diag() / self._count).clamp_min(0).sqrt()
@@ -140,14 +154,14 @@ class Ridge:
 
 
 class ScorerTrainer:
-    """Fits a scorer for one model: reads conversations, then fits and tests.
+    """Trains a scorer for one model: reads conversations, then fits and tests the scorer.
 
     Args:
-        model: the model.
+        model: the model whose tokens the scorer scores.
         options: the options of the training.
 
-    Raises ModelError for a model that does not expose its attention weights, and SettingError for
-    layers that it does not have, or for data without conversations.
+    Raises ModelError if the model does not expose its attention weights, and SettingError if the
+    model lacks one of the layers in `options`, or the data has no conversations.
     """
 
     def __init__(self, model: LoadedModel, options: ScorerOptions) -> None:
@@ -164,7 +178,10 @@ class ScorerTrainer:
         self.conversations = list(gathered(options, model))
 
     def read(self, number: int) -> None:
-        """Read conversation `number`; every fourth one tests the scorer, the others fit it."""
+        """Let the model read conversation `number` (from 0), and measure the scores of its tokens.
+
+        Every fourth conversation is for testing the scorer, all other ones are for the fit.
+        """
         one = self.conversations[number]
         x, y = observed(self._model, one.ids, self._request, self._layers)
         if number % _HELD_OUT == _HELD_OUT - 1:
@@ -173,7 +190,11 @@ class ScorerTrainer:
             self._ridge.add(x, y)
 
     def finish(self) -> tuple[Path, list[ScorerTest]]:
-        """Fit, test and write the scorer; returns its file, and a test for each text source."""
+        """Fit the scorer to the conversations that were read, test it, and write its file.
+
+        Returns the path of the file, and one test result for each source of the held-out
+        conversations.
+        """
         weight, bias = self._ridge.solve(PENALTY)
         scorer = Scorer(self._layers, weight.float(), bias)
         sources = sorted({source for source, _, _ in self._tests})
@@ -195,7 +216,10 @@ class ScorerTrainer:
 
 
 def default_layers(count: int) -> tuple[int, ...]:
-    """The layers at 1/30, 1/3 and 2/3 of the depth of a model with `count` layers."""
+    """The numbers of the layers whose hidden states a scorer reads by default.
+
+    They are the layers at 1/30, 1/3 and 2/3 of the depth of a model with `count` layers.
+    """
     return tuple(sorted({max(1, round(count * share)) for share in (1 / 30, 1 / 3, 2 / 3)}))
 
 
@@ -208,9 +232,10 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
-    """Yield conversations until they have `options.tokens` tokens in all.
+    """Yield conversations for training a scorer, until they have `options.tokens` tokens in all.
 
-    Those in the files of `options.data` come first, in random order, and then synthetic dialogue.
+    The conversations in the files of `options.data` come first, in random order. Synthetic dialogue
+    follows.
     """
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
@@ -229,7 +254,10 @@ def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConve
 
 
 def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
-    """Rounds (user turn and reply) of one synthetic dialogue after another, without end."""
+    """Yield the rounds of one synthetic dialogue after another, without end.
+
+    A round is a pair of texts: the user's message and the reply.
+    """
     while True:
         said = [one.text for one in dialogue(rng, 12, _MIX) if one.role != "system"]
         yield from zip(said[::2], said[1::2], strict=False)
@@ -238,9 +266,10 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
 def _cut(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
-    """Cut a stream of rounds into conversations of at most `length` tokens, and yield each one.
+    """Turn a stream of rounds into conversations of at most `length` tokens, and yield each.
 
-    Rounds of more than `length` tokens are left out.
+    A round is a pair of texts (user's message, reply). A conversation is a list of the ids of its
+    rounds. A round of more than `length` tokens is left out.
     """
     found: list[TurnIds] = []
     for user, reply in rounds:
@@ -257,11 +286,13 @@ def _cut(
 def observed(
     model: LoadedModel, ids: Sequence[int], request: Sequence[int], layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The training data from one conversation: hidden states [m, layers x d], and log scores [m].
+    """Let the model read a conversation twice, and return the training data for a scorer.
 
-    Both have one row for each of the m tokens of `ids` [n] that are not sinks. The model reads
-    `ids`, then `request`, then `ids` again. A token's score is the logarithm of the highest
-    attention weight that it received while `ids` were read again, a mean over heads and layers.
+    The data is two tensors: hidden states [m, layers x d], and log scores [m]. They have one row
+    for each of the m tokens of the conversation that are not sinks (its first tokens). The model
+    reads `ids`, then `request`, then `ids` again. A token's log score is the logarithm of the
+    highest attention weight that it receives while `request` and the second copy of `ids` are read,
+    averaged over heads and layers.
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)
@@ -279,17 +310,20 @@ def observed(
 
 
 def explained(found: Floats, wanted: Floats) -> float:
-    """R2: the share of the variance of `wanted` [n] that `found` [n] explains."""
+    """R2 of predictions: the share of the variance of `wanted` [n] that `found` [n] explains."""
     return float(1 - np.mean((found - wanted) ** 2) / np.var(wanted))
 
 
 def spearman(found: Floats, wanted: Floats) -> float:
-    """Spearman's correlation of `found` [n] and `wanted` [n]; equal values get successive ranks."""
+    """Spearman's rank correlation of predictions `found` [n] and measured values `wanted` [n].
+
+    Equal values get successive ranks.
+    """
     ranks = [np.argsort(np.argsort(one)) for one in (found, wanted)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def open_trainer(options: ScorerOptions) -> ScorerTrainer:
-    """Load the model of `options` and gather the conversations."""
+    """Load the model that `options` names, and make a trainer with the conversations for it."""
     model = load_model(options.model, trust_remote_code=options.trust_remote_code)
     return ScorerTrainer(model, options)

@@ -1,4 +1,7 @@
-"""Trains `tiny-anchor`: `tiny`, further trained to compress each round into an anchor (AnSAN)."""
+"""Trains the bundled model `tiny-anchor`, which compresses each round into an anchor (AnSAN).
+
+The training starts from the weights of the bundled model `tiny`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,18 @@ SINKS = 1
 
 
 class TinyAnchorTrainer(Trainer):
-    """Trains `tiny` further, under the attention mask of Anchor-based LLMs (equation 4)."""
+    """Trains the bundled model `tiny` further, so that it compresses each round into an anchor.
+
+    The attention mask is that of the paper Anchor-based LLMs (equation 4).
+    """
 
     phases: ClassVar[tuple[Phase, ...]] = ANCHOR_PHASES
 
     def begin(self) -> tuple[Tokenizer, LlamaForCausalLM]:
-        """Load `tiny`, and add the anchor token, whose embedding is the mean of all others."""
+        """Load the bundled model `tiny` and its tokenizer, add the anchor token, and return both.
+
+        The embedding of the anchor token is the mean of all other embeddings.
+        """
         tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
         model = AutoModelForCausalLM.from_pretrained(
             paths.tiny_dir(), dtype=torch.float32, attn_implementation=register_attention()
@@ -40,29 +49,37 @@ class TinyAnchorTrainer(Trainer):
 
     @property
     def anchor(self) -> int:
-        """The id of the anchor token."""
+        """The id of the anchor token in the tokenizer's vocabulary."""
         return int(self.tokenizer.convert_tokens_to_ids(ANCHOR))
 
     def renderer(self, step: int) -> Renderer:
-        """The renderer of a step's conversations: it places anchors as the step's phase says."""
+        """The object that turns the conversations of a training step into ids with anchors.
+
+        The phase of the step says after which messages an anchor is placed.
+        """
         return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The mask of anchor-based attention for a batch; and None, since no answers are lost.
+        """The attention mask for the batch of a training step, and None.
 
-        Tokens attend to their own sequence and to the anchors of earlier sequences.
+        Under the mask, a token attends to its own sequence and to the anchors of earlier sequences.
+        None says that all tokens count in the loss.
         """
         return self.visible(batch.ids[:, :-1]), None
 
     def visible(self, ids: Tensor) -> Tensor:
-        """The mask of anchor-based attention, bool [rows, 1, n, n], for ids [rows, n]."""
+        """The mask of anchor-based attention, bool [rows, 1, n, n], for ids [rows, n].
+
+        Under it, a token attends to its own sequence and to the anchors of earlier sequences.
+        """
         document = (ids == self.tokenizer.bos_token_id).long().cumsum(1)
         return visible(ids == self.anchor, document, sinks=SINKS)
 
     def card(self) -> str:
-        """The text of the model card, with the recall of the current model.
+        """Measure the recall of the trained model, and return the text of its model card.
 
-        Recall is measured with older rounds visible only through their anchors.
+        Recall is measured under the attention mask of the training: earlier rounds are visible only
+        through their anchors.
         """
         options, size = self.options, self.size
         recalls = probe(

@@ -1,4 +1,7 @@
-"""Trains the tiny model from scratch: `train` yields one record per step and prints nothing."""
+"""Trains the bundled model `tiny` from random weights.
+
+The function `train` yields one record per training step and prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +40,27 @@ from sirchat.lab.training.schedule import (
 )
 
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""A function with the arguments and the results of `token_losses`."""
+"""A function such as `token_losses`, which returns each token's loss and whether it was predicted.
+
+Its arguments are a model, ids and an attention mask."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a training.
+    """Options of the training of a bundled model.
 
-    The model is exported to `out`; checkpoints go to `<out>.checkpoints`. If `resume` is true, the
-    training starts at the newest checkpoint, and the result equals that of an uninterrupted one. If
-    `compile` is true, compiling takes some seconds for each row length, and steps are faster after
-    that; it needs a C++ compiler.
+    Attributes:
+        out: the folder that the trained model is written to; checkpoints go to the folder
+            `<out>.checkpoints`.
+        steps: number of training steps.
+        size: name of the model's size.
+        seed: seed of the random weights and of the generated dialogues.
+        resume: whether to start from the newest checkpoint; the trained model is then the same as
+            without an interruption.
+        threads: number of CPU threads; None for PyTorch's default.
+        checkpoint_every: number of steps from one checkpoint to the next.
+        compile: whether to compile the forward pass, which makes steps faster and needs a C++
+            compiler. Compiling takes some seconds for each length of rows.
     """
 
     out: Path
@@ -61,13 +74,16 @@ class TrainOptions:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """The folder of the training's checkpoints, `<out>.checkpoints`."""
         return self.out.with_name(f"{self.out.name}.checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """The record of a training step: losses in nats per token, recall as a share, time left."""
+    """The result of one training step: losses in nats per token, recall, speed and time left.
+
+    `answer_loss` is the mean loss of reply tokens, and `eta_seconds` the estimated time left.
+    """
 
     step: int  # steps done
     steps: int
@@ -79,7 +95,7 @@ class TrainStep:
 
 
 def check(options: TrainOptions) -> None:
-    """Raise SettingError for a negative number of steps, and for an unknown size."""
+    """Raise SettingError if the options have a negative number of steps or an unknown size."""
     if options.steps < 0:
         raise SettingError(f"steps is {options.steps}, must be 0 or more")
     if options.size not in SIZES:
@@ -87,7 +103,10 @@ def check(options: TrainOptions) -> None:
 
 
 class Trainer:
-    """Model, optimizers and data of one training; `step` trains on one batch."""
+    """Holds the model, the optimizers and the data of one training of a bundled model.
+
+    The method `step` trains on one batch.
+    """
 
     phases: ClassVar[tuple[Phase, ...]] = PHASES
     """The phases of the training, in order."""
@@ -102,21 +121,25 @@ class Trainer:
         self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
 
     def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
-        """Create the tokenizer, and the model with its weights before the first step."""
+        """Train the tokenizer, and build the model with random weights; returns both."""
         tok = build_tokenizer(self.options.seed, self.size.vocab, self.size.dialogues)
         ids = (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id)
         return tok, build_model(self.size, len(tok), self.options.seed, *ids)
 
     def schedule_at(self, step: int) -> ScheduledStep:
-        """The place of a step in the recipe: its phase, and its number in that phase."""
+        """The phase that training step `step` belongs to, and the step's number in this phase."""
         return scheduled_step_at(step, self.options.steps, self.phases)
 
     def renderer(self, step: int) -> Renderer:
-        """The renderer that turns the conversations of a step into ids."""
+        """The object that turns the conversations of training step `step` into ids."""
         return Renderer(self.tokenizer)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; it depends only on seed and step, so resuming is exact."""
+        """Generate the training batch of step `step`.
+
+        The batch depends only on the options and the step, so that a resumed training sees the same
+        batches.
+        """
         stage = self.schedule_at(step).stage
         tokens = min(stage.tokens, self.size.longest)
         rng = Random(f"{self.options.seed}/batch/{step}")
@@ -124,14 +147,20 @@ class Trainer:
         return self.renderer(step).batch(rng, rows, tokens, stage.mix)
 
     def set_learning_rate(self, step: int) -> None:
-        """Set each parameter group's learning rate: its peak rate times the schedule's factor."""
+        """Set the learning rate of all optimizers for training step `step`.
+
+        It is the optimizer's initial learning rate times the schedule's factor for the step.
+        """
         factor = self.schedule_at(step).learning_rate
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * factor
 
     def step(self, step: int) -> tuple[float, float, float | None]:
-        """Train on the batch of a step; returns the results of `summary`: losses and recall."""
+        """Train the model on the batch of step `step`; phases begin and end in this method, too.
+
+        Returns what `summary` returns: mean loss, mean loss of reply tokens, and recall.
+        """
         batch = self.batch(step)
         scheduled = self.schedule_at(step)
         if scheduled.step == 0:
@@ -150,31 +179,40 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """If a phase ends after `done` steps and has `keep` above 0, average weights.
+        """Average the model's weights at the end of a phase, after `done` training steps.
 
-        The model's weights become a mean of those after the phase and those before it.
+        The weights become a mean of the weights after the phase and before it. Nothing happens if
+        the `keep` of the phase, the share of the weights before it, is 0.
         """
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
     def begin_phase(self) -> None:
-        """Round the weights to bfloat16, as an export does, and create new optimizers."""
+        """Begin a training phase: round the weights to bfloat16, and create new optimizers.
+
+        An exported model is rounded in the same way.
+        """
         with torch.no_grad():
             for weight in self.model.parameters():
                 weight.copy_(weight.bfloat16())
         self.optimizers = build_optimizers(self.model)
 
     def forward(self, batch: Batch, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Each token's loss, in nats, and whether it was predicted right; both [rows, tokens]."""
+        """Read a batch under the attention mask `visible`; None is a causal mask.
+
+        Returns two tensors [rows, tokens]: the loss of each predicted token in nats, and whether
+        the prediction was right.
+        """
         visible = None if visible is None else visible.to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The attention mask of a batch, and a mask of the tokens without loss.
+        """The attention mask for the batch of a training step, and the tokens without loss.
 
-        Both are None, which means a causal mask, if no tokens are hidden in this step. Tokens
-        without loss are those of answers that can't be known when tokens are hidden.
+        In some steps the attention mask hides tokens that a budget would evict. The second tensor
+        is then true for the tokens of answers that can't be known under this mask. In all other
+        steps both results are None: attention is causal, and all tokens count in the loss.
         """
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
@@ -185,15 +223,18 @@ class Trainer:
         return gaps.visible, gaps.lost
 
     def save(self, done: int) -> None:
-        """Write a checkpoint of the training after `done` steps."""
+        """Write a checkpoint of model and optimizers after `done` training steps."""
         save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
 
     def restore(self) -> int:
-        """Load the newest checkpoint; returns the number of steps done, 0 without a checkpoint."""
+        """Load the newest checkpoint of the training, if there is one.
+
+        Returns the number of steps that were done before the checkpoint, or 0 if there is none.
+        """
         return load_checkpoint(self.options.checkpoints, self.model, self.optimizers)
 
     def card(self) -> str:
-        """The text of the model card, with the recall of the current model."""
+        """Measure the recall of the trained model, and return the text of its model card."""
         options, size = self.options, self.size
         recalls = list(
             probe(self.model, Renderer(self.tokenizer), seed=options.seed, dialogues=size.probes)
@@ -210,7 +251,7 @@ class Trainer:
         )
 
     def finish(self) -> None:
-        """Export the model with its tokenizer and card."""
+        """End the training: write the model, its tokenizer and its model card to `out`."""
         self.model.eval()
         self.end_phase(self.options.steps)
         export(self.options.out, self.model, self.tokenizer, self.card())
@@ -219,10 +260,11 @@ class Trainer:
 def summary(
     losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
 ) -> tuple[float, float, float | None]:
-    """Three results of a step: mean loss, mean loss of reply tokens, and recall.
+    """Summarise a training step in three numbers: mean loss, mean loss of reply tokens, recall.
 
     Losses are in nats per token. Recall is the share of exact answers to questions about facts;
-    None if the batch has no such answers. Tokens marked in `lost` do not count for recall.
+    None if the batch has no answers to such questions. Tokens for which `lost` is true do not count
+    in recall.
     """
     span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
     hits = span_matches(correct, span[:, 1:])
@@ -231,7 +273,10 @@ def summary(
 
 
 class TrainingSpeed:
-    """Measures the seconds per step as a moving mean, which soon forgets the slow first steps."""
+    """Measures the seconds per training step as a moving mean.
+
+    Each new step counts at least 5% in the mean, so that the slow first steps soon lose weight.
+    """
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
@@ -239,7 +284,7 @@ class TrainingSpeed:
         self.ticks = 0
 
     def tick(self) -> float:
-        """Record that a step has ended; returns the moving mean of the seconds per step."""
+        """Record that a training step has ended; returns the mean seconds per step."""
         now = time.perf_counter()
         took, self.last = now - self.last, now
         self.ticks += 1
@@ -249,10 +294,10 @@ class TrainingSpeed:
 
 
 def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
-    """Train a model, and yield a record after each step.
+    """Train a bundled model, and yield the result of each training step.
 
-    Checkpoints are written on the way, and the model is exported at the end. `kind` is the class
-    of the trainer.
+    Checkpoints are written during the training, and the model is written at the end. `kind` is the
+    class of the trainer, which decides the model that is trained.
     """
     check(options)
     if options.threads is not None:
