@@ -58,7 +58,7 @@ class ControlTokens:
         return ids
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of `piece`, a text that follows other text; `encode` turns a text into ids.
+        """The token ids of `piece`, a text that follows other text; `encode` turns a text into ids.
 
         Some tokenizers put a space before a text; the ids do not contain this space.
         """

@@ -55,7 +55,7 @@ class ToolTemplate(Template):
             self._tools = given
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt with the tools' descriptions, and of the first user turn.
+        """The token ids of the system prompt with the tools, and those of the first user turn.
 
         In place of the former, None is returned if there are neither a system prompt nor tools.
         """
@@ -67,7 +67,7 @@ class ToolTemplate(Template):
         return block, TurnIds(whole[start:], turn.roles[start:], (0, end - start))
 
     def user(self, content: str) -> TurnIds:
-        """The ids of a user turn after the first.
+        """The token ids of a user turn after the first.
 
         If `following` is set, its value is returned instead, and `following` is set to None.
         """
@@ -75,7 +75,7 @@ class ToolTemplate(Template):
         return super().user(content) if turn is None else turn
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of the text of a reply.
+        """The token ids of the text of a reply.
 
         If `following` is set, its value is returned instead, and `following` is set to None.
         """
@@ -83,7 +83,7 @@ class ToolTemplate(Template):
         return super().assistant(content) if turn is None else turn
 
     def results(self, messages: Sequence[Message]) -> TurnIds:
-        """The ids of one turn that has all `messages`: results of tools, with the role `tool`."""
+        """The token ids of one turn with all `messages`: results of tools, with the role `tool`."""
         whole, *others = (
             self._after_reply([one | {"content": text or one["content"]} for one in messages])
             for text in ("", *OTHERS)
@@ -98,7 +98,7 @@ class ToolTemplate(Template):
         return ids[size:]
 
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
-        """The ids of a given reply, which has the text `content` and then calls tools.
+        """The token ids of a given reply, which has the text `content` and then calls tools.
 
         If the template can't render the reply, the ids are those of the text that `calls_as_text`
         makes of the calls.

@@ -79,7 +79,7 @@ class Template:
         tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt (None without one), and those of the first user turn.
+        """The token ids of the system prompt (None without one), and those of the first user turn.
 
         The ids of the system prompt include what the template writes around its text. This is so
         even if the template makes the prompt a part of the user turn. If the template allows no
@@ -98,13 +98,13 @@ class Template:
         return self._closed(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
-        """The ids of a user turn after the first, and of the header that begins the reply."""
+        """The token ids of a user turn after the first, and of the header that begins the reply."""
         ids = self._render([*self._history, _message("user", content)], prompt=True)
         after = self._after_answer(ids)[len(self._closing) :]
         return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
-        """The ids of a system prompt that follows a reply.
+        """The token ids of a system prompt that follows a reply.
 
         If the template can't render a system message after a reply, the ids are those of its text
         alone.
@@ -120,7 +120,7 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of the text of a given reply, for example from a transcript.
+        """The token ids of the text of a given reply, for example from a transcript.
 
         The template's ids before and after the reply are not included.
         """
@@ -130,7 +130,7 @@ class Template:
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
     def _reply(self, message: Message) -> list[int] | None:
-        """The ids of a reply, without the template's ids before and after it.
+        """The token ids of a reply, without the template's ids before and after it.
 
         Returns None if the ids of the reply can't be separated from those of the template, for
         example because the template has another header for past replies.
@@ -153,18 +153,18 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids to read after a reply's text: the chat template's, and then an anchor, if any."""
+        """The token ids to read after a reply: the chat template's, and then an anchor, if any."""
         return [*self._closing, *self._round_end]
 
     @cached_property
     def _closing(self) -> list[int]:
-        """The ids that the chat template puts after the text of a reply."""
+        """The token ids that the chat template puts after the text of a reply."""
         alone = self._after_answer(self._render(self._history, prompt=False))
         followed = [*self._history, _message("user", QUESTION)]
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids at which generation stops: `end_ids`, and control tokens that no reply contains.
+        """The token ids that stop generation: `end_ids`, and control tokens that no reply contains.
 
         No reply contains the tokens that begin a turn: after one of these, the model would write
         the next speaker's text. Nor does a reply contain the tokens that this template never uses,
@@ -173,7 +173,7 @@ class Template:
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids by which the model ends its reply.
+        """The token ids by which the model ends its reply.
 
         These are `declared`, the stop ids in the model's own generation settings; the tokenizer's
         end of sequence; and the first id that the template puts after a reply, if this is an added
@@ -186,7 +186,7 @@ class Template:
 
     @property
     def _openers(self) -> set[int]:
-        """The ids of control tokens with which the template begins a turn.
+        """The token ids of control tokens with which the template begins a turn.
 
         Of the control tokens before the text of a user or system turn, only the first is included,
         because the others may also occur in replies. All control tokens between a user's text and
@@ -201,7 +201,7 @@ class Template:
 
     @property
     def _foreign(self) -> set[int]:
-        """The ids of control tokens that the template uses never, or only at the chat's start."""
+        """The ids of control tokens that the template never uses, or only at the chat's start."""
         stub = [_message("user", QUESTION), _message("assistant", ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
@@ -216,7 +216,7 @@ class Template:
 
     @cached_property
     def _added(self) -> set[int]:
-        """The ids of all added tokens, except those that consist of blanks."""
+        """The token ids of all added tokens, except those that consist of blanks."""
         known = self._tokenizer.added_tokens_decoder
         return {i for i, token in known.items() if not token.content.isspace()}
 
@@ -303,7 +303,7 @@ class Template:
         return [self._marked(one) for one in value] if isinstance(value, list | tuple) else value
 
     def as_text(self, text: str) -> list[int]:
-        """The ids of `text` alone, without anything from the chat template."""
+        """The token ids of `text` alone, without anything from the chat template."""
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
@@ -350,7 +350,7 @@ class Template:
         return TurnIds(ids, roles, (start, end))
 
     def _first(self, system: str | None, content: str) -> list[int]:
-        """One list with the ids of the system prompt, if there is any, and the first user turn."""
+        """The token ids of the system prompt, if there is one, and of the first user turn."""
         if system and not self._allows_system:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []
@@ -374,7 +374,7 @@ class Template:
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
-        """The ids that a system message adds after a reply.
+        """The token ids that a system message adds after a reply.
 
         The list is empty if the template puts the system message at another place.
         """
@@ -400,7 +400,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The ids at the beginning of `left` that `right` begins with, too, as a list."""
+    """The token ids at the beginning of `left` that `right` begins with, too, as a list."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

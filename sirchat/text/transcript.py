@@ -169,7 +169,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 def _format_of(first: str) -> str:
     """The format of a transcript with this first line.
 
-    For a JSON value that goes on in the next line: "unfinished"; if refused: a key of `_REFUSED`.
+    "unfinished": a JSON value goes on in the next line. A key of `_REFUSED`: the JSON is refused.
     """
     if _PREFIX.match(first):
         return "text"

@@ -1,8 +1,8 @@
 """Fits text into terminal cells: every character gets a known width, so that columns line up.
 
 Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
-scripts. These are replaced by characters that have the same width on all terminals. Right-to-left
-text stays in logical order, the order in which it is read.
+scripts. These characters are replaced by others that have the same width on all terminals.
+Right-to-left text stays in logical order, the order in which it is read.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def drop_measured() -> None:
 
 @lru_cache(maxsize=8192)
 def _safe(char: str) -> str:
-    """What is drawn for one character: the character, a replacement of known width, or ""."""
+    """What is drawn for one character: itself, a replacement of known width, or "" (nothing)."""
     code, category = ord(char), unicodedata.category(char)
     if char in "\n\u2028\u2029":
         return NEWLINE
@@ -116,7 +116,7 @@ def _safe(char: str) -> str:
 def _modifies(code: int) -> bool:
     """Whether a character only changes how the character before it looks; `code` is its code point.
 
-    These are variation selectors, and the skin tones of emoji.
+    Such characters are variation selectors, and the skin tones of emoji.
     """
     return (
         0xFE00 <= code <= 0xFE0F

@@ -74,21 +74,21 @@ class Send:
 
 @dataclass(frozen=True)
 class Edit:
-    """A command's request to replace the user's last message by `text`; if "", the user edits."""
+    """Asks the chat to replace the user's last message by `text`; "" lets the user edit it."""
 
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Summarize:
-    """A command's request for a summary; `way` is "extract" (sentences) or "model" (new text)."""
+    """Asks the chat for a summary; `way`: "extract" (the best sentences) or "model" (new text)."""
 
     way: str
 
 
 @dataclass(frozen=True)
 class SwitchSession:
-    """A command's request to go on with `session`: another chat, or this chat in a new session."""
+    """Asks the chat to go on with `session`: another chat, or the same chat in a new session."""
 
     session: Session
     is_other_chat: bool

@@ -125,9 +125,10 @@ def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
 
 
 def _had(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens of `_before(ranks, paid)` that were in the cache when the last reply was made.
+    """The tokens of `ranks` that are older than the last reply, and were in the cache for it.
 
-    If that is not known, the tokens that are in the cache now are returned.
+    Sinks (the first tokens of the chat) are left out if there are other tokens. If it is not known
+    what the cache held for the reply, the tokens that are in the cache now are returned.
     """
     return [
         one
@@ -242,7 +243,8 @@ def explain(
     """Say in one or two sentences why the tokens of `target` are in the cache, or why they are not.
 
     `token_ranks` are these tokens with their ranks, and `target` is words or names a turn. `policy`
-    is the eviction policy. `recalled` are the turns that have tokens in the cache by recall now.
+    is the eviction policy. `recalled` are the turns of which recall has restored tokens for this
+    round.
     """
     by_words = {one.turn: one.words for one in recalled if one.words}
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]

@@ -114,7 +114,7 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style of the last character; "" if it has no style.
+        """The escape sequence that switches off the text style that is on; "" if none is on.
 
         Before any text that does not come from `frame`, write this sequence.
         """
@@ -129,7 +129,7 @@ class MarkdownReply:
         return None if OPEN.startswith(start) and not is_end else False
 
     def _reasoning(self, *, is_end: bool) -> str:
-        """The text to write so that the terminal shows the reasoning that was added by now, dimmed.
+        """The text to write so that the terminal shows all reasoning that `push` has added, dimmed.
 
         Unless `fold` is "show", the terminal shows one line instead of the reasoning.
         """

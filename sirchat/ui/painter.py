@@ -48,7 +48,10 @@ class Painter:
         return list(target[: self.gone]) == self.rows[: self.gone]
 
     def paint(self, target: Sequence[StyledRow]) -> str:
-        """The text to write so that the terminal shows the rows `target` instead of `rows`."""
+        """The text to write so that the terminal shows the rows `target`.
+
+        These take the place of the rows in the attribute `rows`, and become its new value.
+        """
         if list(target) == self.rows:
             return ""
         old, self._out = self.rows, []
@@ -90,7 +93,7 @@ class Painter:
         return self.end_style() + "\n"
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style of the last character; "" if it has no style.
+        """The escape sequence that switches off the text style that is on; "" if none is on.
 
         Before any text that does not come from `paint`, write this sequence.
         """
@@ -101,7 +104,7 @@ class Painter:
     def _write_row(
         self, y: int, new: StyledRow, old: StyledRow | None, target: Sequence[StyledRow]
     ) -> None:
-        """Write row `y`, now `new`, in place of `old`; begin at the first cell that differs."""
+        """Replace the row `old`, which has index `y`, by `new`, from the first changed cell on."""
         cells = new.cells
         before = old.cells if old is not None else ()
         old_width, new_width = cells_width(before), cells_width(cells)

@@ -94,8 +94,8 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
     """Yield the styled text of one turn's tokens in the cache, with marks for missing tokens.
 
-    Brackets stand round sinks, pinned tokens and recalled tokens. `rows` has pairs: a token, and
-    the number of evicted tokens before it.
+    Brackets stand round sinks (first tokens, which always stay), pinned tokens and recalled tokens.
+    `rows` has pairs: a token, and the number of evicted tokens before it.
     """
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
@@ -208,9 +208,8 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     """A list with a line that names the turns of the recalled tokens.
 
-    The line also has the words that these turns share with the new turn.
-
-    The list is empty if recall has restored no token for this round.
+    Recalled tokens were restored from the archive for this round. The line also has the words that
+    the turns share with the new turn. The list is empty if no token is recalled.
     """
     if not snapshot.recalled_turns:
         return []

@@ -60,7 +60,7 @@ _OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 def pull_progress(console: Console) -> Iterator[Progress]:
     """Context manager: yields a function that shows the progress of a model's download.
 
-    It shows a bar on a terminal, and lines of a log elsewhere.
+    The function shows a bar on a terminal, and lines of a log elsewhere.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         yield _Log(console)

@@ -44,8 +44,8 @@ _OF_THE_SESSION = ("description", "seed")
 class SavedChat:
     """Saves the current chat to disk if the setting `save` is on, and loads other saved chats.
 
-    If writing fails, for example as the disk is full, this is printed once, and writing is tried
-    again after each line that the user enters.
+    If writing fails, for example because the disk is full, an error is printed once, and writing is
+    tried again after each line that the user enters.
 
     Args:
         session: the current session.

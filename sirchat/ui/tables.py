@@ -134,7 +134,7 @@ def _width(table: Table) -> int:
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """Draw a table of recalled tokens, those with the highest recall score first.
+    """Draw a table of recalled tokens (restored from the archive), the best recall scores first.
 
     `scores` has the recall score by stream position: how well the token fits the user's message.
     """

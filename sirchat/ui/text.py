@@ -99,7 +99,7 @@ class DisplayFilter:
 
 
 def displayable(text: str) -> str:
-    """Return `text`, which is complete, without the characters that the display filter drops."""
+    """Return a complete text without the characters that the display filter drops."""
     return DisplayFilter().push(text)
 
 

@@ -51,7 +51,10 @@ def line_input(screen: Screen) -> Iterator[LineInput]:
 
 
 def prompt_output(screen: Screen) -> Output:
-    """The output for a prompt; on a terminal without escape sequences, it writes plain text."""
+    """The object by which a prompt writes to the terminal.
+
+    On a terminal without escape sequences, it writes plain text.
+    """
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
@@ -181,7 +184,7 @@ _ERASE_BELOW = "\x1b[J"
 
 
 class Keyboard:
-    """Context manager that switches the terminal's echo off; Ctrl-C stays a signal.
+    """Context manager that switches the terminal's echo off; Ctrl-C still sends a signal.
 
     Args:
         keys: the source of keys, shared with the prompt.
