@@ -95,7 +95,10 @@ class TokenTexts:
         self._lead: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def __call__(self, ids: Sequence[int], positions: Sequence[int]) -> list[str]:
-        """One text for each id in `ids` [n]; `positions` [n] tell which ids are consecutive."""
+        """Return one text for each token id in `ids` [n].
+
+        `positions` [n] are the stream positions of these ids; they tell which ids are consecutive.
+        """
         texts = [self._text(token_id) for token_id in ids]
         at = 0
         while at < len(ids):
@@ -212,7 +215,10 @@ class WordContinuation:
 
 
 def continues_word(previous: str, text: str) -> bool:
-    """Whether a token's `text` continues the word at the end of `previous`, a token's text, too."""
+    """Whether the word at the end of the text `previous` goes on at the beginning of `text`.
+
+    `previous` and `text` are the texts of two consecutive tokens.
+    """
     last, first = previous[-1:], text[:1]
     if _is_part(first):
         return _is_part(last) or (last != "" and last in _INSIDE + ".,:")

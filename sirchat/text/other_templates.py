@@ -57,7 +57,7 @@ class ToolTemplate(Template):
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
         """The token ids of the system prompt with the tools, and those of the first user turn.
 
-        In place of the former, None is returned if there are neither a system prompt nor tools.
+        The former are None if there are neither a system prompt nor tools.
         """
         if system or self._tools is None:
             return super().opening(content, system)
@@ -169,7 +169,7 @@ class PlainText(Template):
     """Turns one text into token ids without a chat template, so that a model continues the text."""
 
     def opening(self, content: str, system: str | None = None) -> tuple[None, TurnIds]:
-        """None (no system prompt), and the ids of the text `content`.
+        """Return None (there is no system prompt) and the token ids of the text `content`.
 
         If the tokenizer has a beginning-of-sequence token, the ids begin with this token.
         """

@@ -226,9 +226,9 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """A list with the anchor's id, if an anchor ends each reply and system prompt, else empty.
+        """A list with the anchor's id if `anchors.per` is `round`; otherwise an empty list.
 
-        This is so if `anchors.per` is `round`.
+        With `round`, an anchor ends each reply and each system prompt.
         """
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
@@ -295,7 +295,10 @@ class Template:
             raise ModelError(f"the model's chat template fails: {problem}") from error
 
     def _marked(self, value: Any) -> Any:
-        """A copy of messages or tools, with marks by which no text becomes a control token."""
+        """A copy of messages or tools, with marks around the control tokens in their texts.
+
+        The marks keep a text from becoming a control token.
+        """
         if isinstance(value, str):
             return self._control_tokens.marked(value)
         if isinstance(value, dict):
@@ -358,7 +361,7 @@ class Template:
 
     @cached_property
     def _allows_system(self) -> bool:
-        """Whether the template allows a system message."""
+        """Whether the chat template allows a system message."""
         try:
             stub = [_message("system", QUESTION), _message("user", QUESTION)]
             self._render(stub, prompt=True)
@@ -400,7 +403,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The token ids at the beginning of `left` that `right` begins with, too, as a list."""
+    """The longest list of ids with which both `left` and `right` begin."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

@@ -81,7 +81,7 @@ class FastTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
     ) -> list[int]:
-        """The ids of a text.
+        """The token ids of a text.
 
         Args:
             text: the text.

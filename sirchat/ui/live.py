@@ -229,8 +229,8 @@ class LiveView:
     def _take_rows(self) -> str:
         """Remove the full rows from the reply's unprinted text, and return them as one text.
 
-        A row has one cell less than the window, because the cursor stands behind it. Tabs become
-        spaces, so that the width of a row is known.
+        A row is one cell narrower than the window; this cell is for the cursor. Tabs become spaces,
+        so that the width of a row is known.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
