@@ -1,8 +1,8 @@
-"""Anchor tokens: a model's anchor settings, and the insertion of anchors into a text.
+"""Anchor tokens: a model's settings for anchors, and the insertion of anchors into a text.
 
 A model trained for anchors stores the content of each sentence or round in the anchor at its end
 (Pang et al. 2024, Anchor-based LLMs, arXiv:2402.07616). The entry `sirchat_anchors` in the model's
-config says which tokens are anchors and where they are inserted.
+config says which tokens are anchors and where anchors are inserted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEY = "sirchat_anchors"
 
 @dataclass(frozen=True)
 class Anchors:
-    """The anchor settings of a model.
+    """The settings of a model for anchors (tokens that store the content of the text before them).
 
     Attributes:
         variant: `ac`: the anchor is an added token; `ep`: tokens that end a sentence are anchors.
@@ -62,7 +62,7 @@ def remove(config: Any) -> None:
 def anchors_of(config: Any) -> Anchors | None:
     """The anchor settings in a model's config; None for a model trained without anchors.
 
-    Raises ModelError for an entry that isn't valid.
+    Raises ModelError if the config has an entry for anchors that isn't valid.
     """
     entry = getattr(config, _KEY, None)
     if entry is None:
@@ -81,10 +81,10 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """Make a function that returns whether an id is an anchor.
+    """Make a function that returns whether a token id is an anchor.
 
     The function must be called once for each id of the stream, in order. Anchors are the model's
-    added anchor token or, if it has none, all tokens that end a sentence.
+    added anchor token or, if the model has none, all tokens that end a sentence.
     """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
@@ -92,9 +92,10 @@ def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bo
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """The sentences of a text, each with the space before it; joined, they give the whole text.
+    """Split a text into sentences, each with the space before it; joined, they give the whole text.
 
-    Raises UsageError if the optional dependency sentencex is not installed.
+    `language` is the code of the text's language. Raises UsageError if the optional dependency
+    sentencex is not installed.
     """
     try:
         from sentencex import segment
@@ -122,11 +123,11 @@ CHANCE = 0.1
 
 
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
-    """The ids of a text, with anchors inserted where `anchors.per` says.
+    """The token ids of a text, with anchors inserted where `anchors.per` says.
 
     If `anchors.per` is `random`, the places depend only on the text: the same text always has its
-    anchors at the same places. If it is `round`, or if there is no anchor token, no anchors are
-    inserted.
+    anchors at the same places. If `anchors.per` is `round`, or if the model has no added anchor
+    token, no anchors are inserted. `encode` turns a text into ids.
     """
     anchor = anchors.token_id
     if anchor is None:
@@ -145,9 +146,10 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The ids, with anchors, of a text that is not a chat.
+    """The token ids, with anchors inserted, of a text that is not a chat.
 
-    Such a text has no rounds, so with `per: round` anchors are inserted after sentences.
+    If `anchors.per` is `round`, anchors are inserted after sentences, because the text has no
+    rounds. `encode` turns a text into ids.
     """
     if anchors is None:
         return encode(text)
@@ -156,7 +158,10 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """The ids, with `anchor` inserted after the n-th id, counted from 1, if `is_chosen(n)`."""
+    """A copy of `ids` with `anchor` inserted after each id for which `is_chosen(n)` is true.
+
+    n is the number of the id in `ids`, counted from 1.
+    """
     return [
         i
         for count, token_id in enumerate(ids, 1)

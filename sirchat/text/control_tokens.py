@@ -1,9 +1,9 @@
 """Distinguishes control tokens in the texts of a chat from those that the template writes.
 
 A control token is a token that was added to the tokenizer, such as `<|im_end|>`. Before the
-template gets a text, marks are put around each control token in the text: two characters of
-Unicode's private use. When the rendered chat is turned into ids, the text between two marks is read
-as plain text, and the marks are left out. transformers does the same, with the same marks.
+template gets a text, a mark is put before and after each control token in the text: two characters
+of Unicode's private use. When the rendered chat is turned into ids, what stands between two marks
+is read as plain text, and the marks are left out. transformers does the same, with the same marks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ControlTokens:
     Every added token counts as a control token, except blanks that are not special tokens.
 
     Attributes:
-        texts: the control tokens.
+        texts: the texts of the control tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -34,12 +34,12 @@ class ControlTokens:
         self._line_end = self._usual_ids("\n")
 
     def marked(self, text: str) -> str:
-        """The text with marks around its control tokens; marks that it already has are removed."""
+        """Return `text` with marks around its control tokens; older marks in it are removed."""
         text = text.replace(_START, "").replace(_END, "")
         return self._control.sub(f"{_START}\\g<0>{_END}", text)
 
     def ids(self, chat: str) -> list[int]:
-        """The ids of a rendered chat whose texts were marked.
+        """Turn a chat that the template rendered, and whose texts were marked, into token ids.
 
         If a template cuts a text, one mark of a pair can remain: the texts before and after this
         mark are turned into ids separately. Raises ValueError if the tokenizer makes a control
@@ -58,7 +58,10 @@ class ControlTokens:
         return ids
 
     def _ids_inside(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """The ids of a piece that follows other text, without the space that can begin a text."""
+        """The token ids of `piece`, a text that follows other text; `encode` turns a text into ids.
+
+        Some tokenizers put a space before a text; the ids do not contain this space.
+        """
         count = len(self._line_end)
         ids = encode("\n" + piece)
         return ids[count:] if ids[:count] == self._line_end else encode(piece)
@@ -68,7 +71,7 @@ class ControlTokens:
         return ids
 
     def _plain_ids(self, text: str) -> list[int]:
-        """The ids of a text read as plain text, even where it spells an added token."""
+        """The ids of `text` read as plain text, even where it spells a token that was added."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             found: list[int] = self._tokenizer.encode(
@@ -84,6 +87,6 @@ class ControlTokens:
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """A regular expression that matches any of the tokens; if several match, the longest."""
+    """A regular expression that matches any of the tokens; where several match, the longest one."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"  # matches nothing

@@ -32,9 +32,10 @@ _CLOSERS = ("Pe", "Pf")
 
 
 class TextStream:
-    """Decodes a stream of ids, one at a time.
+    """Turns a stream of token ids into text, one id at a time.
 
-    A character that is made of several tokens is returned when its last token has arrived.
+    If a character is made of several tokens, its text is returned when the last of these has
+    arrived.
     """
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
@@ -46,7 +47,7 @@ class TextStream:
         self._prefix_length = 0  # characters of the ids from _start to _returned
 
     def push(self, token_id: int) -> str:
-        """Add an id; returns the new text, which is empty while a character is incomplete."""
+        """Add an id; return the new text, which is empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._new_text()
         if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
@@ -55,7 +56,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Return the text that `push` has not returned; an incomplete character becomes U+FFFD."""
+        """Return the text that `push` has held back; an incomplete character becomes U+FFFD."""
         text = self._new_text()
         self._advance()
         return text
@@ -79,11 +80,12 @@ Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
 
 class TokenTexts:
-    """A callable that returns the text of each id, from ids and their stream positions.
+    """A callable that returns the text of each token id, from the ids and their stream positions.
 
-    The text is as in a sentence, with the space before a word. If consecutive tokens together make
-    one character, the first gets the whole character and the others get empty text. If only some of
-    these tokens are given, each gets U+FFFD.
+    The text of a token is what it spells within a sentence, with the space before a word. If
+    consecutive tokens together make one character, the first gets the whole character, and the
+    others get empty text. If some tokens of this character are not given, each of those given gets
+    U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -93,7 +95,10 @@ class TokenTexts:
         self._lead: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def __call__(self, ids: Sequence[int], positions: Sequence[int]) -> list[str]:
-        """One text for each id [n]; the stream `positions` [n] tell which ids are consecutive."""
+        """Return one text for each token id in `ids` [n].
+
+        `positions` [n] are the stream positions of these ids; they tell which ids are consecutive.
+        """
         texts = [self._text(token_id) for token_id in ids]
         at = 0
         while at < len(ids):
@@ -103,10 +108,11 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Find the tokens, the first of which is number `start`, that together make one character.
+        """Find the tokens, from index `start` on, that together make one character.
 
-        Sets the texts of these tokens: the character for the first, empty for the others. Returns
-        the number of tokens. If some of them are missing, sets nothing and returns 1.
+        In `texts`, the first of these tokens gets the character, and the others get "". Returns the
+        number of tokens. If some tokens of the character are missing, changes nothing and returns
+        1.
         """
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
@@ -131,9 +137,10 @@ class TokenTexts:
 
 
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
-    """The range of tokens that contain any of the characters `start` to `end` - 1; start < end.
+    """The range of tokens that contain any of the characters `start` to `end` - 1 of a text.
 
-    `ends` [n] has, for each token, the index in the text right after its last character.
+    `ends` [n] has, for each of the text's n tokens, the index in the text right after the token's
+    last character. `start` must be less than `end`.
     """
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
@@ -152,10 +159,10 @@ def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[
 
 
 class SentenceEnds:
-    """A callable that returns whether an id ends a sentence, in any script.
+    """A callable that returns whether a token id ends a sentence, in any script.
 
-    It must be called once for each id of a text, in order, because a character can be made of
-    several tokens.
+    The object must be called once for each id of a text, in order, because a character can be made
+    of several tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -191,7 +198,7 @@ _INSIDE = "-'\u2019/@_&"
 
 
 class WordContinuation:
-    """A callable that returns whether two consecutive ids belong to the same word.
+    """A callable that returns whether two consecutive token ids belong to the same word.
 
     A word has no spaces, for example `Kowalski`, `7:45`, `555-0123` or `it's`; a punctuation mark
     after a word is not part of it.
@@ -208,7 +215,10 @@ class WordContinuation:
 
 
 def continues_word(previous: str, text: str) -> bool:
-    """Whether a token's `text` continues the word at the end of the `previous` token's text."""
+    """Whether the word at the end of the text `previous` goes on at the beginning of `text`.
+
+    `previous` and `text` are the texts of two consecutive tokens.
+    """
     last, first = previous[-1:], text[:1]
     if _is_part(first):
         return _is_part(last) or (last != "" and last in _INSIDE + ".,:")

@@ -1,4 +1,4 @@
-"""Templates for other uses than a plain chat: tools that the model may call, and single texts."""
+"""Templates for other uses than a plain chat: chats with tools, and texts without a chat."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ToolTemplate(Template):
     Raises ModelError if the model's chat template takes no tools.
 
     Attributes:
-        tools: the tools, as JSON; empty if there are none.
-        following: ids of the next turn, made by `results` or `calls`. If they are set, `user` or
+        tools: the descriptions of the tools, as JSON; "" if there are none.
+        following: ids of the next turn, made by `results` or `calls`. If these are set, `user` or
             `assistant` returns them instead of the ids of a text.
     """
 
@@ -55,7 +55,10 @@ class ToolTemplate(Template):
             self._tools = given
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt with the tools, and those of the first user turn."""
+        """The token ids of the system prompt with the tools, and those of the first user turn.
+
+        The former are None if there are neither a system prompt nor tools.
+        """
         if system or self._tools is None:
             return super().opening(content, system)
         _, turn = super().opening(content)
@@ -64,12 +67,18 @@ class ToolTemplate(Template):
         return block, TurnIds(whole[start:], turn.roles[start:], (0, end - start))
 
     def user(self, content: str) -> TurnIds:
-        """The ids of a user turn after the first; if `following` is set, returns and clears it."""
+        """The token ids of a user turn after the first.
+
+        If `following` is set, its value is returned instead, and `following` is set to None.
+        """
         turn, self.following = self.following, None
         return super().user(content) if turn is None else turn
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of a reply's text; if `following` is set, returns and clears it."""
+        """The token ids of the text of a reply.
+
+        If `following` is set, its value is returned instead, and `following` is set to None.
+        """
         turn, self.following = self.following, None
         return super().assistant(content) if turn is None else turn
 
@@ -89,7 +98,7 @@ class ToolTemplate(Template):
         return ids[size:]
 
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
-        """The ids of a reply that calls tools and comes from the caller, not from the model.
+        """The token ids of a given reply, which has the text `content` and then calls tools.
 
         If the template can't render the reply, the ids are those of the text that `calls_as_text`
         makes of the calls.
@@ -132,7 +141,8 @@ class ToolTemplate(Template):
     def _neutral(self, value: Any) -> Any:
         """A copy of `value` in which each text with a control token is replaced by `_NEUTRAL`.
 
-        Raises ModelError if a name has a control token, because names are rendered without marks.
+        Raises ModelError if a key of an object has a control token, because the template gets keys
+        as they are, without marks.
         """
         if isinstance(value, dict):
             if any(self._has_control(name) for name in value):
@@ -159,7 +169,10 @@ class PlainText(Template):
     """Turns one text into token ids without a chat template, so that a model continues the text."""
 
     def opening(self, content: str, system: str | None = None) -> tuple[None, TurnIds]:
-        """The ids of the text, after the tokenizer's beginning-of-sequence token, if it has one."""
+        """Return None (there is no system prompt) and the token ids of the text `content`.
+
+        If the tokenizer has a beginning-of-sequence token, the ids begin with this token.
+        """
         begin = [] if self._tokenizer.bos_token_id is None else [self._tokenizer.bos_token_id]
         ids = self.as_text(content)
         roles = [*[Role.TEMPLATE] * len(begin), *[Role.USER] * len(ids)]
@@ -167,5 +180,5 @@ class PlainText(Template):
 
     @property
     def closing(self) -> list[int]:
-        """An empty list, since nothing is read after the reply."""
+        """An empty list: without a chat template, no ids follow the generated text."""
         return []

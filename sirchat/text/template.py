@@ -79,7 +79,7 @@ class Template:
         tokenizer.chat_control_tokens = self._control_tokens.texts  # also for transformers
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:
-        """The ids of the system prompt (None without one), and those of the first user turn.
+        """The token ids of the system prompt (None without one), and those of the first user turn.
 
         The ids of the system prompt include what the template writes around its text. This is so
         even if the template makes the prompt a part of the user turn. If the template allows no
@@ -98,15 +98,16 @@ class Template:
         return self._closed(block), self._anchored(rest, content)
 
     def user(self, content: str) -> TurnIds:
-        """The ids of a user turn after the first, and of the header that begins the reply."""
+        """The token ids of a user turn after the first, and of the header that begins the reply."""
         ids = self._render([*self._history, _message("user", content)], prompt=True)
         after = self._after_answer(ids)[len(self._closing) :]
         return self._anchored(self._spans(after, Role.USER, self._later_turns), content)
 
     def system(self, content: str) -> TurnIds:
-        """The ids of a system prompt that follows a reply.
+        """The token ids of a system prompt that follows a reply.
 
-        If the template can't render a system message there, the ids are those of the text alone.
+        If the template can't render a system message after a reply, the ids are those of its text
+        alone.
         """
         try:
             whole, *others = (self._later_system(text) for text in (content, *OTHERS))
@@ -119,7 +120,7 @@ class Template:
         return self._closed(TurnIds(ids, [Role.SYSTEM] * len(ids), (0, len(ids))))
 
     def assistant(self, content: str) -> TurnIds:
-        """The ids of the text of a reply that comes from the caller, not from the model.
+        """The token ids of the text of a given reply, for example from a transcript.
 
         The template's ids before and after the reply are not included.
         """
@@ -129,10 +130,10 @@ class Template:
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
     def _reply(self, message: Message) -> list[int] | None:
-        """The ids of a reply without the template's ids before and after it.
+        """The token ids of a reply, without the template's ids before and after it.
 
-        None if the ids of the reply can't be separated from those of the template, for example
-        because the template has another header for past replies.
+        Returns None if the ids of the reply can't be separated from those of the template, for
+        example because the template has another header for past replies.
         """
         question = [_message("user", QUESTION)]
         header = self._render(question, prompt=True)
@@ -152,27 +153,27 @@ class Template:
 
     @property
     def closing(self) -> list[int]:
-        """The ids to read after a reply: those of the chat template, then an anchor, if any."""
+        """The token ids to read after a reply: the chat template's, and then an anchor, if any."""
         return [*self._closing, *self._round_end]
 
     @cached_property
     def _closing(self) -> list[int]:
-        """The ids that the chat template puts after a reply."""
+        """The token ids that the chat template puts after the text of a reply."""
         alone = self._after_answer(self._render(self._history, prompt=False))
         followed = [*self._history, _message("user", QUESTION)]
         return _common(alone, self._after_answer(self._render(followed, prompt=True)))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids at which generation stops: `end_ids`, and control tokens that no reply contains.
+        """The token ids that stop generation: `end_ids`, and control tokens that no reply contains.
 
-        No reply contains the tokens that begin a turn: after one, the model would write the next
-        speaker's text. Nor does a reply contain the tokens that this template never uses, such as
-        padding. `declared` are the stop ids in the model's own generation settings.
+        No reply contains the tokens that begin a turn: after one of these, the model would write
+        the next speaker's text. Nor does a reply contain the tokens that this template never uses,
+        such as padding. `declared` are the stop ids in the model's own generation settings.
         """
         return self.end_ids(declared) | frozenset(self._openers | self._foreign)
 
     def end_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids by which the model ends its reply.
+        """The token ids by which the model ends its reply.
 
         These are `declared`, the stop ids in the model's own generation settings; the tokenizer's
         end of sequence; and the first id that the template puts after a reply, if this is an added
@@ -185,7 +186,7 @@ class Template:
 
     @property
     def _openers(self) -> set[int]:
-        """The ids of control tokens with which the template begins a turn.
+        """The token ids of control tokens with which the template begins a turn.
 
         Of the control tokens before the text of a user or system turn, only the first is included,
         because the others may also occur in replies. All control tokens between a user's text and
@@ -200,7 +201,7 @@ class Template:
 
     @property
     def _foreign(self) -> set[int]:
-        """The ids of control tokens that the template never uses, except perhaps at the start."""
+        """The ids of control tokens that the template never uses, or only at the chat's start."""
         stub = [_message("user", QUESTION), _message("assistant", ANSWER)]
         own = {*self._render(stub, prompt=False), *self._render(stub[:1], prompt=True)}
         source = str(self._tokenizer.chat_template or "")  # may name tokens for reasoning or tools
@@ -215,7 +216,7 @@ class Template:
 
     @cached_property
     def _added(self) -> set[int]:
-        """The ids of all added tokens, except those that consist of blanks."""
+        """The token ids of all added tokens, except those that consist of blanks."""
         known = self._tokenizer.added_tokens_decoder
         return {i for i, token in known.items() if not token.content.isspace()}
 
@@ -225,9 +226,9 @@ class Template:
 
     @property
     def _round_end(self) -> list[int]:
-        """A list with the anchor's id, if an anchor ends each reply and system prompt, else empty.
+        """A list with the anchor's id if `anchors.per` is `round`; otherwise an empty list.
 
-        An anchor ends them if `anchors.per` is `round`.
+        With `round`, an anchor ends each reply and each system prompt.
         """
         anchors = self._anchors
         if anchors is None or anchors.token_id is None or anchors.per != "round":
@@ -235,14 +236,14 @@ class Template:
         return [anchors.token_id]
 
     def _closed(self, turn: TurnIds) -> TurnIds:
-        """The `turn` of a system prompt, with an anchor at its end if rounds end with an anchor."""
+        """Return a system prompt's `turn`, with an anchor at its end if rounds end with anchors."""
         anchor = self._round_end
         return TurnIds(
             [*turn.ids, *anchor], [*turn.roles, *[Role.TEMPLATE] * len(anchor)], turn.content
         )
 
     def _anchored(self, turn: TurnIds, content: str) -> TurnIds:
-        """The turn with anchors inserted into its text `content`, as the anchor settings say."""
+        """Return `turn` with anchors inserted into its text `content`, where the settings say."""
         anchors, (start, end) = self._anchors, turn.content
         if anchors is None or anchors.per == "round" or start == end:
             return turn
@@ -294,7 +295,10 @@ class Template:
             raise ModelError(f"the model's chat template fails: {problem}") from error
 
     def _marked(self, value: Any) -> Any:
-        """A copy of messages or tools, marked so that no text in it becomes a control token."""
+        """A copy of messages or tools, with marks around the control tokens in their texts.
+
+        The marks keep a text from becoming a control token.
+        """
         if isinstance(value, str):
             return self._control_tokens.marked(value)
         if isinstance(value, dict):
@@ -302,7 +306,7 @@ class Template:
         return [self._marked(one) for one in value] if isinstance(value, list | tuple) else value
 
     def as_text(self, text: str) -> list[int]:
-        """The ids of a text alone, without the chat template."""
+        """The token ids of `text` alone, without anything from the chat template."""
         return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
@@ -315,7 +319,7 @@ class Template:
 
     @cached_property
     def _answer_ids(self) -> list[int]:
-        """The ids of `ANSWER`, the stub answer in place of the history, in a rendered chat."""
+        """The ids of `ANSWER` (the stub answer that ends the stub history) in a rendered chat."""
         question = [_message("user", QUESTION)]
         ids = self._render([*question, _message("assistant", ANSWER)], prompt=False)
         other = self._render([*question, _message("assistant", ANSWER + " a")], prompt=False)
@@ -332,10 +336,10 @@ class Template:
     def _spans(self, ids: list[int], role: Role, others: Sequence[list[int]]) -> TurnIds:
         """Find which `ids` of a turn are the text's, and which are the template's.
 
-        `others` are the ids of the same turn with other texts, which contain no control tokens. The
-        ids that all of these share with `ids`, at the beginning and at the end, are the template's.
-        `role` is the role of the text's ids. Raises ModelError if a part of the text has become a
-        control token.
+        `others` has the ids of the same turn with other texts, which contain no control tokens. Ids
+        at the beginning and at the end that are the same in `ids` and in all of `others` are the
+        template's. `role` is the role of the text's ids. Raises ModelError if a part of the text
+        has become a control token.
         """
         usual = Counter[int]()
         for other in others:
@@ -349,7 +353,7 @@ class Template:
         return TurnIds(ids, roles, (start, end))
 
     def _first(self, system: str | None, content: str) -> list[int]:
-        """The ids of the system prompt, if there is one, and of the first user turn."""
+        """The token ids of the system prompt, if there is one, and of the first user turn."""
         if system and not self._allows_system:
             return self._render([_message("user", f"{system}\n\n{content}")], prompt=True)
         before = [_message("system", system)] if system else []
@@ -357,7 +361,7 @@ class Template:
 
     @cached_property
     def _allows_system(self) -> bool:
-        """Whether the template allows a system message."""
+        """Whether the chat template allows a system message."""
         try:
             stub = [_message("system", QUESTION), _message("user", QUESTION)]
             self._render(stub, prompt=True)
@@ -367,24 +371,24 @@ class Template:
 
     @cached_property
     def _later_turns(self) -> list[list[int]]:
-        """For each stub text in `OTHERS`, the ids of a later user turn with this text."""
+        """For each stub text in `OTHERS`, the ids of a user turn (not the first) with this text."""
         stub = self._history
         rendered = [self._render([*stub, _message("user", text)], prompt=True) for text in OTHERS]
         return [self._after_answer(ids)[len(self._closing) :] for ids in rendered]
 
     def _later_system(self, content: str) -> list[int]:
-        """The ids that a system message adds after a reply.
+        """The token ids that a system message adds after a reply.
 
-        Empty if the template puts the system message at another place.
+        The list is empty if the template puts the system message at another place.
         """
         ids = self._render([*self._history, _message("system", content)], prompt=False)
         after, closing = self._after_answer(ids), self._closing
         return after[len(closing) :] if after[: len(closing)] == closing else []
 
     def _system_length(self, system: str, whole: list[int]) -> int:
-        """Number of ids at the start of `whole` that belong to the system message.
+        """Number of ids at the start of `whole` that belong to the system message `system`.
 
-        0 if the template makes the system message a part of the user turn.
+        Returns 0 if the template makes the system message a part of the user turn.
         """
         try:
             block = self._render([_message("system", system)], prompt=False)
@@ -399,7 +403,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    """The longest beginning that both lists of ids share."""
+    """The longest list of ids with which both `left` and `right` begin."""
     count = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

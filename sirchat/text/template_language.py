@@ -1,6 +1,6 @@
 """The functions, the filter and the block that transformers adds to jinja for chat templates.
 
-Chat templates are written for transformers, so each of these works here as in transformers.
+Chat templates are written for transformers, so what this module adds works as in transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from jinja2.utils import Namespace
 
 
 class GenerationBlocks(Extension):
-    """The block `{% generation %}`, in which templates put replies; its content is not changed."""
+    """Adds to jinja the block `{% generation %}`, in which chat templates put replies.
+
+    The content of the block is rendered without a change.
+    """
 
     tags = {"generation"}  # noqa: RUF012  # of jinja
 
@@ -32,9 +35,9 @@ class GenerationBlocks(Extension):
 
 
 class TemplateNamespace(Namespace):
-    """A `namespace` without names such as `__class__`, by which a template could reach into Python.
+    """The function `namespace` for chat templates; it refuses names that begin with an underscore.
 
-    It refuses every name that begins with an underscore.
+    By names such as `__class__`, a template could reach into Python.
     """
 
     def __init__(*args: Any, **given: Any) -> None:  # so that one of the names can be `self`
@@ -55,18 +58,21 @@ def _check(name: Any) -> None:
 
 
 class TemplateDict:
-    """The function `dict`, without the attributes of Python's class."""
+    """The function `dict` for chat templates, without the attributes of Python's class `dict`.
+
+    Of these attributes, it has only `fromkeys`.
+    """
 
     def __call__(self, *args: Any, **given: Any) -> dict[Any, Any]:
         return dict(*args, **given)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A dictionary with the given keys."""
+        """A dictionary with the given keys, as Python's `dict.fromkeys` makes it."""
         return dict.fromkeys(*args)
 
 
 def own_names() -> dict[str, Any]:
-    """The functions that a chat template can call in addition to those of jinja."""
+    """By name, the functions that a chat template can call in addition to those of jinja."""
     return {
         "raise_exception": _refuse,
         "strftime_now": _now,
@@ -82,7 +88,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`; unlike jinja's own, it does not escape the characters of HTML."""
+    """The filter `tojson` of chat templates; unlike jinja's own, it does not escape HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

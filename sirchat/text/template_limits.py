@@ -1,9 +1,9 @@
 """Renders a model's chat template with limits on steps, time, memory and the length of the result.
 
 A template is a program that comes with a model. It runs in jinja's sandbox, which protects files
-and Python objects, but does not prevent endless loops or texts of gigabytes. So whenever a template
-builds a text or a list (by an operator, filter, method or macro), its size is computed and counted
-first; if the limit is exceeded, rendering ends with an error. Other threads are not affected.
+and Python objects, but does not prevent endless loops or texts of gigabytes. So before a template
+builds a text or a list (by an operator, filter, method or macro), its size is computed and counted.
+If a limit is exceeded, rendering ends with an error. Other threads are not affected.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def render(source: str, size: int, /, **variables: Any) -> str:
 
 
 class _Rendering(local):
-    """Counts the steps, time and memory that the rendering in this thread has used so far.
+    """Counts the steps, time and memory that the rendering in this thread has used.
 
     `most` is the maximum length of one text, in characters; `made` is the number of characters and
-    list items that the template has built so far.
+    list items that the template has built until now.
     """
 
     most = 0
@@ -134,7 +134,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     def render_within(self, template: jinja2.Template, most: int, variables: Any) -> str:
         """Render `template`; raises TemplateError if a limit is exceeded.
 
-        `most` is the maximum length of the text, in characters.
+        `most` is the maximum length of the rendered text, in characters.
         """
         self.rendering.begin(most)
         before = sys.gettrace()
@@ -145,21 +145,24 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             sys.settrace(before)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute `left operator right`, after counting the size of the result."""
+        """Compute `left operator right` for a template, after counting the size of the result."""
         self.rendering.count(_size_of(operator, left, right))
         return _OPERATORS[operator](left, right)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method; if it is a method of a text, first count its result's size."""
+        """Call a function or method for a template.
+
+        If it is a method of a text, the size of its result is counted before the call.
+        """
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str | bytes):
             self.rendering.count(_size_of_method(obj.__name__, owner, args))
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """jinja's safe version of a text's `format` method; it first counts the size of the result.
+        """jinja's safe version of a text's method `format`, which first counts its result's size.
 
-        None if `value` is not such a method.
+        Returns None if `value` is not the method `format` of a text.
         """
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
@@ -173,7 +176,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter like `function` that first counts the estimated size of its result."""
+        """A filter like `function` that first counts the estimated size of the result."""
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             given = args[_leading(function) :]
@@ -184,18 +187,21 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited
 
     def concatenated(self, *parts: Any) -> str:
-        """Join the parts to one text like the operator `~`, after counting the text's size."""
+        """Join `parts` to one text, as the operator `~` does, after counting the text's size."""
         self.rendering.count(sum(map(_length, parts)))
         return "".join(map(str, parts))
 
     def _shown(self, value: Any) -> Any:
-        """Count the size of a value that is about to be output, and return the value."""
+        """Count the size of a value that the template is about to output, and return the value."""
         if not isinstance(value, str):
             self.rendering.count(_length(value))
         return value
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join the output of a template, macro or block; raises TemplateError if it is too long."""
+        """Join the texts that a template, macro or block outputs.
+
+        Raises TemplateError if the joined text is too long.
+        """
         found, size, most = [], 0, self.rendering.most
         for part in parts:
             found.append(part)
@@ -206,13 +212,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """In a template's syntax tree, replaces each `a ~ b` by a call of `concatenated`.
+    """Replaces each `a ~ b` in a template's syntax tree by a call of `concatenated`.
 
-    That method counts the size of the result.
+    That method counts the size of the joined text.
     """
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """The syntax node that replaces one `a ~ b`: a call of `concatenated`."""
+        """The syntax node that replaces the node `a ~ b`: a call of the method `concatenated`."""
         self.generic_visit(node)
         counted = nodes.EnvironmentAttribute("concatenated")
         return nodes.Call(counted, node.nodes, [], None, None, lineno=node.lineno)
@@ -240,8 +246,8 @@ def _compiled(source: str) -> Callable[[int, Mapping[str, Any]], str]:
 def _length(value: Any) -> int:
     """Upper bound for the length, in characters, of a value written as text.
 
-    A list that occurs twice in the value counts twice. Raises TemplateError if there are too many
-    items, as in a list that contains itself.
+    A list that occurs twice in the value counts twice. Raises TemplateError if the value has too
+    many items, as a list that contains itself has.
     """
     size, left, seen = 0, [value], 0
     while left:
@@ -284,9 +290,9 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
-    """Upper bound for the length of the format `text`, in characters, when `values` are put in.
+    """Upper bound for the length, in characters, of the text that a format makes of `values`.
 
-    Each `mark` (`%` or `{`) counts as long as the longest value.
+    Each `mark` (`%` or `{`) in the format `text` counts as long as the longest value.
     """
     if _WIDE.search(text):
         return _MOST_MADE + 1
@@ -295,7 +301,7 @@ def _size_of_format(text: str, mark: str, values: Iterable[Any]) -> int:
 
 
 def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int:
-    """Upper bound for the number of characters in the result of method `name` of text `owner`."""
+    """Upper bound for the number of characters that method `name` of the text `owner` returns."""
     widths = [one for one in args if isinstance(one, int)]
     if name in ("ljust", "rjust", "center", "zfill"):
         return max([len(owner), *widths])
@@ -311,7 +317,10 @@ def _size_of_method(name: str, owner: str | bytes, args: tuple[Any, ...]) -> int
 
 
 def _size_of_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Upper bound for the size of the result of filter `name`, in characters or list items."""
+    """Upper bound for the size of what a filter returns, in characters or list items.
+
+    `name` is the filter; `args` begin with the value that is filtered.
+    """
     if not args:
         return 0
     value, *others = args

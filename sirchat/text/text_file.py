@@ -38,7 +38,8 @@ def path_named(name: str) -> Path:
 def read_regular(path: Path) -> bytes:
     """The contents of a data file; a device or a pipe, which may never end, is refused.
 
-    Raises OSError for those, for files of more than `MOST_DATA_BYTES`, and if reading fails.
+    Raises OSError for a device or a pipe, for a file of more than `MOST_DATA_BYTES`, and if reading
+    fails.
     """
     with _opened(path) as file:
         status = os.fstat(file.fileno())
@@ -116,7 +117,7 @@ _BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 def fenced(name: str, text: str) -> str:
     """Make a Markdown code block of a text, with `name` after the opening fence.
 
-    The fence is longer than any in the text, so no line of the text closes the block.
+    The fence is longer than any fence in the text, so no line of the text closes the block.
     """
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
     fence = "`" * (longest + 1)
@@ -124,7 +125,7 @@ def fenced(name: str, text: str) -> str:
 
 
 def last_fenced(text: str) -> str | None:
-    """The content of the last fenced code block in a text; None if there is none.
+    """The content of the last fenced code block in a Markdown text; None if there is no block.
 
     A block without a closing fence ends at the end of the text, as in Markdown.
     """
@@ -143,8 +144,8 @@ def last_fenced(text: str) -> str | None:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with each lone surrogate (U+D800 to U+DFFF) replaced by U+FFFD.
+    """Return `text` with each lone surrogate (U+D800 to U+DFFF) replaced by U+FFFD.
 
-    Python writes surrogates for bytes that are not UTF-8; tokenizers and files refuse them.
+    Python writes surrogates for bytes that are not UTF-8; tokenizers and files refuse surrogates.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

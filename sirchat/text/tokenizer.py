@@ -1,7 +1,7 @@
 """A tokenizer that needs only the library `tokenizers`, and has the methods that sirchat uses.
 
-It does not import transformers, which would take a second. It gives the same ids as transformers'
-tokenizer with the same backend.
+The module does not import transformers, which would take a second. Its tokenizer gives the same ids
+as transformers' tokenizer with the same backend.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class FastTokenizer:
-    """Turns text into ids and back.
+    """Turns text into token ids and back.
 
     Args:
         backend: the tokenizer of the library `tokenizers`, with all added tokens.
@@ -29,7 +29,7 @@ class FastTokenizer:
         backend_tokenizer: `backend`.
         chat_control_tokens: the control tokens, which are read as plain text where they occur in
             the texts of a chat; set by a `Template`.
-        special_tokens_map: `special`, without those that are None.
+        special_tokens_map: `special`, without the tokens that are None.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class FastTokenizer:
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
-        """The added tokens, by id."""
+        """By id, the tokens that were added to the vocabulary, as objects of the library."""
         found: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         return found
 
     @property
     def added_tokens_encoder(self) -> dict[str, int]:
-        """The ids of the added tokens, by text."""
+        """By text, the ids of the tokens that were added to the vocabulary."""
         return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
 
     def get_chat_template(self) -> str | None:
@@ -70,7 +70,8 @@ class FastTokenizer:
     def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
         """The id of a token, or the list of ids of several tokens.
 
-        For a text that is not a token: the id of the unknown token, or None if there is none.
+        A text that is not a token has the id of the unknown token, or None if there is no such
+        token.
         """
         if not isinstance(token, str):
             return [self.convert_tokens_to_ids(one) for one in token]
@@ -80,7 +81,7 @@ class FastTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
     ) -> list[int]:
-        """The ids of a text.
+        """The token ids of a text.
 
         Args:
             text: the text.
@@ -102,7 +103,10 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of ids; `clean_up_tokenization_spaces` has no effect."""
+        """The text that the token `ids` spell.
+
+        `clean_up_tokenization_spaces` has no effect; transformers' tokenizers have this argument.
+        """
         given = [ids] if isinstance(ids, int) else list(ids)
         text: str = self.backend_tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
         return text

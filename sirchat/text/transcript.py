@@ -1,7 +1,7 @@
 """Reads and writes transcripts: plain lines, USER:/ASSISTANT: text, JSON Lines, ShareGPT.
 
-All formats but ShareGPT are read line by line, so that the lines of a pipe are answered as they
-arrive. No line of a transcript is run as a command.
+All formats but ShareGPT are read line by line, so that each line that comes through a pipe is
+answered at once. No line of a transcript is run as a command.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def one_conversation(turns: Iterable[TranscriptTurn], name: str) -> Iterator[Tra
 
 
 def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
-    """Write one `{"role", "content"}` object per line, as UTF-8."""
+    """Write each turn as a line of JSON, `{"role", "content"}`, in UTF-8."""
     for turn in turns:
         record = {"role": turn.role, "content": turn.content}
         stream.write(json_text(record).encode() + b"\n")
@@ -105,8 +105,8 @@ _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 def json_text(value: object, indent: int | None = None) -> str:
     """A value as JSON without control characters; other non-ASCII characters are not escaped.
 
-    Python's `json` escapes only the controls below U+0020. Here those from U+007F to U+009F, and
-    the bidirectional ones, are escaped, too, so that the text can't control a terminal.
+    Python's `json` escapes only controls below U+0020. This function also escapes those from U+007F
+    to U+009F and the bidirectional controls, so that the text can't control a terminal.
     """
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -144,7 +144,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 
 
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Detect the format, and yield the turns.
+    """Detect the transcript's format, and yield its turns.
 
     The first non-blank line tells the format. If this line begins a JSON value that has several
     lines, all lines are read first.
@@ -169,7 +169,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
 def _format_of(first: str) -> str:
     """The format of a transcript with this first line.
 
-    Returns "unfinished" if a JSON value goes on in the next line, a key of `_REFUSED` if refused.
+    "unfinished": a JSON value goes on in the next line. A key of `_REFUSED`: the JSON is refused.
     """
     if _PREFIX.match(first):
         return "text"
@@ -185,7 +185,7 @@ def _format_of(first: str) -> str:
 
 
 def _format_of_whole(text: str) -> str:
-    """The format of a transcript whose first JSON value has several lines, as in `_format_of`."""
+    """The format, as in `_format_of`, of a transcript whose first JSON value has several lines."""
     try:
         return _format_of_json(json.JSONDecoder().raw_decode(text.lstrip())[0])
     except json.JSONDecodeError:
@@ -320,7 +320,7 @@ def _either(names: Iterable[str]) -> str:
 def _content(value: object, key: str, name: str, line: int) -> str:
     """The text of a message, from the JSON `value` of `key`: a string, or a list of text parts.
 
-    Raises TranscriptError for any other value, with the `line`.
+    Raises TranscriptError, which names the `line`, for any other value.
     """
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = list[str]()
@@ -358,10 +358,10 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
 
 
 def _joined(lines: Iterable[Line], name: str) -> str:
-    """The lines as one text.
+    """Join the lines of a transcript, which are numbered, to one text.
 
-    If lines were skipped before them, the text begins with as many blank lines, so that line
-    numbers stay right.
+    If the first line's number is not 1, the text begins with as many blank lines as are missing, so
+    that the numbers of lines stay right.
     """
     numbered = list(_limited(lines, name))
     skipped = numbered[0][0] - 1 if numbered else 0
@@ -371,7 +371,7 @@ def _joined(lines: Iterable[Line], name: str) -> str:
 class _JsonText:
     """A JSON text, and where each of its values is, so that errors can name a line.
 
-    The index of a value is that of its first character in the text.
+    The index of a value is the index of the value's first character in the text.
     """
 
     def __init__(self, text: str, name: str, first_line: int = 1) -> None:
@@ -382,11 +382,11 @@ class _JsonText:
         self._decoder = json.JSONDecoder()
 
     def line(self, at: int) -> int:
-        """The number of the line in which the character with index `at` is."""
+        """The number of the line that contains the character with index `at` in the text."""
         return self._first_line + bisect_left(self._line_ends, at)
 
     def only_value(self) -> object:
-        """Parse the text, which must be one JSON value; otherwise raises TranscriptError."""
+        """Parse the text, which must be one JSON value; return it, or raise TranscriptError."""
         at = self._skip_space(0)
         value, end = self._decode(at)
         if self._skip_space(end) < len(self.text):

@@ -1,1 +1,1 @@
-"""What people see: the display filter, the panel, the prompt, replayed transcripts."""
+"""The user interface in a terminal: prompt, slash commands, memory panel, replay of transcripts."""

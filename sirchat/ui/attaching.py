@@ -1,6 +1,7 @@
-"""Files in messages: `@path` and `/read`, completion of file names, and notes on the files' size.
+"""Puts the texts of files into messages (`@path` and `/read`), and completes the names of files.
 
-Only typed text can name a file. Text that is pasted, or comes from a transcript or a pipe, can't.
+A file is attached only if the user typed its name. An `@path` in pasted text, in a transcript or in
+a pipe stays plain text. Notes tell the user how many tokens the files take.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ _MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word
 _LIKE_A_PATH = re.compile(r"/|\w\.\w{1,5}$")
 _OPEN = re.compile(r'(?<!\S)@(?:"[^"\n]*|[^\s"]*)$')
 _CLOSING = ".,;:!?)]}'\"…"
-"""Punctuation that may follow a file's name in a sentence, and is then no part of the name."""
+"""Punctuation marks that are cut off at the end of an `@path` if no file has the whole name."""
 
 
 @dataclass(frozen=True)
 class AttachedFile:
-    """A file whose text goes into a message: its name as it was typed, and its text."""
+    """A file that is put into a message: its name as the user typed it, and its text."""
 
     name: str
     text: str
 
     @property
     def block(self) -> str:
-        """The text as it is put into the message: a code block, with the file's name at its top."""
+        """The file's text as it stands in a message: a Markdown code block, its name on top."""
         return without_surrogates(fenced(displayable_line(self.name), self.text))
 
 
 def with_files(
     text: str, note: Callable[[str], None], pasted_signs: Collection[int] = ()
 ) -> tuple[str, list[AttachedFile]]:
-    """Load the files that `@path` names in a typed `text`; return the message, and the files.
+    """Load the files that a typed `text` names by `@path`; return the message, and the files.
 
-    The message has the text of each file, once, and then `text`, without the `@` of file names. If
-    `text` is nothing but file names, it is left out. A word that names no file is not changed; if
-    it looks like a path, `note` is called with a remark. `\\@` is an ordinary `@`.
-    `pasted_signs`: the index in `text` of each `@` that was pasted; such an `@` names no file.
+    The message is the text of each file, once, and then `text` without the `@` before file names.
+    If `text` has nothing but file names, the message is the texts of the files alone. A word with
+    `@` that names no file is not changed; if the word is quoted or looks like a path, `note` is
+    called with a remark. `\\@` stands for a plain `@`. `pasted_signs` has the index in `text` of
+    each `@` that was pasted; such an `@` names no file.
 
     Raises UsageError, as `load_text_file` does, if a file exists but can't be used.
     """
@@ -81,9 +83,10 @@ def with_files(
 
 
 def open_mention(before: str) -> str | None:
-    """The part of a file's name that is typed after `@`, with its opening quote, if it has one.
+    """The unfinished file name after an `@` at the end of `before`, the text before the cursor.
 
-    `before` is the text before the cursor. Returns None if it does not end in `@` or such a name.
+    The name includes its opening quote, if it has one, and is "" right after the `@`. Returns None
+    if `before` does not end in an `@` or in the beginning of a file name after an `@`.
     """
     found = _OPEN.search(before)
     return found[0][1:] if found else None
@@ -92,8 +95,8 @@ def open_mention(before: str) -> str | None:
 def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
     """The message that `/read FILE [QUESTION]` sends, and a list with the file as its only item.
 
-    `rest` is `FILE [QUESTION]`. Raises UsageError if it names no file, and if the file can't be
-    loaded.
+    `rest` has the arguments, `FILE [QUESTION]`. Raises UsageError if `rest` names no file, and if
+    the file can't be loaded.
     """
     name, question = first_name(rest)
     if not name:
@@ -105,9 +108,10 @@ def with_file(rest: str) -> tuple[str, list[AttachedFile]]:
 
 
 def first_name(text: str) -> tuple[str, str]:
-    """Split off the name at the start of a text: its first word, or the words in quotes there.
+    """Split a text into the file name at its start, and the text after the name.
 
-    Returns the name without quotes, and the rest of the text.
+    The name is the first word or, if the text begins with a quote, all words up to the closing
+    quote. It is returned without quotes.
     """
     found = re.match(r'\s*(?:"([^"]*)"?|(\S*))\s*', text)
     if found is None:  # it matches any text
@@ -116,7 +120,11 @@ def first_name(text: str) -> tuple[str, str]:
 
 
 def describe_size(files: list[AttachedFile], session: Session) -> str:
-    """A line with each file's number of tokens, and the budget; warns if it is too small."""
+    """A line that says how many tokens each file takes, and how many tokens the budget has.
+
+    The line also warns if a part of the files' text will be evicted while the model reads the
+    message.
+    """
     counts = [len(session.template.as_text(file.block)) for file in files]
     parts = [
         f"{displayable_line(file.name)}: {count:,} tokens"
@@ -135,8 +143,9 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
 def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
     """A line that says how many tokens of a user turn are held, and which budget would hold all.
 
-    `option` is how the user sets the budget: `/budget` or `--budget`. Returns "" if all of the turn
-    is held, if the budget has room for all of it, and for turns that the user did not write.
+    A token is held if it is in the cache. `option` is how the user sets the budget: `/budget` or
+    `--budget`. Returns "" if the whole turn is held, if the budget has room for the whole turn, or
+    if the user did not write the turn.
     """
     limits = session.limits
     if turn.role != "user" or turn.tokens_in <= limits.evictable():
@@ -154,7 +163,11 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
-    """The file name in an `@path`, or "" if there is no such file; and the text to send instead."""
+    """Two texts for a match of `@path`: the file's name, and what the message has instead of it.
+
+    The name is "" if no file has this name, or if a backslash stands before the `@`. `note` is
+    called with a remark if the word seems to be meant as a file name, but there is no such file.
+    """
     word = found["word"] or ""
     if found["escape"]:
         return "", found[0][1:]
@@ -177,7 +190,10 @@ def _note_pasted(found: re.Match[str], note: Callable[[str], None]) -> None:
 
 
 def _joined(files: list[AttachedFile], message: str) -> str:
-    """The files' texts, then the message; the earlier a text comes, the earlier it is evicted."""
+    """The text of a message to send: first the files' texts, then `message`.
+
+    The message comes last because the text that comes first is usually evicted first.
+    """
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
 
 
@@ -185,10 +201,10 @@ _BEGUN = re.compile(r'("[^"\n]*|[^\s"]*)$')
 
 
 def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """The part of a file's name that is typed at the end of `text`, with its opening quote, if any.
+    """The unfinished file name at the end of `text`, with its opening quote, if it has one.
 
-    Such a name comes after `@`, or after a command that `commands` matches. Returns None if `text`
-    does not end in such a name.
+    A file name stands after `@`, or after a command that `commands` matches, such as `/read`.
+    Returns None if neither stands before the end of `text`.
     """
     command = commands.match(text)
     if command and (begun := _BEGUN.match(text, command.end())):
@@ -197,9 +213,10 @@ def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> 
 
 
 def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Yield completions for the path `begun`: files and folders; names with spaces get quotes.
+    """Yield a completion for each file and each folder whose path begins with `begun`.
 
-    Hidden files are offered only if the first dot of their name is typed.
+    A path with spaces is put in quotes. Hidden files are offered only if the user has typed the dot
+    at the beginning of their name.
     """
     from prompt_toolkit.completion import Completion, PathCompleter
     from prompt_toolkit.document import Document

@@ -1,8 +1,8 @@
-"""Text in terminal cells: every character has a known width, so that columns line up.
+"""Fits text into terminal cells: every character gets a known width, so that columns line up.
 
 Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
-scripts, so these are replaced by characters that have the same width on all terminals.
-Right-to-left text stays in logical order.
+scripts. These characters are replaced by others that have the same width on all terminals.
+Right-to-left text stays in logical order, the order in which it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from sirchat.ui.text import displayable
 
 BASE: Final = "◌"
-"""Drawn under a combining mark without a letter before it, and instead of a spacing mark."""
+"""A sign drawn under a combining mark that follows no letter, and in place of a spacing mark."""
 
 NEWLINE: Final = "⏎"
 TAB: Final = "→"
@@ -30,13 +30,13 @@ _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
 _LONGEST_WORD = 24
-"""Maximum cells of a word that moves to the next line unbroken; longer words are broken."""
+"""Maximum width, in cells, of a word that moves to the next line; a longer word is broken."""
 
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
 
 
 class StyledRun(NamedTuple):
-    """A piece of text in one style, as it is drawn; if `whole`, it is not broken across lines."""
+    """A piece of text to draw in one style; if `whole`, it stays in one line where possible."""
 
     text: str
     style: Style
@@ -44,9 +44,9 @@ class StyledRun(NamedTuple):
 
 
 def shown(text: str) -> str:
-    """A token's text as it is drawn: one line of known width, without control characters.
+    """A token's text ready to be drawn: one line of known width, without control characters.
 
-    No text is cached, so that nothing keeps a text that was erased from a chat.
+    This function caches no text, so that text erased from a chat does not stay in memory.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -54,7 +54,7 @@ def shown(text: str) -> str:
 
 
 def shown_line(text: str) -> str:
-    """A name as it is drawn in a title: like `shown`, but with single spaces."""
+    """A name ready to be drawn in a title: one line, single spaces, no control characters."""
     return shown(" ".join(displayable(text).split()))
 
 
@@ -65,14 +65,14 @@ def significant(score: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """A token's text between quotes, so that its spaces show."""
+    """A token's text between double quotes, so that the user sees its spaces."""
     return f'"{shown(text)}"'
 
 
 def grid_safe(text: str) -> str:
-    """The text, with characters of uncertain width replaced by characters of known width.
+    """Replace each character of uncertain width in `text` by characters of known width.
 
-    A combining mark that follows no letter is drawn over `BASE`.
+    A combining mark that follows no letter is drawn over the sign `BASE`.
     """
     safe: list[str] = []
     for char in map(_safe, text):
@@ -85,7 +85,10 @@ def grid_safe(text: str) -> str:
 
 
 def drop_measured() -> None:
-    """Drop the texts that rich has cached with their widths; called when something was erased."""
+    """Empty the cache in which the library rich keeps texts with their widths.
+
+    The command `/erase` calls this, so that erased text does not stay in memory.
+    """
     cached_cell_len.cache_clear()
 
 
@@ -111,7 +114,10 @@ def _safe(char: str) -> str:
 
 
 def _modifies(code: int) -> bool:
-    """Whether the character changes the previous one: a variation selector or a skin tone."""
+    """Whether a character only changes how the character before it looks; `code` is its code point.
+
+    Such characters are variation selectors, and the skin tones of emoji.
+    """
     return (
         0xFE00 <= code <= 0xFE0F
         or 0xE0100 <= code <= 0xE01EF
@@ -121,14 +127,17 @@ def _modifies(code: int) -> bool:
 
 
 def cut(text: str, width: int) -> str:
-    """A text made by `shown`, cut to `width` cells; an ellipsis replaces the rest."""
+    """Cut `text`, a result of `shown`, to `width` cells; an ellipsis replaces the part cut off."""
     if cell_len(text) <= width:
         return text
     return _split(text, max(0, width - 1))[0] + "…"[:width]
 
 
 def line_of(runs: Iterable[StyledRun]) -> Text:
-    """The runs as one line; neighbouring runs of the same style are joined, which saves bytes."""
+    """Join runs (pieces of text in one style) to one line for rich.
+
+    Neighbouring runs of the same style become one piece, which takes fewer bytes on the terminal.
+    """
     line = Text(no_wrap=True, overflow="ignore")
     for style, parts in groupby(runs, key=lambda part: part.style):
         line.append("".join(part.text for part in parts), style or None)
@@ -136,7 +145,10 @@ def line_of(runs: Iterable[StyledRun]) -> Text:
 
 
 def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
-    """Break runs into lines of at most `width` cells: after spaces, or within very long words."""
+    """Break runs (pieces of text in one style) into lines of at most `width` cells.
+
+    A line is broken after a space, beside a character two cells wide, or within a very long word.
+    """
     lines: list[list[StyledRun]] = [[]]
     room = width = max(width, 2)  # else a wide character would fit nowhere
     for word, size in _words(runs):
@@ -149,9 +161,10 @@ def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
 
 
 def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
-    """Append a run to the last line; what does not fit into `room` cells goes into new lines.
+    """Append a run (text in one style) to the last of `lines`; add lines for what does not fit.
 
-    A line has `width` cells. Returns the number of free cells in the line that is now the last.
+    `room` is the number of free cells in the last line, and `width` the number of cells of a line.
+    Returns the number of free cells in the line that is the last one afterwards.
     """
     text = run.text
     while (size := cell_len(text)) > room:
@@ -165,7 +178,10 @@ def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int)
 
 
 def _split(text: str, width: int) -> tuple[str, str]:
-    """Split a text after at most `width` cells; a combining mark stays with its letter."""
+    """Split a text after at most `width` cells; return both parts.
+
+    A combining mark stays with its letter.
+    """
     used = 0
     for index, char in enumerate(text):
         used += get_character_cell_size(char)
@@ -175,7 +191,10 @@ def _split(text: str, width: int) -> tuple[str, str]:
 
 
 def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
-    """Yield the runs in groups, each with its width in cells; a line may break after each group."""
+    """Divide runs (pieces of text in one style) into words between which a line may be broken.
+
+    Yields pairs: the runs of a word, and the word's width in cells.
+    """
     word: list[StyledRun] = []
     size = 0
     for run in runs:
@@ -193,7 +212,7 @@ def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
 
 
 def _parts(text: str) -> list[tuple[str, bool]]:
-    """The parts of a text, each with a flag: whether a line may break after the part."""
+    """Split a text into parts; return pairs: a part, and whether a line may be broken after it."""
     if text.isascii():
         return [(part, part[-1] == " ") for part in _ASCII_PARTS.findall(text)]
     parts: list[tuple[str, bool]] = []

@@ -1,7 +1,7 @@
-"""The slash commands: one method each, found by name; the docstring is the help.
+"""The slash commands of a chat: each is a method of `Commands`, whose docstring is its help.
 
-The first line of a docstring is `ARGUMENTS: what it does`. An unknown command is an error that
-names the nearest one; it is never sent to the model.
+The help has the form `ARGUMENTS: what it does`. An unknown command is an error that names the
+nearest one; it is never sent to the model.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _FORMER = {"forget": "erase", "forgotten": "evicted"}
 
 @dataclass(frozen=True)
 class Leave:
-    """Asks the chat to end."""
+    """What a command returns to ask the chat to end."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """Asks the chat to send this message."""
+    """What a command returns to ask the chat to send the message `text` to the model."""
 
     text: str
 
@@ -95,7 +95,7 @@ class SwitchSession:
 
 
 Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
-"""What the chat must do after a command has run."""
+"""What a command asks the chat to do after the command has run."""
 
 
 class Commands:
@@ -120,13 +120,13 @@ class Commands:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all commands, without the slash."""
+        """Names of all slash commands and of their aliases, without the slash."""
         own = [name.removeprefix(_PREFIX) for name in vars(cls) if name.startswith(_PREFIX)]
         return [*own, *_ALIASES]
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
-        """The arguments of a command, such as `[NAME]`, and what the command does."""
+        """Two texts about the command `name`: its arguments, such as `[NAME]`, and what it does."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
         text = inspect.cleandoc(getattr(cls, _PREFIX + name).__doc__ or "")
@@ -134,7 +134,7 @@ class Commands:
         return arguments.strip().strip("-"), " ".join(description.split())
 
     def run(self, line: str) -> Action | None:
-        """Run one command line, slash included; returns what the chat must do next, if anything.
+        """Run the command `line`, with its slash; return what the chat must do next, or None.
 
         Raises UsageError for an invalid line.
         """
@@ -221,9 +221,9 @@ class Commands:
             self._screen.page(Group(tables[0], Text(), tables[1]))
 
     def _are_words(self, rest: str) -> bool:
-        """Whether the argument of `/recall` is words of the chat, not a value of the setting.
+        """Whether `rest`, an argument of `/recall`, is words of the chat, not a setting's value.
 
-        Something that only resembles the name of a retriever is words, if the chat contains it.
+        A word that only resembles a retriever's name counts as words if the chat contains it.
         """
         names = ["on", "off", *retriever_names()]
         if rest.startswith('"') or rest in names:
@@ -413,7 +413,7 @@ class Commands:
         return Leave()
 
     def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
-        """The held tokens that `/tokens KIND NUMBER` selects."""
+        """The tokens in the cache that `/tokens KIND NUMBER` must list, in their order."""
         snapshot = self._session.snapshot()
         _one_of("/tokens", kind, ("turn", "top", "next", "all"))
         if kind in ("next", "all") and numbers:

@@ -1,7 +1,8 @@
-"""The compact panel: at most eight rows, none of which wraps, and few bytes per frame.
+"""Draws the compact panel, which shows in at most eight rows what the model's cache holds.
 
-Pure functions from a snapshot to something that rich can print. The panel is drawn several times a
-second while a model runs, perhaps over a slow connection.
+The functions turn a snapshot of the cache into objects that the library rich prints. The panel is
+drawn several times a second while a model runs, perhaps over a slow connection. So no row wraps,
+and each frame (one drawing of the panel) takes few bytes.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from sirchat.ui.cells import (
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
 _ROWS = 3
-"""Maximum number of rows of held text."""
+"""Maximum number of rows that show held text, the text of tokens in the cache."""
 
 _BYTES_A_COLUMN = 12
-"""Maximum number of bytes of held text per frame and column of the screen, colours included."""
+"""Maximum bytes of held text (with its colours) in one frame, for each column of the screen."""
 
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _NOTHING: Final = "·"
 _ALL: Final = "█"
 _ONLY_MARKS: Final = "only punctuation and the marks between messages"
 _NO_BREAK: Final = "\xa0"
-"""A space where no line is broken."""
+"""A space at which no line may be broken."""
 
 _WIDE = 72
 """Least width of the panel, in columns, for whole sentences; a narrower panel has short labels."""
@@ -50,9 +51,11 @@ _WIDE = 72
 def draw_compact_panel(
     snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
 ) -> RenderableType:
-    """Draw how full the cache is, the turns, the words evicted next, and the best held words.
+    """Draw the compact panel, `width` cells wide.
 
-    `evicted`: words that were just evicted; they are shown in one more row, struck out.
+    It shows how full the cache is, all turns, the words that are evicted next, and the words in the
+    cache that have the highest scores. `evicted` are words that were just evicted; if there are
+    any, one more row shows these words, struck out.
     """
     width -= 1  # a full row would make some terminals wrap
     lines = [
@@ -68,13 +71,16 @@ def draw_compact_panel(
 
 
 def headline(snapshot: Snapshot) -> str:
-    """A text that names policy, decay and model."""
+    """One line of text with the names of policy and model, and the decay; the title of a panel."""
     name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
     return shown_line(name)
 
 
 def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """The first row: policy, decay, model, speed, colours; short rules between, to save bytes."""
+    """The panel's first row: policy, decay, model, speed, and which colour means which surprisal.
+
+    The rules between these parts are short, which takes fewer bytes than long rules.
+    """
     speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
     name = cut(headline(snapshot), width - len(speed) - 10)
     rule = StyledRun("──", theme.border)
@@ -85,7 +91,10 @@ def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _legend(theme: Theme, room: int) -> list[StyledRun]:
-    """Runs that name the surprisal, in nats, of each colour; none if `room` cells are too few."""
+    """Runs of styled text that name the range of surprisal, in nats, of each colour.
+
+    Returns an empty list if the runs would take more than `room` cells.
+    """
     names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
     for label in (" surprise in nats:", " nats:"):
         if len(label) + sum(len(name) + 1 for name in names) <= room:
@@ -98,7 +107,7 @@ def _legend(theme: Theme, room: int) -> list[StyledRun]:
 
 
 def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A row with a bar that shows how full the cache is, and as many counts as fit."""
+    """A row with a bar that shows how full the cache is, and as many token counts as fit."""
     counts = [
         f"{snapshot.resident:,}/{snapshot.budget:,} held",
         f"{snapshot.seen:,} seen",
@@ -115,13 +124,16 @@ def gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def bar(width: int, share: float, theme: Theme) -> list[StyledRun]:
-    """A bar of `width` cells, of which `share` is full; its full part is thicker than the rest."""
+    """Two pieces of a bar of `width` cells: a thick one for `share` (0 to 1), then a thin one."""
     full = round(width * min(1.0, max(0.0, share)))
     return [StyledRun("━" * full, theme.gauge), StyledRun("─" * (width - full), theme.rest)]
 
 
 def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
-    """A row with one cell per turn, which shows the turn's held share; the oldest may not fit."""
+    """A row with one cell per turn, which shows how large a share of the turn is in the cache.
+
+    If there are more turns than cells, the oldest turns are left out, and the row says how many.
+    """
     gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == _NOTHING)
     if width >= _WIDE:
         count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
@@ -141,7 +153,10 @@ def strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
 
 
 def share_glyph(turn: HeldShare) -> str:
-    """The character for a turn's held share: full block: all tokens; dot: no word of the turn."""
+    """The character that shows how large a share of a turn's tokens is in the cache.
+
+    A full block means all tokens; a dot means no word of the turn; a lower block means a part.
+    """
     if turn.held >= turn.tokens > 0:
         return _ALL
     if not turn.held_said:
@@ -150,7 +165,10 @@ def share_glyph(turn: HeldShare) -> str:
 
 
 def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
-    """A row with the words that are evicted next, and why: their score is too low."""
+    """A row with the words that are evicted next, and the score below which tokens are evicted.
+
+    If nothing is evicted next, the row says for how many tokens there is room.
+    """
     parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
     if snapshot.threshold is not None and snapshot.unit:
         least = f"{snapshot.threshold:.2f}"
@@ -173,19 +191,23 @@ def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
 
 
 def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
-    """A row with the words that were just evicted, as many as fit."""
+    """A row with the words that were just evicted, as many as fit into `width` cells."""
     label = "evicted: "
     text = cut(_joined(words), width - len(label))
     return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
 
 
 def _joined(words: Sequence[str]) -> str:
-    """The words with visible text, separated by commas."""
+    """The words in one text, separated by commas; words without visible text are left out."""
     return ", ".join(filter(None, map(shown, words)))
 
 
 class _Word(NamedTuple):
-    """A word to draw. `first`: its first token; `slot`: index of `first` among all held tokens."""
+    """A word in the cache that may be drawn in the panel.
+
+    `first` is its first token, and `slot` the index of that token among all held tokens. `runs` is
+    its styled text. The words of highest `score` are drawn.
+    """
 
     first: TokenRow
     slot: int
@@ -194,7 +216,10 @@ class _Word(NamedTuple):
 
 
 def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """Lines with the held words of the highest scores, as many as fit, and who said them."""
+    """Lines with the words in the cache that have the highest scores, and with who said them.
+
+    As many words are drawn as fit into the panel's rows for held text.
+    """
     slots = {row.position: slot for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)}
     words = [
         _Word(
@@ -216,7 +241,11 @@ def _held(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
-    """Lines with nearly as many of the `count` words as fit; `runs(n)` draws n words."""
+    """Lines with nearly as many words as fit into the panel's rows for held text.
+
+    `runs(n)` must return the styled text of the n words of highest score; there are `count` words.
+    The function calls `runs` with different n until it knows how many words fit.
+    """
     best: list[Text] = []
     few, too_many = 0, count + 1
     while True:
@@ -233,9 +262,10 @@ def _most(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> lis
 
 
 def _over(runs: Iterable[StyledRun], width: int) -> float:
-    """How much of the space for held text `runs` take; 1 is all of it.
+    """How much of the panel's space for held text the `runs` take; 1 means all of it.
 
-    Returns the larger of two shares: of the cells of this space, and of its bytes.
+    Returns the larger of two shares: of the cells of this space, and of its maximum number of
+    bytes.
     """
     cells, size, style = 0, 0, Style.null()
     for run in runs:
@@ -248,7 +278,10 @@ def _over(runs: Iterable[StyledRun], width: int) -> float:
 
 
 def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
-    """Yield the words' runs; also a mark where tokens are missing, and a label at each new turn."""
+    """Yield the styled text of some words in the cache, with a mark wherever tokens are missing.
+
+    A label with the speaker's name comes before the first word of each turn.
+    """
     position = slot = turn = -1
     for first, at, runs, _ in words:
         unseen = at - slot - 1
@@ -271,10 +304,11 @@ def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iter
 
 
 def gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
-    """A mark for missing tokens: `⋯n` if n are evicted, `…` if held ones are not shown, or none.
+    """A list with the mark for tokens that are missing in a drawn text; empty if none are missing.
 
-    `evicted` and `left_out` are the numbers of these tokens. `following` is the text after the
-    mark; if it begins with a digit, a dot separates the two.
+    The mark is `⋯n` if n = `evicted` tokens are not in the cache, and otherwise `…` if `left_out`
+    tokens are in the cache, but not drawn. `following` is the text after the mark; if it begins
+    with a digit, the mark ends with a dot.
     """
     mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
     if mark and following[:1].isdigit():  # separates the count from a digit of the text

@@ -1,4 +1,4 @@
-"""Completion at the prompt: commands and their values, each with help, and names of files."""
+"""Completes what the user types at the prompt: commands and their values, and names of files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sirchat.ui.exporting import FORMATS
 from sirchat.ui.text import displayable_line, shorten
 
 Selection = tuple[str, str]
-"""A value that completion offers, and its meaning."""
+"""A value that completion offers, and its meaning, which is shown as help."""
 
 _PANEL = (
     ("full", "show all held tokens now"),
@@ -56,9 +56,9 @@ _TARGETS = (("last", "your last message"), ("turn", "all of one turn: turn N"))
 
 
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash, and file names after `@`, `/read` and `/export`.
+    """Completes slash commands, their arguments, and file names after `@`, `/read` and `/export`.
 
-    `session` returns the current session.
+    `session` is a function that returns the chat's current session.
     """
 
     def __init__(self, session: Callable[[], Session]) -> None:
@@ -91,7 +91,11 @@ class SlashCompleter(Completer):
                 )
 
     def _choices(self, before: list[str]) -> Iterator[Selection]:
-        """Yield the values that can follow the words `before`; the first word is the command."""
+        """Yield each value that can follow the words `before` in a command line, with its help.
+
+        The first of these words is the command, without the slash. If there are no words, the
+        values are the names of all commands.
+        """
         before = [word for word in before if word]
         match before:
             case []:
@@ -130,7 +134,7 @@ class SlashCompleter(Completer):
 
     @cached_property
     def _policies(self) -> list[Selection]:
-        """All policies, each with its help; cached, because searching for plugins is slow."""
+        """Name and help of each eviction policy; cached, because the search for plugins is slow."""
         return [(name, _class_help(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
@@ -147,7 +151,10 @@ class SlashCompleter(Completer):
 
 
 def _saved_chats() -> Iterator[Selection]:
-    """Yield names and ids of saved chats, newest first, each with the chat's first message."""
+    """Yield what can follow `/load`: `last`, then the names and ids of saved chats, newest first.
+
+    Each name and id comes with the first message of its chat. Chats that are open are left out.
+    """
     yield "last", "the chat that was saved last"
     listed = newest_sessions(sessions_dir())[0].sessions
     sessions = [one for one in listed if not one.in_use]
@@ -159,7 +166,7 @@ def _saved_chats() -> Iterator[Selection]:
 
 
 def _drawing() -> Iterator[Selection]:
-    """Yield the sampling settings, with their help."""
+    """Yield pairs of name and help for the settings of sampling, such as the temperature."""
     for name in SAMPLING_PARAMETERS:
         yield name, Profile.model_fields[name].description or ""
 
@@ -173,7 +180,10 @@ def _value_help(setting: str, value: str) -> str:
 
 
 def _class_help(find: Callable[[str], object], name: str) -> str:
-    """The first paragraph of a policy's or retriever's docstring; or the error of `find`."""
+    """The help of the policy or retriever `name`: the first paragraph of its class's docstring.
+
+    `find` returns the class for a name. If `find` fails, the text of its error is returned.
+    """
     try:
         text = find(name).__doc__ or ""
     except SirchatError as error:
@@ -182,7 +192,10 @@ def _class_help(find: Callable[[str], object], name: str) -> str:
 
 
 def _options(policy: str) -> Iterator[Selection]:
-    """Yield the options of a policy, each with its help; options that are settings are left out."""
+    """Yield pairs of name and help for the options of a policy, except `recent`.
+
+    The option `recent` is a setting of its own. Nothing is yielded if the policy can't be found.
+    """
     try:
         options = options_of(policy)
     except SirchatError:

@@ -1,4 +1,7 @@
-"""`/erase`: first shows what would be erased; `--yes` erases it, and names turns that repeat it."""
+"""Runs `/erase`: it shows what would be erased for good, and erases it only with `--yes`.
+
+After a turn was erased, `/erase` names the turns that still contain surprising words of that turn.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 @dataclass(frozen=True)
 class _Request:
-    """What to erase: words or a turn (`target`); `everywhere`: also lines typed in other chats."""
+    """What `/erase` is asked to erase: `target` is words of the chat, or names a turn.
+
+    If `everywhere` is true, lines that were typed in other chats are erased, too.
+    """
 
     target: str
     everywhere: bool
 
 
 class Erasing:
-    """The command `/erase` of one chat."""
+    """Runs the command `/erase` in one chat, and remembers what `/erase` showed last."""
 
     def __init__(
         self, session: Session, screen: Screen, history: Typed, saved_chat: SavedChat
@@ -40,9 +46,10 @@ class Erasing:
         self._previewed: _Request | None = None
 
     def run(self, rest: str) -> None:
-        """Run `/erase` with the arguments `rest`: show what would be erased; `--yes` erases it.
+        """Run `/erase` with the arguments `rest`: show what would be erased, or erase it (`--yes`).
 
-        `--yes` alone erases what was shown last. Raises UsageError if nothing matches.
+        `--yes` without other words erases what the call before has shown. Raises UsageError if
+        `rest` names nothing to erase, and if nothing in this chat or in the typed lines matches.
         """
         words = rest.split()
         flags = {word for word in words if word in ("--yes", "--everywhere")}
@@ -80,7 +87,11 @@ class Erasing:
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, request: _Request) -> None:
-        """Erase from memory, archive and saved chat, then from the typed lines; print how much."""
+        """Erase what `request` names, and print how much was erased.
+
+        Text is erased from the cache, the archive and the saved chat, and then from the typed
+        lines.
+        """
         session, target = self._session, request.target
         telling = self._telling_words(target)
         turn = self._turn(target)
@@ -114,7 +125,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """Number of tokens that match `target` (words or a turn), and indices of their turns."""
+        """The number of tokens that match `target` (words or a turn), and their turns' indices."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))
@@ -129,7 +140,7 @@ class Erasing:
         return turn_of_target(target, [one.role for one in self._session.turns])
 
     def _turns_with(self, words: str) -> list[int]:
-        """Indices of the turns that contain these words."""
+        """Indices of the turns of this chat whose text contains `words`."""
         pattern = whole_words(words)
         return [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
 
@@ -148,9 +159,10 @@ class Erasing:
         return _Matches(None, whole, own)
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
-        """Typed lines such as `/pin WORDS` that `pattern` matches, if this chat has the WORDS.
+        """Typed command lines, such as `/pin WORDS`, whose WORDS this chat contains.
 
-        They may have been typed before the chat was resumed.
+        Only lines in which `pattern` is found are returned. A line may have been typed in an
+        earlier run of the program, before the chat was resumed.
         """
         try:
             lines = [one.strip() for one in self._history.lines() if pattern.search(one)]
@@ -160,7 +172,10 @@ class Erasing:
         return {one for one, said in words.items() if said and self._turns_with(said)}
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """How many typed lines match `target`, here and in other chats, without `/erase` lines."""
+        """Two numbers of typed lines that match `target`: those of this chat, those of other chats.
+
+        Lines that begin with `/erase` are not counted.
+        """
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
@@ -172,7 +187,7 @@ class Erasing:
         return mine, sum(map(anywhere, lines)) - mine
 
     def _telling_words(self, target: str) -> list[str]:
-        """The surprising words of the turn that `target` names; none if `target` is no turn."""
+        """The surprising words of the turn that `target` names; empty if `target` is no turn."""
         if self._turn(target) is None:
             return []
         try:
@@ -188,7 +203,7 @@ class Erasing:
         return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
 
     def _point_out(self, telling: list[str]) -> None:
-        """Print which turns still contain the words `telling`."""
+        """Print which turns still contain the words `telling` after a turn was erased."""
         found = [
             f"{displayable_line(word)} in {_turns(turns)}"
             for word in telling
@@ -203,11 +218,12 @@ class Erasing:
 
 @dataclass(frozen=True)
 class _Matches:
-    """Tells whether to erase a typed line.
+    """A callable that returns whether a typed line must be erased.
 
-    If there is a `pattern`, a line is erased if the pattern is found in it, and if it also is in
-    `among` or begins with `/erase`; if `among` is None, every line counts as being in it. If there
-    is no pattern, only a line that equals the message `whole` is erased.
+    If `pattern` is None, only a line that equals the message `whole` is erased. If there is a
+    `pattern`, a line is erased if the pattern is found in the line, and if the line also is in
+    `among` or begins with `/erase`. If `among` is None, every line in which the pattern is found is
+    erased.
     """
 
     pattern: re.Pattern[str] | None

@@ -1,4 +1,4 @@
-"""What `/help`, `/why`, `/evicted` and `/thinking` print; nothing here changes the chat."""
+"""Prints the answers to `/help`, `/why`, `/evicted` and `/thinking`; the chat is not changed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 
 
 def show_evicted(session: Session, screen: Screen) -> None:
-    """Print the evicted words of each turn, except words that are held elsewhere.
+    """Print the evicted words of each turn, except words that another token in the cache repeats.
 
-    Turns that lost no other words are not listed; only their number is printed.
+    A turn that lost only repeated words and punctuation is not listed; the number of these turns is
+    printed.
     """
     turns = list(evicted_turns(session))
     named = [turn for turn in turns if turn.words]
@@ -48,7 +49,7 @@ def show_evicted(session: Session, screen: Screen) -> None:
 
 
 def show_thought(session: Session, screen: Screen) -> None:
-    """Show the reasoning of the last reply that has any."""
+    """Print the reasoning (`<think>`) of the last reply that has some, or that there is none."""
     is_open = session.template.opens_reasoning
     replies = [one.text for one in session.turns if one.role == "assistant"]
     thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
@@ -63,11 +64,12 @@ _MOST_ATTENDED = 5  # words that are named
 
 
 def show_why(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/why`: say whether some words were held for the last reply, and whether they are now.
+    """Run `/why`: print whether some words were held for the last reply, and whether they are now.
 
-    `rest` is `[TARGET] [--all]`: words or a turn; `--all` adds a table of each token's numbers.
-    Without a target, the answer is about the last reply. Raises UsageError if no token matches, or
-    if there is neither a target nor a reply.
+    A token is held if it is in the cache. `rest` has the arguments, `[TARGET] [--all]`. TARGET is
+    words or a turn; without TARGET, the answer is about the last reply. `--all` adds a table with
+    the numbers of each token. Raises UsageError if no token matches TARGET, or if there is neither
+    a TARGET nor a reply.
     """
     target, all_numbers = _ALL.sub("", rest).strip(), bool(_ALL.search(rest))
     found, paid = last_round(session.turns), None
@@ -91,9 +93,11 @@ def show_why(session: Session, screen: Screen, rest: str) -> None:
 def _why(
     session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
 ) -> list[str]:
-    """The answer to `/why TARGET`: could the last reply use these tokens; why are they held or not.
+    """The lines that answer `/why TARGET`; `ranks` are the tokens of TARGET.
 
-    `paid` is the attention that the last reply paid; None if there is no reply.
+    The lines say whether the last reply could use these tokens, and why the tokens are in the cache
+    or not. `paid` is the attention that the last reply paid to the tokens before it; None if there
+    is no reply.
     """
     explained = explain(ranks, target, session.profile.policy, session.recalled_turns)
     if paid is None:
@@ -111,13 +115,21 @@ def _could_not_use(can_retry: bool) -> str:
 
 
 def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens that are older than the reply, without sinks; if all are sinks, all of them."""
+    """The tokens of `ranks` that were read before the last reply, without sinks.
+
+    Sinks are the first tokens of the chat. If all tokens read before the reply are sinks, the sinks
+    are returned.
+    """
     before = [one for one in ranks if one.row.position < paid.start]
     return [one for one in before if "sink" not in one.row.flags] or before
 
 
 def _had(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
-    """The tokens older than the reply that were held for it."""
+    """The tokens of `ranks` that are older than the last reply, and were in the cache for it.
+
+    Sinks (the first tokens of the chat) are left out if there are other tokens. If it is not known
+    what the cache held for the reply, the tokens that are in the cache now are returned.
+    """
     return [
         one
         for one in _before(ranks, paid)
@@ -131,10 +143,11 @@ def _about_related(
     related: tuple[int, tuple[str, ...]] | None,
     paid: AttentionPaid,
 ) -> list[str]:
-    """The answer to `/why` without a target, about an earlier turn that resembles the last message.
+    """The lines that answer `/why` without a target: could the reply use a related earlier turn?
 
-    `related`: the index of that turn, and the words that it shares with the message; None if no
-    turn shares a word.
+    `related` has the index of the earlier turn that is most similar to the user's last message, and
+    the words that both share; it is None if no turn shares a word. `ranks` are the tokens of that
+    turn.
     """
     if related is None:
         return ["No earlier message shares a telling word with your last message."]
@@ -146,9 +159,10 @@ def _about_related(
 
 
 def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
-    """A line that names the words to which the last reply paid most attention, if there are any.
+    """A list with one line that names the words to which the last reply paid most attention.
 
-    If the model does not show its attention, the line says so.
+    If the model does not expose its attention weights, the line says so. The list is empty if there
+    are no words to name.
     """
     if not paid.shares:
         return [_HIDDEN] if paid.shares is None else []
@@ -167,7 +181,7 @@ def _can_retry_full(session: Session) -> bool:
 
 
 _LITTLE = 0.5
-"""Attention to a token, divided by the mean attention; below this, the model missed the token."""
+"""If the attention to some tokens is less than this share of the mean, the reply missed them."""
 
 _HIDDEN = "How much attention the reply paid to which words can't be read from this model."
 
@@ -175,10 +189,11 @@ _HIDDEN = "How much attention the reply paid to which words can't be read from t
 def describe_use(
     ranks: Sequence[TokenRank], what: str, paid: AttentionPaid, *, can_retry: bool
 ) -> str:
-    """Say whether some tokens were held for the last reply, and how much attention it paid to them.
+    """Say whether tokens were in the cache for the last reply, and how much attention they got.
 
-    `what` is what the sentence calls the tokens. Returns "" if none of them is older than the
-    reply. `can_retry`: whether to advise `/retry full`.
+    `ranks` are the tokens, and `what` is what the text calls them. `paid` is the attention that the
+    reply paid. `can_retry` is true if the text may advise `/retry full`. Returns "" if none of the
+    tokens is older than the reply.
     """
     before, had = _before(ranks, paid), _had(ranks, paid)
     if not before:
@@ -216,7 +231,7 @@ _RANKED_BY = {
     **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
     **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
 }
-"""For each policy, how to say why a token ranks higher: singular verb, plural verb, the rest."""
+"""For each policy, how to say why a token ranks higher: singular verb, plural verb, object."""
 
 
 def explain(
@@ -225,9 +240,11 @@ def explain(
     policy: str,
     recalled: Sequence[RecalledTurn] = (),
 ) -> str:
-    """Say in one or two sentences why the tokens of `target` (words or turn) are held or not.
+    """Say in one or two sentences why the tokens of `target` are in the cache, or why they are not.
 
-    `recalled` are the turns that have recalled tokens now.
+    `token_ranks` are these tokens with their ranks, and `target` is words or names a turn. `policy`
+    is the eviction policy. `recalled` are the turns of which recall has restored tokens for this
+    round.
     """
     by_words = {one.turn: one.words for one in recalled if one.words}
     what, held = _named(target, token_ranks), [one for one in token_ranks if one.state == "held"]
@@ -283,7 +300,7 @@ def _why_evicted(best: TokenRank, policy: str) -> str:
 
 
 def _higher(one: TokenRank, policy: str) -> str:
-    """How many tokens rank higher, as a clause: "of the 120 held tokens, 8 are newer"."""
+    """Say how many held tokens rank higher than `one`: "of the 120 held tokens, 8 are newer"."""
     default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
     singular, plural, what = _RANKED_BY.get(policy, default)
     above = (one.rank or 1) - 1
@@ -350,7 +367,10 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/exit": "leave sirchat, as Ctrl-D does",
     },
 }
-"""For each group: commands (some with arguments) and what they do. A row may name two commands."""
+"""The help that `/help` prints: for each group, its commands and what they do.
+
+The text before the colon may have arguments, and may name two commands.
+"""
 
 KEYS: Final = (
     "Alt-Enter, Ctrl-J, or Enter after \\ begins a new line; "
@@ -363,7 +383,7 @@ _MOST = 3  # columns
 
 
 def draw_help(width: int) -> RenderableType:
-    """The help of all groups of commands, in as many columns as fit into `width` cells."""
+    """Draw the help of all commands, in groups, in as many columns as fit into `width` cells."""
     count = max(1, min(_MOST, (width + 2) // _COLUMN))
     names = list(GROUPS)
     share = -(-len(names) // count)
@@ -384,7 +404,7 @@ def _group(name: str) -> RenderableType:
 def draw_command(
     name: str, arguments: str, description: str, others: Sequence[str]
 ) -> RenderableType:
-    """The help of one command: how it is typed, its other names `others`, and what it does."""
+    """Draw the help of one command: how it is typed, its other names `others`, and what it does."""
     aliases = f" (also {', '.join(f'/{one}' for one in others)})" if others else ""
     usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), aliases)
     return Group(usage, Text(description))

@@ -53,10 +53,10 @@ pre {{ overflow-x: auto; padding: .6rem; background: #8882; }}
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/export`: write the chat or panel to a file; `rest` is `FORMAT FILE [--force]`.
+    """Run `/export`: write the chat or the panel to a file; `rest` is `FORMAT FILE [--force]`.
 
-    Raises UsageError, with nothing written, for an unknown format, for an existing file without
-    `--force`, and if the file can't be written.
+    Nothing is written, and UsageError is raised, if the format is unknown, if the file exists and
+    `--force` is not given, or if the file can't be written.
     """
     words = _FORCE.sub("", rest)
     format, file = first_name(words)
@@ -94,7 +94,10 @@ def _json(session: Session) -> str:
 
 
 def _page(session: Session) -> str:
-    """An HTML page that loads nothing and runs no script; replies are drawn as Markdown."""
+    """The chat as the text of an HTML page, in which replies are drawn as Markdown.
+
+    The page loads no other file and runs no script.
+    """
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
@@ -109,7 +112,10 @@ def _page(session: Session) -> str:
 
 
 def _picture(session: Session) -> str:
-    """The panel as an SVG file, in dark colours; the file loads no fonts and nothing else."""
+    """The large panel (it shows what the cache holds) as the text of an SVG file, in dark colours.
+
+    The file loads no fonts and no other files.
+    """
     console = Console(
         record=True,
         width=_PANEL_WIDTH,
@@ -126,7 +132,10 @@ _AS = {"md": _markdown, "html": _page, "json": _json}
 
 
 def _said(session: Session) -> list[Turn]:
-    """The turns that have text; a turn that was erased or interrupted may be empty."""
+    """The turns of the chat that have text.
+
+    A turn without text is one that was erased, or a reply that was interrupted at its beginning.
+    """
     return [turn for turn in session.turns if turn.text.strip()]
 
 
@@ -135,7 +144,11 @@ def _speaker(turn: Turn) -> str:
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
-    """Write a private file completely or not at all; replaces an existing file only if `force`."""
+    """Write `text` to the file `name`, which only the user may read.
+
+    The file is written completely or not at all. Raises UsageError if that fails, or if the file
+    exists and `force` is false.
+    """
     path = path_named(name)
     try:
         if path.is_dir():
@@ -158,7 +171,7 @@ _FLAG = "--osc52"
 
 
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/copy` with the arguments in `rest`: copy a reply, and say how much was copied.
+    """Run `/copy` with the arguments `rest`: copy a reply to the clipboard, and print its length.
 
     Control characters are left out, because they could do harm where the text is pasted.
 
@@ -189,7 +202,11 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
 
 
 def _text_of(session: Session, target: str) -> str:
-    """The text to copy: the last reply, its last code ("code"), or the Nth reply before ("N")."""
+    """The text that `/copy TARGET` must copy.
+
+    For "", this is the last reply; for "code", the last code block of the last reply; for a number
+    N, the Nth reply before the last. Raises UsageError if there is no text of this kind.
+    """
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
@@ -213,14 +230,15 @@ def _text_of(session: Session, target: str) -> str:
 
 
 _SECONDS = 3.0
-"""Maximum number of seconds to wait until a tool ends; after that, it counts as failed."""
+"""Maximum number of seconds that a clipboard tool may run; a tool that takes longer has failed."""
 
 
 class _Tool(NamedTuple):
     """A program that puts its standard input on the clipboard.
 
-    `display`: for a tool that needs a display, the environment variable that must be set. A tool
-    that needs none writes to the clipboard of the machine on which it runs.
+    `command` starts the program, and `encoding` is that of its input. If the program needs a
+    display, `display` names the environment variable that must be set. If not, `display` is "", and
+    the program writes to the clipboard of the machine on which it runs.
     """
 
     command: tuple[str, ...]
@@ -239,7 +257,7 @@ _TOOLS = (
 
 
 class NoClipboardError(UsageError):
-    """No program can reach the user's clipboard; `why` gives the reason in a few words."""
+    """Raised if no program can reach the user's clipboard; `why` is the reason in a few words."""
 
     def __init__(self, why: str, hint: str) -> None:
         super().__init__(f"nothing is copied: {why}", hint=hint)
@@ -247,9 +265,10 @@ class NoClipboardError(UsageError):
 
 
 def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
-    """Put a text on the clipboard; returns the name of the tool that did it.
+    """Put a text on the clipboard by a program such as xclip; return the program's name.
 
-    Raises NoClipboardError if there is no tool, and UsageError if all tools fail.
+    `environ` has the environment variables. Raises NoClipboardError if none of the programs can be
+    used, and UsageError if all programs that can be used fail.
     """
     remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
     problems = []
@@ -271,16 +290,17 @@ def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
 
 
 def osc52(text: str) -> str:
-    """The escape sequence that asks a terminal to put `text` on its clipboard."""
+    """The escape sequence (OSC 52) that asks a terminal to put `text` on the user's clipboard."""
     encoded = base64.b64encode(without_surrogates(text).encode()).decode()
     return f"\x1b]52;c;{encoded}\x07"
 
 
 def _run(program: str, tool: _Tool, text: str) -> str:
-    """Run a tool; returns a description of the error, or an empty text if it worked.
+    """Run a clipboard tool with `text` as its input; return "" if it worked, else what went wrong.
 
-    Some tools stay in the background to serve the text. So they get no output pipe: we would wait
-    until they close it. They also run in a new process group, which Ctrl-C does not reach.
+    Some tools stay in the background to serve the text, and would keep an output pipe open: this
+    function would wait for them. So the tool gets no output pipe. It runs in a process group of its
+    own, which Ctrl-C does not reach.
     """
     try:
         done = subprocess.run(

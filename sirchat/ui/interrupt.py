@@ -1,4 +1,4 @@
-"""What Ctrl-C does while modules are imported, while another program runs, and during a reply."""
+"""Handles Ctrl-C while modules are imported, while another program runs, and during a reply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from types import FrameType, TracebackType
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Context manager: Ctrl-C ends imports, even if a module catches KeyboardInterrupt."""
+    """Context manager for imports: Ctrl-C ends them with KeyboardInterrupt.
+
+    If an imported module catches this KeyboardInterrupt, it is raised again at the end.
+    """
     usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()
     if signal.getsignal(signal.SIGINT) is not usual or not in_main:
@@ -34,7 +37,7 @@ def interruptible_imports() -> Iterator[None]:
 
 @contextmanager
 def left_to_child() -> Iterator[None]:
-    """Context manager: ignore Ctrl-C, so that a child process (pager, editor) handles it alone."""
+    """Context manager: this program ignores Ctrl-C; only its child (pager, editor) handles it."""
     before = signal.signal(signal.SIGINT, lambda *_: None)  # SIG_IGN would be inherited
     try:
         yield
@@ -43,10 +46,11 @@ def left_to_child() -> Iterator[None]:
 
 
 class Interrupt:
-    """Context manager: Ctrl-C sets a flag, which the engine checks between tokens.
+    """Context manager: Ctrl-C sets a flag, and does not raise KeyboardInterrupt.
 
-    So a forward pass is never interrupted. Calling the object returns whether the flag is set. A
-    third Ctrl-C raises KeyboardInterrupt, because the next check may take too long.
+    The engine, which runs the model, checks the flag between two tokens; a forward pass is never
+    interrupted. Calling the object returns whether the flag is set. The third Ctrl-C raises
+    KeyboardInterrupt, because the next check may take too long.
     """
 
     def __init__(self) -> None:

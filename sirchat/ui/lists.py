@@ -1,4 +1,7 @@
-"""Saved chats, models, the memory they take, and settings as tables; no slow imports."""
+"""Draws saved chats, models, the memory that models take, and settings as tables.
+
+This module imports nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ if TYPE_CHECKING:  # the prompt needs none of these
 
 
 def draw_settings(profile: Profile, theme: Theme) -> RenderableType:
-    """A table of all settings; `*`: not the default value; `·`: can't be changed in a chat."""
+    """Draw a table of all settings, with their values and descriptions.
+
+    Before a setting, `*` means that its value is not the default; `·` means that it can't be
+    changed in a chat.
+    """
     table = Table.grid(padding=(0, 2))
     for name, field in Profile.model_fields.items():
         value = getattr(profile, name)
@@ -54,9 +61,10 @@ class SessionLines:
     """The lines of a list of saved chats, in aligned columns; for windows of 60 columns or more.
 
     Args:
-        sessions: the chats, in their order.
-        present: the id of the present chat.
-        found: after a search, the line with the words that were found, by the id of its chat.
+        sessions: the chats, in the order in which they are listed.
+        present: the id of the chat that is open now, or "".
+        found: after a search, the parts of a line with the words that were found, by the id of its
+            chat.
     """
 
     def __init__(
@@ -73,7 +81,8 @@ class SessionLines:
     def of(self, number: int, width: int) -> list[list[Fragment]]:
         """The line of chat `number` (from 0): id, time of change, turns, model, name and text.
 
-        If `width`, in columns, is small, name and text are on a second line.
+        A line is a list of fragments (pairs of style and text). If `width`, in columns, is small,
+        there are two lines, and name and text are on the second.
         """
         one = self.sessions[number]
         facts = f"  {one.updated:%Y-%m-%d %H:%M}  {_turns(one):>{self._turns}}  "
@@ -88,7 +97,11 @@ class SessionLines:
         return [_cut([*head, ("dim", f"{model}{padding}"), *self._text(one)], width)]
 
     def _text(self, one: SavedSession) -> list[Fragment]:
-        """The chat's name, and the line that a search found, or else a message of the user."""
+        """Fragments (pairs of style and text) with the chat's name and a line of its text.
+
+        The line is the one that a search has found. If there was no search, it is the user's last
+        message or, if that is very short, the user's first message.
+        """
         whose = "(this chat) " if one.id == self._present else "(open) " if one.in_use else ""
         said = one.last if cell_len(one.last) >= _LEAST_TEXT else one.first
         parts = self._found.get(one.id, ())
@@ -98,7 +111,7 @@ class SessionLines:
 
 
 def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
-    """The lines of all chats, cut to `width` cells."""
+    """Draw a list of saved chats: the lines of all chats, each cut to `width` cells."""
     return Group(
         *(
             Text.assemble(
@@ -113,7 +126,7 @@ def draw_sessions(chats: SessionLines, width: int) -> RenderableType:
 
 
 def print_sessions(chats: SessionLines, console: Console) -> None:
-    """Print the lines of all chats; where there is no terminal, one uncut line for each."""
+    """Print a list of saved chats; where there is no terminal, each chat takes one line, uncut."""
     width = console.width if console.is_terminal else _NO_LIMIT
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
@@ -130,7 +143,10 @@ def _model(one: SavedSession) -> str:
 
 
 def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    """The line without control characters, cut to `width` cells; empty fragments are left out."""
+    """Remove control characters from a line of fragments (style and text); cut it to `width` cells.
+
+    Fragments without text are left out.
+    """
     shown: list[Fragment] = []
     for style, text in line:
         text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
@@ -148,10 +164,14 @@ _GAP = "  "
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine, and the budget (tokens) and KV cache (bytes) of a chat with it.
+    """A model on this machine, with what a chat with this model takes.
 
-    `largest` is the largest budget that fits in the free memory: 0 if none does, None if unknown.
-    `is_default` says whether a chat uses this model if none is named.
+    Attributes:
+        found: the model.
+        budget: the budget of a chat, in tokens; None if it is unknown.
+        cache: size of the KV cache of a chat, in bytes; None if it is unknown.
+        largest: the largest budget that fits in the free memory; 0 if none does, None if unknown.
+        is_default: whether a chat uses this model if the user names none.
     """
 
     found: FoundModel
@@ -162,7 +182,7 @@ class ListedModel:
 
 
 def print_models(models: Iterable[ListedModel], console: Console) -> None:
-    """Print the models that can be used, then the others, each with its problem."""
+    """Print a table of the models that can be used, then every other model with its problem."""
     models = list(models)
     rows = [_model_cells(one) for one in models if not one.found.problem]
     wide = [max(cell_len(row[n]) for row in [_TITLES, *rows]) for n in range(len(_TITLES))]
@@ -208,7 +228,7 @@ def _model_cells(one: ListedModel) -> list[str]:
 
 
 def print_fit(fit: ModelFit, console: Console) -> None:
-    """Print what a model takes in memory: a table with a row for each choice of settings."""
+    """Print how much memory a model takes, in two tables with a row for each choice of settings."""
     from sirchat.models.fit import PROGRAM, TOKENS_PER_HOUR
 
     found, shape = fit.found, fit.found.shape
@@ -253,7 +273,7 @@ _LEGEND = (
 
 
 def print_layout(name: str, layout: Layout, console: Console) -> None:
-    """Print what each of several GPUs would hold of a model, and whether it fits."""
+    """Print which layers of a model each of several GPUs would hold, and whether the model fits."""
     from sirchat.models.layout import GPU_RESERVE
 
     head = f"{name}: {layout.precision}, KV cache for {layout.budget:,} tokens"
@@ -277,7 +297,10 @@ def print_layout(name: str, layout: Layout, console: Console) -> None:
 
 
 def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:
-    """Layers, weights and KV cache of some parts, as text; layers in a row are `0-15`."""
+    """Three texts about `parts` of a model: their layers, bytes of weights, bytes of KV cache.
+
+    Consecutive layers are written `0-15`.
+    """
     numbers = [one.name for one in parts if one.name.isdigit()]
     layers = "-".join(dict.fromkeys([*numbers[:1], *numbers[-1:]]))
     others = [one.name for one in parts if not one.name.isdigit()]
@@ -288,7 +311,7 @@ def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:
 
 
 def memory_in_words(held: Iterable[DeviceMemory]) -> str:
-    """What each device holds, in one line: `cpu: 37 MB weights, 5.2 MB KV cache`."""
+    """One line about what each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`."""
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
     return "; ".join(
         f"{one.device}: "
@@ -310,7 +333,7 @@ def _largest(budget: int | None) -> str:
 
 
 def _print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first row has the titles, the first column is aligned at the left."""
+    """Print a table whose first row has the titles; only the first column is left-aligned."""
     wide = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         _print(console, _aligned(row, wide, 1), "" if number else "bold")
@@ -321,7 +344,10 @@ def _count(number: int | None) -> str:
 
 
 def _aligned(row: Sequence[str], wide: Sequence[int], left: int = 2) -> str:
-    """A line of a table: the first `left` cells are aligned left, the others right."""
+    """One line of a table: the texts in `row`, padded to the widths of the columns, `wide`.
+
+    The first `left` texts are aligned at the left, all others at the right.
+    """
     cells = []
     for number, (cell, width) in enumerate(zip(row, wide, strict=True)):
         room = " " * (width - cell_len(cell))

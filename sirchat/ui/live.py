@@ -1,9 +1,9 @@
-"""One turn on the terminal: the reply as it is generated, with the compact panel below it.
+"""Shows one turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-The last rows, which are redrawn, are the live region; it holds the panel. The reply is laid out
-as Markdown above this region. With `markdown` off, full rows of the reply are printed above the
-region, and the unfinished row stands in it. If the panel is off, too, or the terminal is plain, the
-reply is printed as it comes.
+The last rows, which are redrawn, are the live region; it contains the panel. The reply is laid out
+as Markdown above the live region. With the setting `markdown` off, full rows of the reply are
+printed above the region, and the region begins with the reply's unfinished row. If the panel is
+off, too, or the terminal is plain, the reply is printed as it comes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ _WORDS = 3
 """Maximum number of evicted words of the user that the status line names."""
 
 _LATEST = 100
-"""To find evicted words to show, a frame looks at this number of tokens: those evicted last."""
+"""A frame shows evicted words that are among this number of tokens: those evicted last."""
 
 _REGION_ROWS = 10
 """Maximum number of rows of the live region, which is redrawn again and again."""
 
 
 class LiveView:
-    """Context manager: shows one turn's events; inside, nothing else may write to the terminal."""
+    """Context manager that shows the events of one turn on the terminal.
+
+    Inside, nothing else may write to the terminal.
+    """
 
     def __init__(self, session: Session, screen: Screen) -> None:
         self._session = session
@@ -110,7 +113,7 @@ class LiveView:
                 self._draw_in_time()
 
     def _begin_reply(self) -> None:
-        """Decide whether the reply is shown as Markdown or as it is written."""
+        """At the reply's beginning, decide whether it is shown as Markdown or as it is written."""
         self._has_begun = True
         profile = self._session.profile
         is_as_written = not profile.markdown and profile.thinking == "show"
@@ -170,7 +173,7 @@ class LiveView:
             self._draw_in_time()
 
     def _is_due(self) -> bool:
-        """Whether to draw a frame now; always if the window's size has changed."""
+        """Whether to redraw now: enough time has passed, or the window's size has changed."""
         return self._pace.is_due() or self._screen.console.size != self._size
 
     def _draw_in_time(self) -> None:
@@ -180,7 +183,10 @@ class LiveView:
         self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw(self) -> None:
-        """Print the new part of the reply, and redraw the panel or bar below it, in one write."""
+        """Print the new part of the reply, and redraw the panel or progress bar below it.
+
+        Both are sent to the terminal in one write.
+        """
         if self._markdown is not None:
             self._draw_markdown(self._markdown)
             return
@@ -206,7 +212,7 @@ class LiveView:
             self._go_on_as_written(reply)
 
     def _go_on_as_written(self, reply: MarkdownReply) -> None:
-        """Show the rest of the reply, after its reasoning, as it is written, without Markdown."""
+        """After the reasoning, end the Markdown: the remaining text is shown as it is written."""
         end, self._line = reply.end_style(), reply.rest
         if reply.has_gap:
             end += "\n" if reply.is_above_panel else "\n\n"
@@ -216,15 +222,15 @@ class LiveView:
         self._markdown = None
 
     def _write(self, text: str) -> None:
-        """Write a text that contains escape sequences of our own, without filtering it."""
+        """Write `text` to the terminal unfiltered, because it has escape sequences of our own."""
         self._screen.console.file.write(text)
         self._screen.console.file.flush()
 
     def _take_rows(self) -> str:
-        """Remove the full rows from the text that is not printed yet, and return them.
+        """Remove the full rows from the reply's unprinted text, and return them as one text.
 
-        A row is one cell narrower than the window, for the cursor. Tabs become spaces, so that the
-        width of a row is known.
+        A row is one cell narrower than the window; this cell is for the cursor. Tabs become spaces,
+        so that the width of a row is known.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
@@ -248,11 +254,14 @@ class LiveView:
         return parts
 
     def _snapshot(self) -> Snapshot:
-        """A snapshot with only the tokens of highest score: as many as the screen has columns."""
+        """A snapshot of the cache, for the compact panel.
+
+        It has only the tokens of highest score, as many as the screen has columns.
+        """
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
-        """Remove the live region, and print the text that is not printed yet, without Markdown."""
+        """Remove the live region, and print the reply's unprinted text as it is written."""
         if self._region.remove():
             self._screen.stream(self._take_rows())
         if self._line:

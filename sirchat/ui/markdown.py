@@ -1,4 +1,4 @@
-"""Markdown as rows of a terminal: rich's layout, with nothing hidden and nothing padded.
+"""Lays out Markdown as rows of a terminal: by the library rich, but with nothing hidden or padded.
 
 Differences from rich's own `Markdown`: line breaks of the text stay; HTML and reference definitions
 are shown as they are written; an image shows its description and address; a link shows its text and
@@ -42,7 +42,10 @@ _STYLES = {
     "s": "strike",
 }
 _PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
-"""Matches a text up to its first asterisk, if this is within a word, as in 2*3: rarely markup."""
+"""Matches a text up to its first asterisk, if this stands within a word, as in 2*3.
+
+Such an asterisk is rarely markup.
+"""
 
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {
@@ -59,7 +62,7 @@ class MarkdownLayout:
     """Turns Markdown into rows for a terminal.
 
     Args:
-        colours: whether to use colours; if not, only bold, underline and similar styles.
+        colours: whether to use colours; if false, only bold, underline and similar styles are used.
         color_system: rich's name for the colours that the terminal has; None if it has none.
     """
 
@@ -82,11 +85,12 @@ class MarkdownLayout:
     def rows(
         self, source: str, width: int, *, soft: bool, is_draft: bool = False
     ) -> list[StyledRow]:
-        """Lay out a text in rows for a window of `width` columns, with empty rows between blocks.
+        """Lay out the Markdown text `source` in rows for a window of `width` columns.
 
-        If `soft`, the long lines of paragraphs and code are left for the terminal to wrap; see
-        `cut_line`. `is_draft` says that the text will still grow. Then emphasis that is open at its
-        end is closed, and a table at its end is shown as the number of its rows.
+        An empty row stands between two blocks. If `soft` is true, the terminal wraps the long lines
+        of paragraphs and code; see `cut_line`. If `is_draft` is true, the text will still grow:
+        emphasis that is open at the end of the text is closed, and a table at the end of the text
+        is shown as the number of its rows.
         """
         blocks = self._parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -100,10 +104,10 @@ class MarkdownLayout:
         return rows
 
     def finished_lines(self, source: str) -> int:
-        """Number of lines in the finished blocks: all blocks but the last, which may still grow.
+        """Number of lines of `source` that belong to finished blocks (paragraphs, lists, tables).
 
-        `source` may end within a line. But the last line must not consist only of signs that may be
-        markup.
+        All blocks but the last are finished; the last may still grow. `source` may end within a
+        line. But its last line must not consist only of signs that may be markup.
         """
         last = source.rfind("\n") + 1
         if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
@@ -112,7 +116,7 @@ class MarkdownLayout:
         return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
 
     def _parse(self, source: str) -> list[list[Token]]:
-        """The blocks of a text; if the same text is given again, it is not parsed again."""
+        """The blocks of a text, each as a list of Markdown tokens; the latest result is cached."""
         if source != self._parsed[0]:
             self._parsed = (source, parse(source))
         return self._parsed[1]
@@ -151,9 +155,9 @@ class MarkdownLayout:
 
 
 def parse(source: str) -> list[list[Token]]:
-    """Parse a text, and return the Markdown tokens of each of its blocks.
+    """Parse a Markdown text; return its blocks (paragraphs, lists, tables), each a list of tokens.
 
-    The first token of a block has in `map` the range of the block's lines.
+    The attribute `map` of a block's first token has the range of the block's lines.
     """
     blocks: list[list[Token]] = []
     for token in _parser().parse(source):
@@ -170,7 +174,10 @@ def _parser() -> MarkdownIt:
 
 
 def _open_emphasis(block: list[Token]) -> str:
-    """The mark that closes what is open at the block's end (emphasis, code, a link); "" if none."""
+    """The mark that closes emphasis, code or a link that is open at the end of a block.
+
+    Returns "" if none of these is open.
+    """
     last = next((token for token in reversed(block) if token.nesting == 0), None)
     if last is None or last.type != "inline":
         return ""
@@ -192,9 +199,10 @@ def _is_marked(token: Token) -> bool:
 
 
 def _open_table_counted(block: list[Token]) -> list[Token]:
-    """The block; a table at its end is replaced by one line with the number of its rows.
+    """The tokens of a block; a table at its end is replaced by a line with the number of its rows.
 
-    The table's columns may still change, and then every row would have to be written again.
+    The table is not drawn yet because its columns may still change: after each change, every row of
+    the table would have to be written again.
     """
     ends = [i for i, token in enumerate(block) if token.nesting >= 0]
     opens = [i for i, token in enumerate(block) if token.type == "table_open"]
@@ -217,7 +225,10 @@ def _open_table_counted(block: list[Token]) -> list[Token]:
 
 
 def _shown(tokens: Sequence[Token]) -> list[Token]:
-    """Change tokens so that rich hides nothing: addresses become text, and line breaks stay."""
+    """Copy Markdown tokens and change them so that rich hides nothing that the text has.
+
+    Addresses of links and images become text, and line breaks stay line breaks.
+    """
     shown = []
     for token in tokens:
         if token.type == "inline":
@@ -251,7 +262,10 @@ def _shown_inline(tokens: Sequence[Token]) -> Iterator[Token]:
 
 
 def _address(address: str, title: str, text: str) -> Iterator[Token]:
-    """The tokens of a link's address in brackets; none if the link's text is the address."""
+    """Yield the tokens that show the address of a link or image in brackets.
+
+    Yields nothing if the text of the link is its address, and the link has no title.
+    """
     if address in (text, f"mailto:{text}") and not title:
         return
     yield Token("text", "", 0, content=" (")
@@ -273,14 +287,17 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
 
 @cache
 def _parameters(style: Style, colors: ColorSystem) -> str:
-    """The numbers of the escape sequence (SGR) that sets a style, such as `1;36`."""
+    """The numbers of the escape sequence (SGR) that switches `style` on, such as `1;36`."""
     return (
         style.render("x", color_system=colors).partition("m")[0].removeprefix("\x1b[").rstrip("x")
     )
 
 
 class _Flow(markdown.TextElement):
-    """A paragraph or code block; if `flows` (outside lists and quotes), rich wraps no line."""
+    """Draws a paragraph with rich; the base class for drawing a code block.
+
+    `flows` is true for blocks outside lists and quotes: rich then wraps no line.
+    """
 
     style_name = "markdown.paragraph"
 
@@ -367,7 +384,7 @@ def _side(cell: markdown.TableDataElement) -> Literal["left", "center", "right"]
 
 
 class _Blocks(markdown.Markdown):
-    """Variant of rich's `Markdown` that draws parsed tokens with the element classes above."""
+    """Variant of rich's `Markdown` that draws parsed tokens by this module's element classes."""
 
     elements: ClassVar[dict[str, type[markdown.MarkdownElement]]] = {
         **markdown.Markdown.elements,

@@ -1,9 +1,10 @@
-"""A reply as Markdown while it is generated: what to write as it grows.
+"""Shows a reply as Markdown while it is generated: says what to write to the terminal as it grows.
 
-Finished blocks are laid out once and not changed again. The unfinished block is shown below them.
-Signs at its end that may be markup are not shown yet, so that little changes later; emphasis shows
-from its first word on; a table is shown as the number of its rows. Rows that have left the window
-never change: if later text would change them, the rest of the block follows as it was written.
+Finished blocks, such as paragraphs, are laid out once and not changed again. The unfinished block
+is shown below the finished ones. Signs at its end that may be markup are not shown yet, so that
+little changes later. Emphasis shows from its first word on. A table is shown as the number of its
+rows. Rows that have left the window never change: if later text would change one of these rows, the
+remaining text of the block is shown as it was written.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class MarkdownReply:
     """The text of one reply, and what the terminal shows of it.
 
     Args:
-        layout: draws Markdown.
-        below: whether something is drawn in the rows below the reply; then the reply ends with a
-            line break. If nothing is drawn there, the terminal wraps paragraphs.
-        fold: how the reasoning at the beginning is shown: "show", "fold" or "hide".
-        is_open: whether the reply begins within reasoning, as the template has written `<think>`.
-        only_reasoning: show only the reasoning; the caller then shows the text in `rest`.
+        layout: turns Markdown into rows.
+        below: whether something is drawn in the rows below the reply. If so, the reply ends with a
+            line break; if not, the terminal wraps its paragraphs.
+        fold: how the reasoning at the reply's beginning is shown: "show", "fold" or "hide".
+        is_open: whether the reply begins within reasoning, because the chat template has written
+            `<think>`.
+        only_reasoning: whether only the reasoning is shown; the caller then shows the text in
+            `rest`.
     """
 
     def __init__(
@@ -67,29 +70,33 @@ class MarkdownReply:
 
     @property
     def rest(self) -> str:
-        """The text that is not shown yet."""
+        """The text of the reply that the terminal does not show yet."""
         return self._source[self._shown :]
 
     @property
     def has_gap(self) -> bool:
-        """Whether an empty row belongs between what is shown and the rest."""
+        """Whether an empty row belongs between the text that is shown and the text in `rest`."""
         return bool(self._lead)
 
     @property
     def is_past_reasoning(self) -> bool:
-        """Whether the reasoning has ended, or the reply has none."""
+        """Whether the reply's reasoning has ended, or the reply has no reasoning."""
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add text without control sequences; `tokens`: number of the reply's tokens up to here."""
+        """Add `text`, without control sequences, at the end of the reply.
+
+        `tokens` is the number of the reply's tokens up to the end of `text`.
+        """
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
-        """The text to write so that a window `width` columns wide shows the reply so far.
+        """The text to write so that the terminal shows all of the reply that was added by `push`.
 
-        At the end (`is_end`), all of it is shown. `height`: number of rows free for the reply.
+        The window has `width` columns and, free for the reply, `height` rows. Signs at the end that
+        may be markup are not shown yet, unless `is_end` says that the reply is complete.
         """
         written = ""
         if width != self._width:
@@ -107,11 +114,14 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style; write it before any text not from `frame`."""
+        """The escape sequence that switches off the text style that is on; "" if none is on.
+
+        Before any text that does not come from `frame`, write this sequence.
+        """
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
-        """Whether the reply begins with reasoning; None while that is not known."""
+        """Whether the reply begins with reasoning; None if its text is still too short to tell."""
         start = self._source.lstrip()
         if start.startswith(OPEN):
             self._source = start
@@ -119,7 +129,10 @@ class MarkdownReply:
         return None if OPEN.startswith(start) and not is_end else False
 
     def _reasoning(self, *, is_end: bool) -> str:
-        """The text to write to show the reasoning so far, dimmed, or one line in its place."""
+        """The text to write so that the terminal shows all reasoning that `push` has added, dimmed.
+
+        Unless `fold` is "show", the terminal shows one line instead of the reasoning.
+        """
         end = self._source.find(CLOSE)
         stop = end + len(CLOSE) if end >= 0 else len(self._source)
         text = self._source[:stop].rstrip()
@@ -136,14 +149,20 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """The line shown instead of the reasoning; "" if this is over and `fold` is "hide"."""
+        """The line that is shown instead of the reasoning, with the number of its tokens.
+
+        Returns "" if the reasoning is over (`is_over`) and `fold` is "hide".
+        """
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
         return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""
 
     def _blocks(self, *, is_end: bool) -> str:
-        """The text to write to show the finished blocks, and the unfinished block so far."""
+        """The text to write so that the terminal shows the finished blocks and the unfinished one.
+
+        If `is_end` is true, the reply is complete, and all of its text is shown.
+        """
         stop = len(self._source) if is_end else _settled(self._source)
         lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
@@ -164,10 +183,11 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """Two lists of rows: those of the finished blocks, and those of the text after them.
+        """Two lists of rows: those of the finished blocks, and those of the text after the blocks.
 
-        The finished blocks are the first `length` characters of the source; the text after them
-        ends at `stop`.
+        The finished blocks are the first `length` characters of the source (the reply's text that
+        is not final); the text after the blocks ends at index `stop`. `is_draft` says that the text
+        will grow.
         """
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
@@ -177,7 +197,11 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """The rows of a part of the source, as Markdown or, from `_plain_from` on, as written."""
+        """Lay out the part of the source from index `start` to `stop` in rows.
+
+        The part is laid out as Markdown; from the index `_plain_from` on, it is shown as it is
+        written.
+        """
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -186,11 +210,11 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """The rows to paint: those that can't change any more, then the rest of `target`.
+        """The rows to paint: those that can't change any more, then the later rows of `target`.
 
-        Returns None if `target` does not begin with the text of the unchangeable rows. `target` may
-        break its lines at other places, for example for a wider window; then its rest begins a new
-        row.
+        Returns None if `target` does not begin with the text of the rows that can't change.
+        `target` may break its lines at other places than these rows, for example for a wider
+        window; then the text after these rows begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -208,10 +232,10 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows of the screen that start with column `x` of row `y`.
+        """The rows of `target`, from its row `y` and the cell `x` of this row on.
 
-        A line of text may take several rows: the rest of the line that is cut there is broken into
-        rows anew. The rows of later lines stay as they are.
+        The cell `x` may be within a line of text that takes several rows. The remaining part of
+        this line is broken into rows anew. The rows of later lines are not changed.
         """
         line = list(target[y].cells[x:])
         y += 1
@@ -221,7 +245,10 @@ class MarkdownReply:
         return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
 
     def _flush(self, length: int, rows: int) -> None:
-        """Make the first `length` characters of the source, and the first `rows` rows, final."""
+        """Make the first `length` characters of the source and the first `rows` rows final.
+
+        Final text and final rows never change again.
+        """
         self._painter.commit(rows)
         self._source = self._source[length:]
         self._shown = max(0, self._shown - length)
@@ -231,13 +258,16 @@ class MarkdownReply:
 
 
 def _settled(source: str) -> int:
-    """Number of characters of an unfinished text that can be shown; the rest may be markup."""
+    """Number of characters at the beginning of an unfinished text that can be shown as Markdown.
+
+    Characters after these may be the beginning of markup.
+    """
     undecided = _UNDECIDED.search(source)
     return undecided.start() if undecided else len(source)
 
 
 def _word_start(text: str, position: int) -> int:
-    """Index where the word at index `position` begins; `position` itself if no word is there."""
+    """Index at which the word at index `position` begins; `position` itself if a space is there."""
     if text[position : position + 1].isspace():
         return position
     while position and not text[position - 1].isspace():

@@ -1,8 +1,8 @@
 """Redraws rows of a terminal with few bytes; never changes rows that have left the window.
 
-The painter remembers the rows that it wrote and that may still change. It writes only cells that
-differ: where only the end grows, as in a paragraph, it writes only the new text. The region is what
-stands below them, such as a panel; it is drawn as a whole.
+`Painter` remembers the rows that it wrote and that may still change. It writes only cells that
+differ: where only the end of the text grows, as in a paragraph, it writes only the new text.
+`Region` draws what stands below these rows, such as a panel, as a whole.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Painter:
 
     Attributes:
         rows: the rows that are shown, without the rows that `commit` made final.
-        gone: how many of the first `rows` can't change any more.
-        width: of the window, in columns.
+        gone: number of rows at the beginning of `rows` that can't change any more.
+        width: width of the window, in columns.
 
     Args:
-        below: if True, the cursor is left in the row below the last row, where something else is
-            drawn; if False, behind the last character, whose style stays on. When the next rows
-            are painted, cursor and style must be as they were left; `end_style` ends the style.
+        below: whether something else is drawn below the rows. If true, `paint` leaves the cursor in
+            the row below the last row; if false, behind the last character, whose style stays on.
+            When the next rows are painted, cursor and style must be as `paint` left them.
     """
 
     def __init__(self, *, below: bool) -> None:
@@ -44,11 +44,14 @@ class Painter:
         self._style = ""
 
     def can_paint(self, target: Sequence[StyledRow]) -> bool:
-        """Whether `target` begins with exactly the rows that can't change any more."""
+        """Whether the rows `target` begin with exactly the rows that can't change any more."""
         return list(target[: self.gone]) == self.rows[: self.gone]
 
     def paint(self, target: Sequence[StyledRow]) -> str:
-        """The text to write so that the terminal shows `target` instead of its present rows."""
+        """The text to write so that the terminal shows the rows `target`.
+
+        These take the place of the rows in the attribute `rows`, and become its new value.
+        """
         if list(target) == self.rows:
             return ""
         old, self._out = self.rows, []
@@ -67,7 +70,7 @@ class Painter:
         return "".join(self._out)
 
     def commit(self, count: int) -> None:
-        """Remove the first `count` rows from `rows`; these are final, and can't change any more."""
+        """Make the first `count` rows final: remove them from `rows`, so that they never change."""
         self.rows = self.rows[count:]
         self.gone = max(0, self.gone - count)
         self._y -= count
@@ -78,9 +81,9 @@ class Painter:
         self.gone = max(self.gone, len(self.rows) - reachable)
 
     def begin_anew(self) -> str:
-        """After a change of the window's width, make all rows final, and begin below them.
+        """After a change of the window's width, forbid changes in all rows, and go on below them.
 
-        Returns the text to write.
+        Returns the text to write to the terminal.
         """
         self.gone = len(self.rows)
         if self._below or not self.rows:
@@ -90,7 +93,10 @@ class Painter:
         return self.end_style() + "\n"
 
     def end_style(self) -> str:
-        """The escape sequence that ends the style; write it before any text not from `paint`."""
+        """The escape sequence that switches off the text style that is on; "" if none is on.
+
+        Before any text that does not come from `paint`, write this sequence.
+        """
         self._out = []
         self._set_style("")
         return "".join(self._out)
@@ -98,7 +104,7 @@ class Painter:
     def _write_row(
         self, y: int, new: StyledRow, old: StyledRow | None, target: Sequence[StyledRow]
     ) -> None:
-        """Write the row `new` in place of `old`, beginning at the first cell that differs."""
+        """Replace the row `old`, which has index `y`, by `new`, from the first changed cell on."""
         cells = new.cells
         before = old.cells if old is not None else ()
         old_width, new_width = cells_width(before), cells_width(cells)
@@ -120,7 +126,11 @@ class Painter:
             self._write(cells)
 
     def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:
-        """Move to column `x` of row `y`; if this begins a wrapped row, fill the row above first."""
+        """Move the cursor to column `x` of row `y`.
+
+        If the terminal has not wrapped into row `y` yet, the last character of the row above is
+        written, so that the terminal wraps the next character into row `y`.
+        """
         if new.continues and x == 0 and y >= self._existing:
             above = target[y - 1].cells
             if not self._is_at(y - 1, above):
@@ -137,7 +147,10 @@ class Painter:
         self._x += cells_width(cells)
 
     def _write_on_blank(self, cells: Sequence[Cell], start: int) -> None:
-        """Write cells into a row that is blank from column `start` on; skip long runs of blanks."""
+        """Write cells into the current row, which is blank from column `start` on.
+
+        A long run of blanks is not written; the cursor moves over it.
+        """
         at = 0
         while at < len(cells):
             end = at
@@ -152,7 +165,7 @@ class Painter:
             at = end
 
     def _is_at(self, y: int, cells: Sequence[Cell]) -> bool:
-        """Whether the cursor stands behind these cells of a row."""
+        """Whether the cursor stands in row `y` right behind `cells`, the row's first cells."""
         return self._y == y and self._x == cells_width(cells)
 
     def _go(self, y: int, x: int) -> None:
@@ -185,7 +198,7 @@ class Painter:
 
 
 def _common(one: Sequence[Cell], other: Sequence[Cell]) -> int:
-    """The number of cells at the beginning of both rows that are the same."""
+    """The number of equal cells at the beginning of two rows."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -199,11 +212,11 @@ def _count(number: int) -> str:
 
 
 class Region:
-    """Rows below all others, which are drawn anew with each frame and removed at the end.
+    """The last rows of the screen, which are drawn anew with each frame and removed at the end.
 
-    The cursor stays in the first of them. So erasing everything from the cursor on removes them
-    all. This works even after a change of the window, when terminals cut rows, wrap them anew, or
-    move them.
+    The cursor stays in the first of these rows. So erasing everything from the cursor on removes
+    all of them. This works even after a change of the window, when terminals cut rows, wrap them
+    anew, or move them.
 
     Args:
         console: the terminal.
@@ -214,7 +227,10 @@ class Region:
         self.is_shown = False
 
     def draw(self, content: RenderableType, above: str = "") -> None:
-        """Write the whole rows `above`, and draw `content` below them, in one write."""
+        """Write `above`, a text of whole rows, and draw `content` below it as the new region.
+
+        All of this is sent to the terminal in one write.
+        """
         with self._console.capture() as captured:
             self._console.print(content, soft_wrap=False)
         rows = captured.get().split("\n")[:-1][: self._console.size.height]
@@ -226,7 +242,7 @@ class Region:
         self.is_shown = True
 
     def remove(self) -> bool:
-        """Erase the region; returns whether it was shown."""
+        """Erase the region from the screen; return whether it was shown."""
         was_shown, self.is_shown = self.is_shown, False
         if was_shown:
             self._write(_ERASE + _SHOW_CURSOR)
@@ -240,7 +256,10 @@ class Region:
 _ERASE = "\r\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _FRAME, _FRAME_END = "\x1b[?2026h", "\x1b[?2026l"
-"""Begin and end of a frame; most new terminals show it, and a new window size, at once."""
+"""Escape sequences that begin and end a frame (a redrawing of the screen).
+
+Most new terminals show a frame, and a new window size, only when the frame is complete.
+"""
 
 FRAME_SECONDS = 1 / 8
 TEXT_SECONDS = 1 / 30
@@ -265,10 +284,10 @@ class Pace:
         self._due = 0.0
 
     def is_due(self) -> bool:
-        """Whether a frame may be drawn now."""
+        """Whether enough time has passed since the last frame to draw another."""
         return time.monotonic() >= self._due
 
     def drew(self, seconds: float, size: int) -> None:
-        """Record that a frame was drawn: the seconds that it took, and its `size` in bytes."""
+        """Record that a frame was drawn: `seconds` is the time that it took, `size` its bytes."""
         wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
         self._due = time.monotonic() + wait

@@ -1,4 +1,7 @@
-"""Draws the large panel, with every held token, from a snapshot; returns rich objects."""
+"""Draws the large panel, which shows every token in the cache, from a snapshot of the cache.
+
+The functions return objects that the library rich prints.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,19 @@ _BESIDE = 110
 """Least width, in columns, at which two sections are drawn side by side."""
 
 _RANKED = 10
-"""Number of tokens in each of the two rankings."""
+"""Number of tokens in each of the two rankings: highest scores, and evicted next."""
 
 _MARGIN = 13
-"""Cells of the column with the turn's number and role."""
+"""Width, in cells, of the column with a turn's number and role."""
 
 _SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
 def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw how full the cache is, all held text, rankings, a histogram and all turns, in a box.
+    """Draw the large panel, a box `width` cells wide that shows what the cache holds.
 
-    The box is `width` cells wide.
+    Its parts are: how full the cache is, the text of all tokens in the cache, rankings of tokens, a
+    histogram of surprisal, and a table of all turns.
     """
     inner = width - 4
     sections = [
@@ -58,7 +62,7 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """Lines of all held text: one block for each turn that still has held tokens."""
+    """Lines with the text of all tokens in the cache: one block for each turn that has some."""
     lines: list[Text] = []
     roles = {turn.index: turn.role for turn in snapshot.turns}
     gaps = _gaps(snapshot)
@@ -77,7 +81,10 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """Number of evicted tokens before each held token; the last number is for those after all."""
+    """For each token in the cache, the number of evicted tokens between it and the one before.
+
+    At the end is one number more: that of the evicted tokens after the last token in the cache.
+    """
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
     pairs.append((snapshot.seen, snapshot.in_all_layers))
@@ -85,8 +92,9 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """Yield a turn's tokens, marks for gaps, and brackets round sinks, pins, recalled tokens.
+    """Yield the styled text of one turn's tokens in the cache, with marks for missing tokens.
 
+    Brackets stand round sinks (first tokens, which always stay), pinned tokens and recalled tokens.
     `rows` has pairs: a token, and the number of evicted tokens before it.
     """
     opened: tuple[str, str] | None = None
@@ -121,7 +129,7 @@ def _label(turn: int, role: str, theme: Theme) -> Text:
 
 
 def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
-    """The lines, with the label before the first line, and blanks before the others."""
+    """Put `label` before the first of `lines`, and as many blanks before each other line."""
     blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
     return [
         (blank if number else label).copy().append_text(line) for number, line in enumerate(lines)
@@ -129,7 +137,7 @@ def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
 
 
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw the held tokens of highest score, and the tokens that are evicted next."""
+    """Draw two tables: the tokens in the cache with the highest scores, and those evicted next."""
     leaving = set(snapshot.evicted_next)
     strongest = sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:_RANKED]
     weakest = sorted(
@@ -149,10 +157,11 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
 
 
 def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
-    """The title of the rankings' last column, and this column's text for each stream position.
+    """The title of the rankings' last column, and the texts of this column by stream position.
 
-    The text is the score, if scores have a unit; if not, the token's rank, since such scores may
-    differ by powers of ten. If no token has a score, there are no texts.
+    The text is the token's score, if the policy's scores have a unit. If not, it is the token's
+    rank, because scores without a unit may differ by powers of ten. If no token has a score, there
+    are no texts.
     """
     known = [(row.position, row.score) for row in snapshot.rows if row.score is not None]
     if snapshot.unit:
@@ -164,7 +173,7 @@ def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
 
 
 def _ranked_by(snapshot: Snapshot) -> str:
-    """The heading of the first ranking, which is by score; without scores, by surprisal."""
+    """The heading of the first ranking, which is by score or, if no token has one, by surprisal."""
     has_scores = any(row.score is not None for row in snapshot.rows)
     return "evicted last" if has_scores or not snapshot.rows else "most surprising"
 
@@ -197,9 +206,10 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
 
 
 def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """A line with the turns of recalled tokens, and the words they share with the new turn.
+    """A list with a line that names the turns of the recalled tokens.
 
-    The list is empty if no token is recalled.
+    Recalled tokens were restored from the archive for this round. The line also has the words that
+    the turns share with the new turn. The list is empty if no token is recalled.
     """
     if not snapshot.recalled_turns:
         return []
@@ -212,7 +222,10 @@ def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
 
 
 def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
-    """Lines that explain the colours and marks."""
+    """Lines that explain the panel's colours and marks.
+
+    The mark of recalled tokens is explained if `recalled` is true.
+    """
     space = StyledRun("  ", theme.quiet)
     runs = [StyledRun("surprise in nats: ", theme.quiet)]
     for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):

@@ -14,7 +14,7 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.styles import Style
 
 Draw = Callable[[int, int], list[list[tuple[str, str]]]]
-"""Takes the index of an item and a width in cells; returns the lines that draw the item.
+"""A function that takes the index of an item and a width in cells; it returns the item's lines.
 
 A line is a list of parts: each is a style (`dim`, `bold`, `match` or "") and a text.
 """
@@ -23,7 +23,7 @@ _STYLE = Style.from_dict({"dim": "fg:ansibrightblack", "bold": "bold", "match": 
 _PLAIN_STYLE = Style.from_dict({"dim": "", "bold": "bold", "match": "bold underline"})
 _MOST = 10  # items shown at a time
 _ESCAPE_SECONDS = 0.05
-"""If no byte follows an Esc byte for this time, it was the Esc key; arrow keys send more bytes."""
+"""If no byte follows an Esc byte within this time, the user pressed Esc; arrows send more bytes."""
 
 
 class Picker:
@@ -39,7 +39,7 @@ class Picker:
         self._keys, self._output, self._has_colours = keys, output, has_colours
 
     def pick(self, count: int, draw: Draw, more: str = "") -> int | None:
-        """Let the user choose one of `count` items; returns its index.
+        """Let the user choose one of `count` items, which `draw` draws; return the item's index.
 
         Returns None after Esc, Ctrl-C or Ctrl-D. `more` is a remark for the line below the list.
         The list is removed from the screen at the end.
@@ -63,17 +63,17 @@ class Picker:
         return app.run()
 
     def press(self, question: str, keys: Collection[str]) -> str:
-        """Show a question, wait for one of these keys, and return that key; see `pressed`."""
+        """Show `question`, wait until one of `keys` is pressed, and return it; see `pressed`."""
         return pressed(question, keys, self._output, self._keys)
 
 
 def pressed(
     question: str, keys: Collection[str], output: Output, source: Input | None = None
 ) -> str:
-    """Show a question, wait for one of these keys, and return that key.
+    """Show `question`, wait until the user presses one of `keys`, and return that key.
 
-    Keys are read from `source`; None: from the terminal. Ctrl-C and Ctrl-D raise KeyboardInterrupt.
-    At the end, the question is removed from the screen.
+    Keys are read from `source` or, if this is None, from the terminal. Ctrl-C and Ctrl-D raise
+    KeyboardInterrupt. At the end, the question is removed from the screen.
     """
     bindings = KeyBindings()
 
@@ -103,7 +103,7 @@ def pressed(
 
 
 class _View:
-    """The items that are shown, and the index of the item that is marked."""
+    """The part of a picker's list that the screen shows, and the index of the marked item."""
 
     def __init__(self, count: int, draw: Draw, more: str) -> None:
         self.count, self._draw, self._more = count, draw, more
@@ -111,11 +111,14 @@ class _View:
         self.shown = _MOST
 
     def move(self, by: int) -> None:
-        """Mark another item, `by` items further down; stops at the ends of the list."""
+        """Move the mark by `by` items down the list (up if negative); stop at the list's ends."""
         self.marked = min(max(self.marked + by, 0), self.count - 1)
 
     def draw(self, rows: int, columns: int) -> FormattedText:
-        """The list around the marked item, and the line below it, for a window of this size."""
+        """The text to show: the items around the marked item, and a line that explains the keys.
+
+        The window has `rows` rows and `columns` columns.
+        """
         width = columns - 3  # the last column stays free: some terminals wrap there
         height = len(self._draw(0, width))
         self.shown = max(1, min((rows - 2) // height, _MOST, self.count))

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal: while a model loads, and while one is downloaded."""
+"""Draws progress bars on a terminal: while a model loads, and while a model is downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
-    """A progress bar in one row: `reading ████▌      512 of 4,096 tokens`."""
+    """Draw a progress bar for tokens in one row: `reading ████▌ 512 of 4,096 tokens`."""
     head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
     room = max(4, min(40, width - 1 - len(head) - len(tail)))
     eighths = 8 * room * min(done, total) // max(1, total)
@@ -36,7 +36,7 @@ def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text
 def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
     """Context manager: show a progress bar while the model `name` loads.
 
-    Yields the callback that moves the bar; None where no bar can be shown.
+    Yields the function that moves the bar, or None if the output can show no bar.
     """
     if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
         yield None
@@ -58,7 +58,10 @@ _OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
 
 @contextmanager
 def pull_progress(console: Console) -> Iterator[Progress]:
-    """Context manager: yields a callback that shows the progress of a download."""
+    """Context manager: yields a function that shows the progress of a model's download.
+
+    The function shows a bar on a terminal, and lines of a log elsewhere.
+    """
     if not console.is_terminal or console.is_dumb_terminal:
         yield _Log(console)
         return
@@ -80,7 +83,10 @@ def pull_progress(console: Console) -> Iterator[Progress]:
 
 
 class _Log:
-    """Shows a download in a log: a line when it begins, every 10 seconds, and when it ends."""
+    """Prints the progress of a download as lines, where no bar can be drawn.
+
+    It prints a line when the download begins, then one every 10 seconds, and one when it ends.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,7 @@
-"""The prompt: one line or several, with history, completion, an editor and a toolbar."""
+"""The prompt, at which the user types a command or a message of one line or several.
+
+The prompt has a history, completion, an editor, and a toolbar (a line with the chat's state).
+"""
 
 from __future__ import annotations
 
@@ -45,10 +48,10 @@ _PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"}
 
 @dataclass(frozen=True)
 class Line:
-    """One input: a command, slash included, or a message.
+    """One input of the user: a command, which begins with a slash, or a message.
 
-    `is_stopped`: Ctrl-C came after Enter, before the prompt had closed. `pasted_signs`: indices in
-    `text` of all `@` that were pasted, not typed.
+    `is_stopped` says that Ctrl-C came after Enter, before the prompt had closed. `pasted_signs` has
+    the indices in `text` of all `@` that were pasted, not typed.
     """
 
     text: str
@@ -58,17 +61,17 @@ class Line:
 
     @property
     def ends_chat(self) -> bool:
-        """Whether this is a command that ends the chat; such a command needs no session."""
+        """Whether this line is a command that ends the chat; this command needs no session."""
         return self.is_command and self.text in ("/exit", "/quit", "/bye")
 
 
 class Prompt:
-    """Reads the user's input.
+    """Reads the user's input from the keyboard.
 
     Args:
-        keys: the source of keys; others may read it between prompts.
+        keys: the source of keys; other code may read from it between two prompts.
         output: the terminal.
-        history: earlier input.
+        history: the lines that were typed earlier.
         has_colours: returns whether colours may be used; called at every redraw.
     """
 
@@ -108,17 +111,20 @@ class Prompt:
         self._prompt.default_buffer.on_text_changed += self._changed
 
     def serve(self, completer: Completer, toolbar: Callable[[], str]) -> None:
-        """From now on, use `completer`, and show below the prompt what `toolbar` returns."""
+        """Use `completer` from now on, and show the text returned by `toolbar` below the prompt."""
         self._prompt.completer = completer
         self._toolbar = toolbar
 
     def picker(self) -> Picker:
-        """A picker on the same terminal; it must not run while the prompt reads."""
+        """A picker for the same terminal, by which the user chooses from a list.
+
+        The picker must not run while the prompt reads a line.
+        """
         return Picker(self._prompt.input, self._prompt.output, self._has_colours)
 
     @property
     def completer(self) -> Completer:
-        """The completer in use."""
+        """The object that completes the user's input at present."""
         return self._prompt.completer or DummyCompleter()
 
     def read(
@@ -126,11 +132,12 @@ class Prompt:
         suggested: str = "",
         meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Line | None:
-        """Read the next line that is not blank; returns None at the end of the input.
+        """Read the next line that is not blank; return None at the end of the input.
 
-        The `suggested` line is shown until something is typed; Enter alone enters it. `meanwhile`
-        runs in the prompt's event loop until the line is entered. Raises KeyboardInterrupt for
-        Ctrl-C at an empty prompt, and the error that `give_up` gets, if it is called.
+        The line `suggested` is shown until the user types something; Enter alone enters this line.
+        `meanwhile` runs in the prompt's event loop until a line is entered. Raises
+        KeyboardInterrupt for Ctrl-C at an empty prompt. If `give_up` is called, raises the error
+        that `give_up` was given.
         """
 
         def begin() -> None:
@@ -160,7 +167,7 @@ class Prompt:
                 return replace(line, is_stopped=stopped, pasted_signs=signs)
 
     def edit(self, text: str) -> str:
-        """Let the user change the message `text`, and return it; empty if the user cancels."""
+        """Let the user change the message `text`; return the result, or "" if the user cancels."""
         self._pasted = self._entered = None
         self._suggested = ""
         self._signs.begin()
@@ -178,9 +185,10 @@ class Prompt:
         self._prompt.app.invalidate()
 
     def print_above(self, show: Callable[[], object]) -> None:
-        """Call `show`, which prints above the open prompt; call this in the prompt's event loop.
+        """Call `show`, whose output appears above the open prompt.
 
-        The terminal stays in the prompt's mode, so that no key is lost or echoed meanwhile.
+        This method must be called in the prompt's event loop. The terminal stays in the prompt's
+        mode, so that no key is lost or echoed while `show` runs.
         """
         renderer = self._prompt.app.renderer
         renderer.erase()
@@ -189,7 +197,10 @@ class Prompt:
         self.redraw()
 
     def give_up(self, error: BaseException) -> None:
-        """Make `read` raise `error`; text typed so far stays on the screen and in the history."""
+        """Close the open prompt, so that `read` raises `error`.
+
+        Text that the user has typed stays on the screen and is added to the history.
+        """
         app, buffer = self._prompt.app, self._prompt.default_buffer
         if app.future is None or app.future.done():
             return
@@ -209,20 +220,21 @@ class Prompt:
         return Line(stripped, is_command=stripped.startswith("/"))
 
     def _is_literal(self, text: str) -> bool:
-        """Whether the text begins with pasted text: then it is always a message."""
+        """Whether `text` begins with pasted text; such a text is a message, never a command."""
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Record each change of the text: a pasted text that was edited no longer counts as pasted.
+        """Keep track of pasted text; this is called after each change of the typed text.
 
-        Each `@` in it still counts as pasted.
+        If the user has edited the pasted text at the beginning of the line, it no longer counts as
+        pasted. But each pasted `@` still counts as pasted.
         """
         self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):
             self._pasted = None
 
     def _is_completed(self) -> bool:
-        """Whether completions show while the user types: for commands, and for files after `@`."""
+        """Whether completions show while the user types: in commands, and in names after `@`."""
         document = self._prompt.default_buffer.document
         text = document.text
         if open_mention(document.text_before_cursor) is not None:
@@ -230,7 +242,7 @@ class Prompt:
         return text.startswith("/") and "\n" not in text and not self._is_literal(text)
 
     def _placeholder(self) -> FormattedText:
-        """The suggested line; empty when the prompt closes, so that the line leaves the screen."""
+        """The suggested line; empty once the prompt closes, so that the line leaves the screen."""
         is_shown = not self._prompt.app.is_done
         return FormattedText([("class:placeholder", self._suggested if is_shown else "")])
 
@@ -268,7 +280,7 @@ class Prompt:
 
         @keys.add(Keys.Vt100MouseEvent, eager=True)
         def _no_mouse(event: KeyPressEvent) -> None:
-            """Do nothing: what looks like a mouse event is part of a typed escape sequence."""
+            """Ignore what looks like a mouse event: it is part of a typed escape sequence."""
 
         @keys.add(Keys.BracketedPaste, filter=typing)
         def _paste(event: KeyPressEvent) -> None:
@@ -277,9 +289,10 @@ class Prompt:
         return keys
 
     def _enter(self, buffer: Buffer) -> None:
-        """Submit the typed text, or, if there is none, the suggested line.
+        """Handle Enter: submit the typed text or, if there is none, the suggested line.
 
-        After a backslash or inside triple quotes, insert a line break instead.
+        If the cursor stands behind a backslash, or if triple quotes are open, insert a line break
+        instead.
         """
         if not buffer.text and self._suggested:
             buffer.insert_text(self._suggested)
@@ -295,9 +308,10 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Clear the typed text, but keep it in the history; without text, raise KeyboardInterrupt.
+        """Handle Ctrl-C: clear the typed text, which is kept in the history.
 
-        In `edit`, always raise KeyboardInterrupt: the message stays as it was.
+        If there is no typed text, raise KeyboardInterrupt. While `edit` runs, always raise
+        KeyboardInterrupt, so that the message is not changed.
         """
         buffer = event.current_buffer
         if not buffer.text or self._is_editing:
@@ -323,7 +337,7 @@ class Prompt:
 
 
 def _leave_signals_alone() -> None:
-    """Make the event loop print no traceback when a signal ends the program in one of its tasks."""
+    """Make the event loop print no traceback when a signal ends the program while a task runs."""
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler() or type(loop).default_exception_handler
 
@@ -335,7 +349,7 @@ def _leave_signals_alone() -> None:
 
 
 class _Filtered(Processor):
-    """Shows a dot in place of each control character; the text itself is unchanged."""
+    """Shows a dot in place of each control character in the typed text; the text is unchanged."""
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
         shown: list[tuple[str, str]] = []
@@ -350,7 +364,7 @@ _WORD = re.compile(r"@\S+")
 
 
 class PastedSigns:
-    """Knows which `@` signs of a text were pasted; call `changed` after each change of the text.
+    """Knows which `@` signs of the typed text were pasted; call `changed` after each change.
 
     A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
     """
@@ -360,17 +374,17 @@ class PastedSigns:
         self.begin()
 
     def begin(self) -> None:
-        """Start again with an empty text; words that were pasted before stay known."""
+        """Start again with an empty text; words that were pasted earlier are still known."""
         self._text = ""
         self._signs = frozenset[int]()
 
     @property
     def indices(self) -> frozenset[int]:
-        """Indices of the pasted signs in the text."""
+        """The indices in the text of all `@` signs that were pasted."""
         return self._signs
 
     def changed(self, text: str, *, pasted: bool = False) -> None:
-        """Record the text after a change; `pasted`: whether its new part was pasted, not typed."""
+        """Take the text after a change; `pasted`: whether the new part was pasted, not typed."""
         old = self._text
         start = _common_length(old, text)
         tail = _common_length(old[start:][::-1], text[start:][::-1])
@@ -386,12 +400,12 @@ class PastedSigns:
         self._text, self._signs = text, frozenset(stay)
 
     def _was_pasted(self, word: str) -> bool:
-        """Whether a word, or a longer or shorter form of it, was pasted before."""
+        """Whether a pasted word equals `word`, begins with it, or is its beginning."""
         return any(word.startswith(one) or one.startswith(word) for one in self._words)
 
 
 def _common_length(left: str, right: str) -> int:
-    """Length of the common prefix of two texts; bisection is used, as the texts may be long."""
+    """Number of equal characters at the beginning of two texts; found by bisection."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2

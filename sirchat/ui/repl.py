@@ -36,18 +36,18 @@ from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
 from sirchat.ui.typed_input import Keyboard, LineInput
 
 _LEAVING = ("exit", "quit", ":q", "bye")
-"""Words that end other programs; when one is typed first, the chat asks whether to leave."""
+"""Words that end other programs; the first time one is typed, the chat asks whether to leave."""
 
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
 
 
 class Chat:
-    """A chat at the prompt, in one session at a time.
+    """A chat at the prompt: reads lines, and runs each as a command or sends it to the model.
 
-    The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
-    `trusted` are the `module:Class` policies that profiles and saved chats may name. An error in a
-    turn is shown, and the chat goes on; with `debug`, unexpected errors are raised.
+    The chat is saved if the setting `save` is on; `store` is the file from which it was resumed, or
+    None. `trusted` are the `module:Class` policies that profiles and saved chats may name. An error
+    in a turn is printed, and the chat goes on; if `debug` is true, unexpected errors are raised.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Chat:
         return self._prompt.picker().pick(count, draw, more)
 
     def close(self) -> None:
-        """Save what is not saved yet, and release the saved chat's file."""
+        """Write the part of the chat that is not saved yet, and release the saved chat's file."""
         self._saved_chat.close()
 
     def say_where(self) -> None:
-        """Print where the chat is saved; call this after `close`."""
+        """Print how to resume the chat, if it is saved; call this after `close`."""
         self._saved_chat.say_where()
 
     def _commands_of(self, session: Session) -> Commands:
@@ -119,7 +119,10 @@ class Chat:
         self._have_compiled(session)
 
     def greet(self, events: Iterable[Event]) -> None:
-        """Show the events of the session's start, and a line with its model, policy and budget."""
+        """Show the events of the session's start; print a line with its model, policy and budget.
+
+        If the session already has turns, the last of these are printed, too.
+        """
         with LiveView(self._session, self._screen) as view:
             for event in events:
                 view.show(event)
@@ -134,7 +137,10 @@ class Chat:
             greet_again(self._session, self._screen)
 
     def _act_on(self, line: Line) -> bool:
-        """Run a command or a turn, and show any error; returns False if the user leaves."""
+        """Run `line` as a command or send it as a message, and print any error.
+
+        Returns False if the user leaves the chat. If `debug` is set, unexpected errors are raised.
+        """
         try:
             if line.is_command:
                 return self._do(self._commands.run(line.text), line)
@@ -155,7 +161,10 @@ class Chat:
         return True
 
     def _is_leaving(self) -> bool:
-        """Ask the user whether to leave, once in a chat; returns True for y, yes or Ctrl-D."""
+        """Ask the user whether to leave the chat; return True for y, yes or Ctrl-D.
+
+        The chat asks this only once.
+        """
         self._has_asked_to_leave = True
         self._screen.note("leave? (y/n)")
         answer = self._prompt.read()
@@ -165,7 +174,7 @@ class Chat:
         return False
 
     def _do(self, action: Action | None, line: Line) -> bool:
-        """Do the `action` that a command asks for, if any; returns False if the user leaves."""
+        """Do the `action` that the command in `line` asks for; return False if the user leaves."""
         match action:
             case Leave():
                 return False
@@ -187,8 +196,8 @@ class Chat:
     def _edit(self, changed: str) -> None:
         """Replace the user's last message by `changed`, and generate a new reply.
 
-        If `changed` is "", the user edits the message now. Summaries that were made after the
-        message are taken back, too.
+        If `changed` is "", the user edits the message first. Summaries that were made after the
+        message are undone, too.
         """
         text = own_message(self._session)
         changed = changed or self._changed(text)
@@ -206,7 +215,7 @@ class Chat:
             self._switch_to(session)
 
     def _changed(self, text: str) -> str:
-        """Let the user change `text`; returns the changed text, or "" if the user cancels."""
+        """Let the user change `text`; return the changed text, or "" if the user cancels."""
         if command := editor():
             with self._keyboard.lent():
                 changed = edited(command, text)
@@ -216,9 +225,10 @@ class Chat:
         return self._prompt.edit(text)
 
     def _summarize(self, way: str) -> None:
-        """Make and show a summary, and ask what to do with it; pin it, unless the user drops it.
+        """Make a summary of the chat, show it, and ask the user what to do with it.
 
-        `way` is "extract" or "model", see `WAYS`.
+        The summary is pinned (never evicted), unless the user drops it. `way` is "extract" or
+        "model", see `WAYS`.
         """
         text = ""
 
@@ -238,7 +248,7 @@ class Chat:
     def _reviewed(self, text: str) -> str:
         """Ask the user to keep, edit or drop the summary `text`.
 
-        Returns the summary as the user leaves it, or "" if the user drops it.
+        Returns the summary, with the user's changes, or "" if the user drops it.
         """
         while True:
             self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
@@ -252,7 +262,7 @@ class Chat:
                 return changed
 
     def _send(self, text: str, line: Line) -> None:
-        """Send `text`, the message that was made of the typed `line`.
+        """Send the message `text`, which was made from the typed `line`, and show the turn.
 
         If the line names files, `text` begins with the texts of the files.
         """
@@ -275,9 +285,9 @@ class Chat:
 
 
 def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """Return a function that says whether to stop the reply: after Esc or Ctrl-C.
+    """Return a function that returns True once the reply must stop: after Esc or Ctrl-C.
 
-    If `wanted` is true, the function says so from the beginning.
+    If `wanted` is true, the function returns True from the beginning.
     """
 
     def stops() -> bool:

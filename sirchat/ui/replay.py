@@ -1,4 +1,4 @@
-"""For the shell: replays the turns of a transcript, or sends one message and prints the reply."""
+"""Runs a session without a prompt: replays a transcript, or sends one message, for the shell."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ReplayOptions:
     """How a transcript is replayed.
 
     Attributes:
-        feed: whether the model reads the recorded replies; if not, it generates new ones.
+        feed: whether the model reads the transcript's replies; if false, it generates new replies.
         json: whether to print events as JSON.
-        name: the name of the file, for error messages.
+        name: the name of the transcript's file, for error messages.
     """
 
     feed: bool = False
@@ -37,9 +37,10 @@ def replay(
     screen: Screen,
     options: ReplayOptions,
 ) -> None:
-    """Replay the turns in a session, and print the events that the session yields.
+    """Replay the turns of a transcript in a session, and print what happens.
 
-    Ctrl-C closes the current turn early, and ends the replay.
+    If `options.json` is true, events are printed as JSON; if false, the dialogue as text. Ctrl-C
+    ends the current turn early, and ends the replay.
 
     Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C; all
     turns before the error have been printed.
@@ -53,9 +54,9 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Replay the turns in a session; call `show` with each event, the first and last ones included.
+    """Replay the turns of a transcript in a session, and call `show` with each event.
 
-    Raises as `replay` does.
+    The events of the session's start and end are included. Raises the same errors as `replay`.
     """
     for event in session.start():
         show(event)
@@ -105,9 +106,10 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
 def _with_next(
     turns: Iterable[TranscriptTurn], *, look_ahead: bool
 ) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Yield pairs: each turn and the next turn, or None after the last turn.
+    """Yield pairs: a turn, and the turn after it; after the last turn, None.
 
-    Without `look_ahead`, the second is always None; this is for input that is being typed.
+    If `look_ahead` is false, the second of each pair is None. A turn is then yielded as soon as it
+    is complete, even if the next one is still being typed.
     """
     if not look_ahead:
         yield from ((turn, None) for turn in turns)
@@ -124,7 +126,7 @@ def _with_next(
 class _Dialogue:
     """Prints the dialogue to stdout, as text that can be replayed, and notes to stderr.
 
-    On a quiet screen it prints only the replies and notices.
+    If the screen is quiet, only replies and notices are printed.
     """
 
     def __init__(self, screen: Screen, session: Session) -> None:
@@ -156,11 +158,11 @@ class _Dialogue:
 
 
 def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -> None:
-    """Send `text` and print the reply while it is generated; if `as_json`, print the events.
+    """Send the message `text`, and print the reply while it is generated.
 
-    The reply's reasoning is printed only if the setting `thinking` is "show"; if it is "fold", a
-    note says that the reasoning was left out.
-    Raises KeyboardInterrupt after Ctrl-C, which ends the reply.
+    If `as_json` is true, all events are printed as JSON instead. If not, the reply's reasoning is
+    printed only if the setting `thinking` is "show"; if it is "fold", a note says that the
+    reasoning was left out. Raises KeyboardInterrupt after Ctrl-C, which ends the reply.
     """
     with Interrupt() as interrupted:
         for _ in reply_steps(session, text, screen, interrupted, as_json=as_json):
@@ -171,7 +173,10 @@ def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -
 def reply_steps(
     session: Session, text: str, screen: Screen, interrupted: Interrupted, *, as_json: bool
 ) -> Iterator[None]:
-    """Like `print_reply`, a step at a time; when `interrupted` returns true, the reply ends."""
+    """Do what `print_reply` does in steps: yield None after each event has been printed.
+
+    When `interrupted` returns true, the reply ends.
+    """
     show = screen.json if as_json else _Reply(session, screen).show
     for event in session.start():
         show(event)

@@ -1,4 +1,4 @@
-"""The current chat as a saved session: autosave, `/save`, `/load`, `/branch` and `/switch`."""
+"""Keeps the current chat on disk: autosave, `/save`, `/load`, `/branch` and `/switch`."""
 
 from __future__ import annotations
 
@@ -35,24 +35,25 @@ from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
 
 _FIRST = "main"
-"""What `/switch` calls the chat from which all branches were copied, directly or not."""
+"""The name by which `/switch` finds the original chat, of which all branches are copies."""
 
 _OF_THE_SESSION = ("description", "seed")
-"""Settings that can't change in a chat (`FIXED`), but that a loaded chat brings with it."""
+"""Settings that can't change in a chat (`FIXED`), but that are taken from a chat that is loaded."""
 
 
 class SavedChat:
-    """Saves the chat if its settings say so.
+    """Saves the current chat to disk if the setting `save` is on, and loads other saved chats.
 
-    If writing fails (full disk, for example), it says so once, and tries again after each line.
+    If writing fails, for example because the disk is full, an error is printed once, and writing is
+    tried again after each line that the user enters.
 
     Args:
         session: the current session.
         screen: where messages go.
-        store: the file that the session was resumed from, if any.
-        debug: whether to raise errors of saving, instead of showing them.
+        store: the file from which the session was resumed, or None.
+        debug: whether to raise errors of saving, instead of printing them.
         trusted: the `module:Class` policies that saved chats may name.
-        pick: lets the user pick one of several chats; see `Picker.pick`.
+        pick: lets the user pick one of several chats; see `Picker.pick`. None: the user can't pick.
     """
 
     def __init__(
@@ -83,7 +84,10 @@ class SavedChat:
             )
 
     def _is_written(self) -> bool:
-        """Write what is new, if the chat is to be saved; returns whether that worked."""
+        """If the setting `save` is on, write the new part of the chat to disk.
+
+        Returns False if the last try to write has failed.
+        """
         try:
             if self._session.profile.save:
                 self._write_new()
@@ -107,13 +111,16 @@ class SavedChat:
 
     @property
     def not_written(self) -> Path | None:
-        """The chat's file, if it is out of date because saving has failed; else None."""
+        """The chat's file, if it is out of date because saving has failed; otherwise None."""
         if not self._failure or not self._saving.id:
             return None
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
 
     def close(self) -> None:
-        """Save what is not saved yet, and release the session's file."""
+        """Write the part of the chat that is not saved yet, and release the chat's file.
+
+        If the setting `save` is off, nothing is written. If it is on, the KV cache is saved, too.
+        """
         try:
             if not self._is_written():
                 self._screen.error(f"the end of this chat is not saved: {self._failure}")
@@ -127,16 +134,16 @@ class SavedChat:
             self._saving.abandon()
 
     def say_where(self) -> None:
-        """Print that the chat is saved, and how to resume it; call this after `close`."""
+        """If the chat is saved, print how to resume it; call this after `close`."""
         is_saved = self._session.profile.save and not self._failure
         if is_saved and self._saving.id and self._screen.is_interactive:
             self._screen.remark(f"to continue this chat: sirchat --resume {self._handle}")
 
     def save(self, name: str | None) -> None:
-        """Save the chat now, with keys and values, and from now on after each turn.
+        """Save the chat now, with its KV cache, and from now on after each turn.
 
-        `name`: a new name for the chat, if any. Raises SessionError, with nothing changed, for an
-        invalid name, and if the chat can't be written.
+        `name` is a new name for the chat; None changes no name. Raises SessionError, with nothing
+        changed, if the name is invalid, and if the chat can't be written.
         """
         if name is not None:
             free_name(sessions_dir(), name, self._saving.id)
@@ -148,10 +155,10 @@ class SavedChat:
         self._report_saved(former)
 
     def load(self, ident: str) -> Session | None:
-        """Switch to the saved chat `ident`; returns its session, or None if it is this chat.
+        """Switch to the saved chat `ident`; return its session, or None if it is open already.
 
-        `ident`: an id, a name, or "last": the newest chat that is not damaged. Raises SessionError
-        or SettingError; the current chat is then unchanged.
+        `ident` is an id, a name, or "last", which is the newest chat that is not damaged. If this
+        fails, raises SessionError or SettingError, and the current chat is unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
@@ -175,9 +182,10 @@ class SavedChat:
         return session
 
     def branch(self, name: str, back: int) -> None:
-        """Go on in a copy of this chat called `name`, without the last `back` user turns.
+        """Go on in a copy of this chat, called `name`, without the last `back` user turns.
 
-        The old chat stays on disk unchanged. After SessionError or UndoError, the old chat goes on.
+        The old chat stays on disk unchanged. If SessionError or UndoError is raised, the old chat
+        goes on.
         """
         name = free_name(sessions_dir(), name, "")
         is_saved = self._session.profile.save
@@ -204,7 +212,11 @@ class SavedChat:
                 self._screen.note(pins)
 
     def switch(self, ident: str) -> Session | None:
-        """Like `load`, but only for branches of this chat; "main" is the original chat."""
+        """Switch to a branch of this chat; return its session, or None if it is open already.
+
+        `ident` is the branch's id or name, or "main", which means the original chat. Raises
+        SessionError if this chat has no branch `ident`.
+        """
         branches = self._branches()
         for one in branches:
             is_first = ident == _FIRST and one.id == self._saving.family
@@ -217,7 +229,7 @@ class SavedChat:
         )
 
     def show_branches(self) -> None:
-        """Show this chat and its branches."""
+        """Print a list of this chat and its branches, the copies made by `/branch`."""
         branches = self._branches()
         if len(branches) > 1:
             chats = SessionLines(branches, self._saving.id)
@@ -230,7 +242,7 @@ class SavedChat:
         return [one for one in list_sessions(sessions_dir()).sessions if one.family == family]
 
     def replace_session(self, session: Session) -> None:
-        """Go on, in the same file, with another session of the same conversation."""
+        """From now on, save `session`, another session of this conversation, in the same file."""
         self._session = session
         self._saving.replace_session(session)
         self.update()
@@ -238,9 +250,10 @@ class SavedChat:
     def choose(self, words: str) -> str:
         """The id or name of the chat that `/load` should load; "" if the user picks none.
 
-        An id or a name in `words` is returned. For other words, the user picks one of the chats in
-        which all of them were said; without words, one of all chats. Without a terminal, the chats
-        are printed, and none is picked. Raises SessionError if no chat is found.
+        `words` is what the user typed after `/load`. An id or a name in `words` is returned. For
+        other words, the user picks one of the chats in which all these words were said; if `words`
+        is "", one of all chats. Without a terminal, the chats are printed, and none is picked.
+        Raises SessionError if no chat is found.
         """
         folder = sessions_dir()
         if not words:
@@ -274,9 +287,10 @@ class SavedChat:
         found: Mapping[str, Sequence[Part]] = MappingProxyType({}),
         more: str = "",
     ) -> str:
-        """Let the user pick a chat; returns its id. Returns "" if none is picked.
+        """Let the user pick one of `sessions`; return its id, or "" if none is picked.
 
-        Without a terminal, the chats are printed, and none is picked.
+        Without a terminal, the chats are printed, and none is picked. `found` has, by id, the line
+        of each chat that a search has found; `more` is a remark for the user.
         """
         if not sessions:
             return ""
@@ -291,9 +305,10 @@ class SavedChat:
         return "" if number is None else sessions[number].id
 
     def unname(self, text: str, *, whole: bool) -> bool:
-        """Remove the chat's name if `text` is in it; if `whole`, only if the name is `text`.
+        """Remove the chat's name if it contains `text`, which is about to be erased.
 
-        Returns whether the name was removed.
+        If `whole` is true, `text` is a complete turn, and a name that is a part of `text` is
+        removed, too. Returns whether the name was removed.
         """
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
@@ -304,7 +319,11 @@ class SavedChat:
         return dropped
 
     def _begin(self) -> None:
-        """Write the whole chat, in a new file if the old one can't be written; switch saving on."""
+        """Switch the setting `save` on, and write all of the chat to disk.
+
+        If the chat's file can't be written, a new file is used. Raises SessionError if that fails,
+        too; `save` is then unchanged.
+        """
         session, before = self._session, self._session.profile
         session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
         try:
@@ -331,13 +350,14 @@ class SavedChat:
 
     @property
     def _handle(self) -> str:
-        """What the user types to find this chat: its name, or its id if it has no name."""
+        """What the user types to find this chat: its name or, if it has none, its id."""
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
     def _report_saved(self, former: str) -> None:
-        """Save keys and values, and print where the chat is saved.
+        """Save the KV cache, and print how to find the saved chat.
 
-        `former` is the name that the chat had before, or ""; if it has changed, the note says so.
+        `former` is the name that the chat had before, or ""; if the name has changed, the note says
+        so.
         """
         saving, kept = self._saving, False
         if not saving.id:
@@ -358,7 +378,11 @@ class SavedChat:
         )
 
     def _resumed(self, store: SessionStore) -> Session:
-        """The session saved in `store`, with its own settings and the model that is loaded now."""
+        """Open the session saved in `store`, with its saved settings and the present model.
+
+        Most settings that can't change in a chat (`FIXED`) have their present values, not the saved
+        ones.
+        """
         if store.head() is None:
             raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
@@ -370,9 +394,10 @@ class SavedChat:
         return session
 
     def _leave(self, otherwise: str) -> None:
-        """If the setting `save` is on, save this chat with keys and values; its file stays open.
+        """If the setting `save` is on, save this chat with its KV cache before another is opened.
 
-        If saving fails, raises SessionError with a message that begins with `otherwise`.
+        The chat's file stays open. If saving fails, raises SessionError with a message that begins
+        with `otherwise`.
         """
         if not self._session.profile.save:
             return
@@ -397,7 +422,11 @@ _ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
 
 
 def greet_again(session: Session, screen: Screen) -> None:
-    """Print the last turns, how many tokens are held, and reply settings not at their defaults."""
+    """Print what the user should know of a resumed chat.
+
+    This is its last turns, how many of its tokens are in the cache, and those settings of replies
+    (such as the temperature) that do not have their default values.
+    """
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)

@@ -1,4 +1,4 @@
-"""All output: replies and drawings to stdout, notes and errors to stderr.
+"""Prints all output: replies and drawings to stdout, notes and errors to stderr.
 
 Texts pass the display filter first, so that they can't control the terminal.
 """
@@ -25,7 +25,7 @@ LEAST_ROWS, LEAST_COLUMNS = 14, 50
 
 
 class Screen:
-    """The streams for output, and the theme for its colours.
+    """Prints to the streams for output, in the colours of a theme.
 
     Args:
         out: stream for replies; standard output by default.
@@ -57,12 +57,12 @@ class Screen:
 
     @property
     def has_colours(self) -> bool:
-        """Whether the theme in force uses colours."""
+        """Whether the present theme uses colours."""
         return self.theme.name != "none"
 
     @property
     def terminal(self) -> TextIO | None:
-        """The stream for replies, if it is a terminal that supports escape sequences."""
+        """The stream for replies, if it is a terminal with escape sequences; otherwise None."""
         return cast(TextIO, self._out) if self._out.isatty() and not self.is_dumb else None
 
     @property
@@ -82,12 +82,16 @@ class Screen:
 
     @property
     def written(self) -> int:
-        """Bytes written to the stream for replies."""
+        """Number of bytes that were written to the stream for replies."""
         return self._out.written
 
     @property
     def is_plain(self) -> bool:
-        """Whether replies are plain text: no terminal, a dumb or small one, or NO_COLOR is set."""
+        """Whether replies are printed as plain text, without colours and redrawing.
+
+        This is so if the output is no terminal, if the terminal supports no escape sequences, if
+        its window is small, and if NO_COLOR is set.
+        """
         return (
             not self._out.isatty()
             or self.is_dumb
@@ -102,18 +106,18 @@ class Screen:
         return size.height < LEAST_ROWS or size.width < LEAST_COLUMNS
 
     def stream(self, text: str) -> None:
-        """Print a part of a reply."""
+        """Print `text`, the next part of a reply, without control characters."""
         self._out.write(self._filter.push(text))
         self._out.flush()
 
     def line(self, text: str = "") -> None:
-        """Print `text` as the rest of a reply's line, and end the line."""
+        """Print `text` at the end of a reply's last line, and end this line."""
         self._filter = DisplayFilter()
         self._out.write(DisplayFilter().push(text) + "\n")
         self._out.flush()
 
     def json(self, event: Event) -> None:
-        """Print an event as one line of JSON; control characters are escaped."""
+        """Print an event as one line of JSON, in which control characters are escaped."""
         if event.kind:
             self._out.write(json.dumps(to_json(event)) + "\n")
             self._out.flush()
@@ -123,10 +127,10 @@ class Screen:
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Print a drawing; show it in the pager instead if it and a prompt don't fit the window.
+        """Print a drawing, or show it in the pager if the window is too small for it and a prompt.
 
-        Every command that may print much prints by this method. Only somebody who sits at a
-        terminal gets a pager; if there is none, or it can't be started, the drawing is printed.
+        Every command that may print much uses this method. If there is no pager, if it can't be
+        started, or if nobody sits at a terminal, the drawing is printed.
         """
         with self.console.capture() as captured:
             self.show(drawing)
@@ -138,7 +142,7 @@ class Screen:
 
     @property
     def _has_reader(self) -> bool:
-        """Whether somebody reads and types at a terminal that supports escape sequences."""
+        """Whether a user reads and types at a terminal that supports escape sequences."""
         return self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
 
     def clear(self) -> None:
@@ -146,24 +150,24 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print one dim line to stderr; control characters of `text` are left out."""
+        """Print `text` to stderr as one dim line, without control characters."""
         self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:
-        """Print a note that nobody asked for, such as a status line, unless `is_quiet`."""
+        """Unless `is_quiet`, print a note that nobody asked for, such as a status line."""
         if not self.is_quiet:
             self.note(text)
 
     def error(self, text: str) -> None:
-        """Print one line with an error to stderr."""
+        """Print the error message `text` to stderr, as one line."""
         self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._error_style))
 
 
 def _paged(text: str) -> bool:
-    """Show a text in the pager, which handles Ctrl-C; returns False if no pager can be started.
+    """Show a text in the pager, which handles Ctrl-C; return False if no pager can be started.
 
-    The pager is $PAGER, or `less` if this is not set. An empty $PAGER, or `cat`, means that there
-    is no pager, as in git.
+    The pager is the command in $PAGER, or `less` if this variable is not set. If $PAGER is empty or
+    `cat`, there is no pager, as in git.
     """
     pager = shlex.split(os.environ.get("PAGER", "less"))
     if not pager or pager == ["cat"]:
@@ -180,7 +184,7 @@ def _paged(text: str) -> bool:
 
 
 class _Counted:
-    """A stream that counts the bytes written to it."""
+    """Wraps an output stream, and counts in `written` the bytes that are written to it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
 """Starts a chat: the prompt is there at once, while a thread loads the model.
 
 Until the session is open, this module reads the first line, and imports nothing heavy. Then it
-hands over to `repl.py`, even in the middle of a line.
+hands over to `repl.py`, even while the user is typing a line.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ def chat(
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
-    The chat is saved if its settings say so; `store` is the file it was resumed from, if any.
-    `trusted` are the `module:Class` policies that profiles and saved chats may name.
+    The chat is saved if the setting `save` is on; `store` is the file from which it is resumed, or
+    None. `trusted` are the `module:Class` policies that profiles and saved chats may name.
 
     A new chat on a terminal shows its prompt at once. In all other cases, a progress bar is shown
-    first; a saved chat then shows its last turns. Errors in loading are raised. An error in a turn
-    is shown, and the chat goes on; if `debug`, unexpected errors are raised.
+    while the model loads; a resumed chat then prints its last turns. Errors in loading are raised.
+    An error in a turn is printed, and the chat goes on; if `debug` is true, unexpected errors are
+    raised.
     """
     with line_input(screen) as entry:
         prompt = entry.prompt
@@ -123,7 +124,7 @@ _NO_OTHER = (
 
 
 def say_toy(screen: Screen) -> None:
-    """Say in one line that the small bundled model `tiny` answers, and how to choose another.
+    """Print that the small bundled model `tiny` answers, and how to choose another model.
 
     Call this if the user has chosen no model.
     """
@@ -133,8 +134,9 @@ def say_toy(screen: Screen) -> None:
 def choose_model(screen: Screen) -> str | None:
     """Let the user choose the default model by one key: a model on this machine, or `tiny`.
 
-    The choice is remembered, and its name is returned. Returns None if there is only `tiny`, or
-    where no key can be read; a line then says so. Raises KeyboardInterrupt for Ctrl-C.
+    The chosen model is saved as the default, and its name is returned. If `tiny` is the only model,
+    or if no key can be read, prints a line that says so, and returns None. Raises KeyboardInterrupt
+    for Ctrl-C.
     """
     from sirchat.models.listing import find_models
 
@@ -173,7 +175,10 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """Completes file names at once; for a command, waits until the session is open."""
+    """Completes the user's input while the model loads.
+
+    File names are completed at once; for a command, the completer waits until the session is open.
+    """
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt
@@ -211,7 +216,8 @@ class SessionLoader:
     """Loads the model and opens a session, in a thread that ends with the program.
 
     Attributes:
-        session: a future that gives the session and the events of its start, or raises the error.
+        session: a future that gives the session and the events of its start; if loading fails, it
+            raises the error.
         step: what the thread does now, such as `Loading weights 3/30`; "" at the beginning.
     """
 
@@ -226,13 +232,16 @@ class SessionLoader:
         self._bar: Progress | None = None
 
     def begin(self) -> None:
-        """Start the thread; call this after the prompt is drawn: loading would delay it."""
+        """Start the thread that loads the model, if it is not started yet.
+
+        Call this after the prompt is drawn, because loading would delay the drawing.
+        """
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def wait(self, screen: Screen, model: str) -> tuple[Session, list[Event]]:
-        """Wait for the session, with a progress bar; returns the session and its first events.
+        """Wait for the session, and show a progress bar; return the session and its first events.
 
         Raises the error if the session can't be opened, and KeyboardInterrupt for Ctrl-C.
         """
@@ -269,9 +278,9 @@ class SessionLoader:
 def preload_torch() -> None:
     """On Linux, load torch's largest library, so that `import torch` finds it loaded.
 
-    An import holds Python's lock for some tenths of a second, in which no key is echoed; so does
-    loading by ctypes itself. A call of the C function `dlopen` does not hold the lock. Errors are
-    ignored here.
+    An import, or ctypes, would hold Python's lock (GIL) for some tenths of a second while it loads
+    the library, and the prompt could echo no key in this time. A call of the C function `dlopen`
+    does not hold the lock. Errors are ignored.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return

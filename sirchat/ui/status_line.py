@@ -1,4 +1,4 @@
-"""The line below the prompt, and the line after each turn."""
+"""Makes the text of a chat's status lines: below the prompt, and after each turn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _CELLS, _WIDE = 8, 80
 def toolbar(session: Session, width: int) -> str:
     """The line below the prompt: model, policy, held tokens and budget, decay, speed.
 
-    The speed is that of the last reply. `width`: of the window, in columns; if it is small, the bar
-    that shows the share of held tokens is left out.
+    Held tokens are those in the cache. The speed is that of the last reply. `width` is the window's
+    width in columns; if it is small, the bar that shows how full the cache is is left out.
     """
     profile = session.profile
     *_, name = session.model.name.rstrip("/").rpartition("/")
@@ -33,13 +33,13 @@ def toolbar(session: Session, width: int) -> str:
 
 
 def _gauge(share: float) -> str:
-    """A short bar that shows how full the cache is; `share` 1 is full."""
+    """A short bar that shows how full the cache is: `share` is the filled part, 1 if it is full."""
     full = round(_CELLS * min(share, 1.0))
     return "━" * full + "─" * (_CELLS - full)
 
 
 _NAMED = 4
-"""Maximum number of recalled turns that are named."""
+"""Maximum number of turns that a line about recalled tokens names."""
 
 _ENDINGS = {
     "length": "reply cut at the length limit",
@@ -85,7 +85,10 @@ def describe_round(
 
 
 def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
-    """For example "recalled 140 tokens of turns 3, 17"; at most 4 turns are named."""
+    """A text about recalled tokens, for example "recalled 140 tokens of turns 3, 17".
+
+    At most 4 turns are named: those of which most tokens were restored.
+    """
     most = sorted(sorted(turns, key=lambda one: -one.tokens)[:_NAMED], key=lambda one: one.turn)
     named = ", ".join(str(one.turn) for one in most)
     others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""

@@ -1,4 +1,4 @@
-"""Rows of styled characters, as a terminal shows them, cut to the width of the window."""
+"""Cuts text into rows as wide as the window; each character of a row has a style."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class StyledRow(NamedTuple):
     """One row of the window.
 
     Attributes:
-        cells: the characters, without spaces at the end.
-        continues: whether the terminal wraps the row above into this row; else this is a new line.
+        cells: the row's characters with their styles, without the spaces at the end.
+        continues: whether the terminal wraps the row above into this row; if false, this row begins
+            a new line.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -26,12 +27,12 @@ class StyledRow(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The characters without their styles."""
+        """The row's characters, without their styles."""
         return "".join(char for char, _ in self.cells)
 
 
 def cells_of(text: str, style: str = "") -> list[Cell]:
-    """The characters of a text without line breaks, in one style."""
+    """Split a text without line breaks into cells: pairs of a character and `style`."""
     if text.isascii():
         return [(char, style) for char in text]
     cells: list[Cell] = []
@@ -46,7 +47,7 @@ def cells_of(text: str, style: str = "") -> list[Cell]:
 def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
     """Cut a text into rows for a window of `width` columns, as it is written, not as Markdown.
 
-    If `soft`, long lines are left for the terminal to wrap; see `cut_line`.
+    If `soft` is true, the terminal wraps long lines; see `cut_line`.
     """
     lines = text.removesuffix("\n").expandtabs().split("\n")
     return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
@@ -55,9 +56,9 @@ def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[St
 def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]:
     """Cut one line into rows for a window `width` columns wide.
 
-    If `soft`, the terminal wraps the line, so that it is copied as one line. If not, or if the
-    line has characters whose width differs between terminals, the line is broken between words,
-    into rows of at most `width` - 1 columns.
+    If `soft` is true, the terminal wraps the line, so that the user can copy it as one line. If
+    `soft` is false, or if the line has characters whose width differs between terminals, the line
+    is broken between words, into rows of at most `width` - 1 columns.
     """
     cells = _ended(line)
     if cells_width(cells) < width:
@@ -77,20 +78,21 @@ def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]
 
 
 def cells_width(cells: Iterable[Cell]) -> int:
-    """Number of columns that the cells take."""
+    """Number of columns that the cells (characters with styles) take on the terminal."""
     text = "".join([char for char, _ in cells])
     return len(text) if text.isascii() else sum(map(cell_len, text))
 
 
 def has_known_widths(cells: Iterable[Cell]) -> bool:
-    """Whether every terminal gives these characters the same width."""
+    """Whether each of the characters in `cells` has the same width on all terminals."""
     return all(len(char) == 1 and not _has_no_width(char) for char, _ in cells)
 
 
 def _ended(line: Sequence[Cell]) -> list[Cell]:
-    """Remove spaces at the end; give other spaces the style before them, so that less is written.
+    """Remove the spaces at the end of a line, and give other spaces the style of the cell before.
 
-    A style that shows on a space, such as underline, is not given to spaces.
+    This makes fewer changes of style, so that less is written to the terminal. Spaces do not get a
+    style that shows on a space, such as underline.
     """
     length = len(line)
     while length and line[length - 1][0] == " ":
@@ -106,9 +108,10 @@ def _ended(line: Sequence[Cell]) -> list[Cell]:
 
 
 def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
-    """Wrap cells into rows as a terminal does.
+    """Wrap the cells of one line into rows of `width` columns, as a terminal does.
 
-    If a wide character does not fit into the last column, a line break comes before it.
+    If a character two columns wide does not fit into a row's last column, the next row begins a new
+    line.
     """
     rows: list[StyledRow] = []
     row: list[Cell] = []
@@ -138,7 +141,7 @@ def _has_no_width(char: str) -> bool:
 
 
 def take_rows(line: str, width: int) -> tuple[list[str], str]:
-    """Split a text into full rows of at most `width` cells, and the rest of the text.
+    """Split a text into its full rows of at most `width` cells, and the text after these rows.
 
     A row is broken after its last space, if it has one. All text before a line break goes into
     rows, and the line break stays at the end of its row. Nothing of the text is lost.
@@ -164,7 +167,7 @@ def _full_rows(text: str, width: int) -> tuple[list[str], str]:
 
 
 def _fitting(text: str, width: int) -> int:
-    """How many characters fit into `width` cells."""
+    """How many characters at the beginning of a text fit into `width` cells."""
     low, high = 0, min(len(text), 2 * width)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""`/set`, `/policy`, `/model` and similar: change settings, or the model, of a running chat."""
+"""Changes the settings or the model of a running chat: `/set`, `/policy`, `/model` and others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CACHE_SETTINGS = (
 
 
 class Switching:
-    """Applies the changes that a command asks for, and reports them.
+    """Changes the settings and pins of a chat, as commands ask, and prints what has changed.
 
     `trusted` are the `module:Class` policies that profiles may name.
     """
@@ -53,7 +53,8 @@ class Switching:
     def setting(self, source: str, name: str, text: str) -> None:
         """Set the setting or policy option `name` to the value in `text`.
 
-        If `text` is empty, show the current value. `source` is the command; SettingError names it.
+        If `text` is empty, print the current value instead. `source` is the command; the message of
+        a SettingError names it.
         """
         profile = self._session.profile
         self._refuse_unknown(name)
@@ -69,7 +70,10 @@ class Switching:
             self._apply(source, f"{name} is already {as_typed(value)}", **{name: value})
 
     def policy(self, name: str, options: list[str]) -> None:
-        """Switch to another policy, or change the options of the current one."""
+        """Switch to the eviction policy `name`; each of its `options` is a text `NAME=VALUE`.
+
+        If `name` is the current policy, only its options change.
+        """
         import_typed(name)
         updates: dict[str, object] = {"policy": name}
         if options:
@@ -77,10 +81,11 @@ class Switching:
         self._apply("/policy", f"policy is already {name}", **updates)
 
     def profile(self, name: str) -> None:
-        """Apply the profile `name`: settings that the profile doesn't name get the user's default.
+        """Apply the profile `name`: change the chat's settings to the profile's values.
 
-        Exceptions: settings that can't change in a chat stay, and a note says so; settings of the
-        screen that the profile doesn't name stay, too. Without a `name`, list all profiles.
+        A setting that the profile doesn't name gets the user's default; but settings of the screen
+        that the profile doesn't name stay. Settings that can't change in a chat stay, too, and a
+        note says so. If `name` is "", print the names of all profiles instead.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -100,10 +105,10 @@ class Switching:
                 )
 
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens of `target` (words, or a turn).
+        """Pin or unpin the tokens of `target` (words, or a turn); a pinned token is never evicted.
 
         The `around` tokens before them, and as many after them, are pinned or unpinned, too. Prints
-        how many tokens this has evicted and restored.
+        how many tokens this has pinned or unpinned, evicted and restored.
         """
         evicted, restored, named = 0, list[int](), 0
         ledger = self._session.limits.ledger
@@ -151,7 +156,7 @@ class Switching:
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
 
     def _refuse_unknown(self, name: str) -> None:
-        """Raise SettingError unless `name` is a setting or an option of the policy."""
+        """Raise SettingError unless `name` is a setting or an option of the current policy."""
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
@@ -159,7 +164,11 @@ class Switching:
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Change settings, and report what changed; `otherwise` is the note if nothing changed."""
+        """Change the chat's settings to the values in `updates`, and print what has changed.
+
+        If nothing has changed, print `otherwise`. `source` is the command that asks for the
+        changes.
+        """
         changed: list[str] = []
         evicted = restored = 0
         with Interrupt() as interrupted:
@@ -177,7 +186,7 @@ class Switching:
             self._report_moved(evicted, restored)
 
     def _report_moved(self, evicted: int, restored: int) -> None:
-        """Report how many tokens were evicted and restored, and how many are held now."""
+        """Print how many tokens were evicted and restored, and how many are in the cache now."""
         now = f"cache holds {self._session.resident:,}/{self._session.budget:,}"
         left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
         came = [f"{restored:,} restored"] if restored else []
@@ -194,7 +203,7 @@ class Switching:
 
 
 _FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
-"""Settings that `/model` changes to the new model's default, if they have the old model's."""
+"""Settings that `/model` changes to the new model's default, if they have the old one's default."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ class _Former:
     """The session before the last change of the model, and how the new session began.
 
     Attributes:
-        session: the former session, unchanged.
+        session: the session before the change.
         profile: the settings of the new session at its beginning.
         stamp: two counts of the new session at its beginning: its resets (`epoch`), and its
             erasures.
@@ -216,8 +225,9 @@ class _Former:
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The session with the old model stays in memory, for `/undo`, until the next message or until the
-    conversation is erased. `trusted` are the `module:Class` policies that settings may name.
+    The session with the old model stays in memory, for `/undo`, until the next message is sent or
+    the conversation is reset or erased. `trusted` are the `module:Class` policies that settings may
+    name.
     """
 
     def __init__(
@@ -227,7 +237,7 @@ class ModelSwitching:
         self._former: _Former | None = None
 
     def show(self, session: Session) -> None:
-        """Print the name of the model in use, and of the other models on this machine."""
+        """Print the name of the model in use, and the names of the other models on this machine."""
         name = session.model.name
         others = ", ".join(one for one in model_names() if one != name)
         self._screen.note(
@@ -255,8 +265,8 @@ class ModelSwitching:
     def go_back(self, session: Session) -> Session | None:
         """Return to the session from before the last change of the model; None if there is none.
 
-        Settings that were changed since then are also changed in that session. Raises SettingError
-        if one can't be changed.
+        Settings that the user has changed since the model was changed are changed in this session,
+        too. Raises SettingError if this session can't have one of these values.
         """
         if self._former is None:
             return None
@@ -280,7 +290,7 @@ class ModelSwitching:
             trim_memory()
 
     def check(self, session: Session) -> None:
-        """Call `drop_former` if `session` was reset, or if something was erased from it."""
+        """Call `drop_former` if the user has reset `session`, or erased something from it."""
         if self._former and self._former.stamp != (session.epoch, session.erasures):
             self.drop_former()
 
@@ -290,7 +300,10 @@ class ModelSwitching:
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
-        """The chat's settings, with the new model's defaults in place of the old model's."""
+        """The chat's settings, with the new model's defaults in place of the old model's.
+
+        A setting that does not have the old model's default stays.
+        """
         profile, updates = session.profile, dict[str, Any](model=name)
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)

@@ -26,7 +26,7 @@ _RANKING_WIDTH = 60
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:
-    """A table of tokens: id, surprisal, score; attention and flags if any token has them.
+    """Draw a table of tokens: id, surprisal, score; attention and flags if any token has them.
 
     If the flags don't fit into `width` cells, they go into a second table below.
     """
@@ -45,7 +45,7 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None
 
 
 def _token_table(rows: Sequence[TokenRow], theme: Theme, *, has_flags: bool) -> Table:
-    """A table of tokens, with a column of flags if `has_flags`."""
+    """Draw a table of tokens and their numbers, with a column of flags if `has_flags` is true."""
     tracked = any(row.attention is not None for row in rows)
     table = _table(theme)
     _columns(table, "position", "turn")
@@ -73,9 +73,9 @@ def _token_table(rows: Sequence[TokenRow], theme: Theme, *, has_flags: bool) -> 
 
 
 def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
-    """A table of tokens: each token's score, the factors of the score, its rank among held tokens.
+    """Draw a table of tokens: the score of each, the factors of the score, its rank in the cache.
 
-    Columns that don't fit into `width` cells go into a second table below, and so on.
+    Columns that don't fit into `width` cells go into further tables below.
     """
     factors = list(token_ranks[0].factors) if token_ranks else []
     numbers = {
@@ -107,7 +107,11 @@ def _rank_table(
     numbers: Mapping[str, Sequence[str]],
     above: Sequence[Table],
 ) -> Table:
-    """A table of tokens with the columns `numbers`; also turn and state, if no table is `above`."""
+    """Draw a table of tokens with the columns `numbers`, which are texts by title.
+
+    The table also has the turn and the state of each token, unless there already is a table
+    `above`.
+    """
     table, short = _table(theme), bool(above)
     _columns(table, "position", *["turn"] * (not short))
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -130,7 +134,10 @@ def _width(table: Table) -> int:
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
-    """A table of recalled tokens, best first. `scores`: the recall score of each position."""
+    """Draw a table of recalled tokens (restored from the archive), the best recall scores first.
+
+    `scores` has the recall score by stream position: how well the token fits the user's message.
+    """
     table = _table(theme)
     _columns(table, "position", "turn")
     table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
@@ -149,7 +156,11 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
 ) -> Table:
-    """A table of the turns with recalled tokens: their number, the shared words, the text."""
+    """Draw a table of the turns of which tokens were recalled.
+
+    Each row has the turn's index, the number of its recalled tokens, the words that the turn shares
+    with the user's message, and the recalled text, which is taken from `rows`.
+    """
     table = _table(theme)
     _columns(table, "turn", "tokens")
     table.add_column("by the words", no_wrap=True, overflow="ellipsis", min_width=12)
@@ -164,10 +175,10 @@ def draw_recalled_turns(
 def draw_ranking(
     rows: Sequence[TokenRow], scores: Mapping[int, str], name: str, theme: Theme, width: int
 ) -> RenderableType:
-    """A table of tokens in the given order: position, turn, text, surprisal, and a score or rank.
+    """Draw a table of tokens in the given order: position, turn, text, surprisal, score or rank.
 
-    `scores` has the text for the last column, by position; `name` is the title of that column.
-    If `scores` is empty, there is no such column.
+    `scores` has the text for the last column, by position; `name` is the title of that column. If
+    `scores` is empty, there is no such column.
     """
     table = _table(theme)
     table.width = min(width, _RANKING_WIDTH)
@@ -182,7 +193,7 @@ def draw_ranking(
 
 
 def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
-    """A table of all turns: their tokens, how many are held, and the mean surprisal in nats."""
+    """Draw a table of all turns: number of tokens, tokens in the cache, mean surprisal in nats."""
     table = _table(theme)
     _columns(table, "turn")
     table.add_column("role", no_wrap=True)
@@ -202,7 +213,10 @@ def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
 
 
 def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
-    """A table with a row per turn: number of evicted tokens, and as many evicted words as fit."""
+    """Draw a table with a row per turn: its number of evicted tokens, and its evicted words.
+
+    The row has as many words as fit into the table's `width` in cells.
+    """
     table = _table(theme)
     table.width = width
     _columns(table, "turn")
@@ -223,7 +237,11 @@ def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> Rend
 def draw_histogram(
     histogram: Histogram, threshold: float | None, theme: Theme, width: int
 ) -> list[Text]:
-    """Lines with a bar per bin of surprisal; thick part: held tokens; thin part: evicted tokens."""
+    """Lines that draw a histogram of surprisal, with a bar for each bin.
+
+    The thick part of a bar counts tokens in the cache, the thin part evicted tokens. A mark shows
+    the `threshold`, if it is not None: the score, in nats, from which on tokens are held.
+    """
     lines = [line_of([StyledRun(_bin("", "held", "evicted"), theme.quiet)])]
     marks = [_threshold_mark(threshold, low, high) for low, high in pairwise(EDGES)]
     counts = list(zip(histogram.held, histogram.evicted, strict=True))
@@ -248,12 +266,12 @@ def _bin(name: str, held: str, evicted: str) -> str:
 
 
 def nats(surprisal: float | None) -> str:
-    """Surprisal in nats with two decimals; `-` for None."""
+    """A surprisal in nats as text with two decimals; `-` for None."""
     return "-" if surprisal is None else f"{surprisal:.2f}"
 
 
 def score_text(score: float | None) -> str:
-    """A score with three significant digits; `-` for None."""
+    """A score as text with three significant digits; `-` for None."""
     return "-" if score is None else significant(score)
 
 
@@ -264,7 +282,7 @@ def _threshold_mark(threshold: float | None, low: float, high: float) -> str:
 
 
 def _length(cells: float) -> int:
-    """Length of a bar in whole cells; at least 1, unless `cells` is 0."""
+    """Length of a bar in whole cells: `cells` rounded, but at least 1, unless `cells` is 0."""
     return max(1, round(cells)) if cells > 0 else 0
 
 
@@ -273,11 +291,11 @@ def _table(theme: Theme) -> Table:
 
 
 def _columns(table: Table, *names: str) -> None:
-    """Add columns of numbers with these titles."""
+    """Add a column of numbers, aligned at the right, to `table` for each title in `names`."""
     for name in names:
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
 
 
 def heading(text: str, theme: Theme, width: int) -> Text:
-    """The title of a section, cut to `width` cells."""
+    """The styled title of a panel's section, cut to `width` cells."""
     return line_of([StyledRun(cut(text, width), theme.heading)])

@@ -1,8 +1,8 @@
-"""The display filter, which everything shown passes, so that no text can control the terminal.
+"""The display filter: all text to be shown passes it, so that no text can control the terminal.
 
-Dropped: C0 controls except newline and tab, DEL, C1 controls, whole escape sequences (CSI, OSC,
-DCS and similar), and bidirectional controls. A line break ends an open sequence. The filter keeps
-its state across chunks, so a sequence that is split between chunks is dropped, too.
+The filter drops C0 controls except newline and tab, DEL, C1 controls, whole escape sequences (CSI,
+OSC, DCS and similar), and bidirectional controls. A line break ends an open sequence. The filter
+keeps its state across chunks, so a sequence that is split between chunks is dropped, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DisplayFilter:
         return "".join(char for char in text if self._shows(char))
 
     def _shows(self, char: str) -> bool:
-        """Update the state for the next character; returns whether the character is shown."""
+        """Update the filter's state for the next character; return whether it is shown."""
         state = self._state
         if char == "\n":  # ends any sequence, so that an open one can't hide the text after it
             self._state = _State.TEXT
@@ -99,16 +99,16 @@ class DisplayFilter:
 
 
 def displayable(text: str) -> str:
-    """A complete text, without the characters that the display filter drops."""
+    """Return a complete text without the characters that the display filter drops."""
     return DisplayFilter().push(text)
 
 
 def shorten(text: str, length: int) -> str:
-    """The text on one line; if it has more than `length` characters, cut and ended with "…"."""
+    """Return `text` on one line, cut to `length` characters; if it is cut, it ends with "…"."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def displayable_line(text: str) -> str:
-    """Like `displayable`, but on one line; for names, errors and notices."""
+    """Return `text` on one line, without control characters; for names, errors and notices."""
     return " ".join(displayable(text).split())

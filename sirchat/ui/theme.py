@@ -57,33 +57,37 @@ class Theme:
     model: Style
 
     def token(self, row: TokenRow) -> Style:
-        """The style of a held token, chosen by its surprisal and how much of that is left."""
+        """The style of a held token, by its surprisal and the share of it left after decay."""
         if row.role == "template":
             return self.template
         surprisal = row.surprisal or 0.0
         return self.tokens[bucket(surprisal)][intensity(surprisal, row.decayed_surprisal)]
 
     def role(self, role: str) -> Style:
-        """The style of the label of a turn that was written by `role`."""
+        """The style of a turn's label; `role` is the role of the turn's speaker, such as "user"."""
         roles = {"system": self.system, "user": self.you, "assistant": self.model}
         return roles.get(role, self.quiet)
 
 
 def bucket(surprisal: float) -> int:
-    """Index of the bucket (range between two of the `LIMITS`) that has this surprisal, in nats."""
+    """Index of the bucket (range between two of the `LIMITS`) for a surprisal in nats."""
     return bisect_right(LIMITS, surprisal, hi=len(LIMITS) - 1)
 
 
 def intensity(surprisal: float, decayed: float) -> int:
-    """The intensity for the share of surprisal left after decay: 0 strong, 1 fading, 2 faint."""
+    """Index of a token's intensity, by the share of its surprisal that is left after decay.
+
+    Returns 0 (strong), 1 (fading) or 2 (faint).
+    """
     left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme "dark", "light" or "none".
+    """The theme called `name`: "dark", "light" or "none".
 
-    For "auto", the environment variable COLORFGBG decides; without it, the theme is dark.
+    For "auto", the variable COLORFGBG in `environ` decides; if it is not set, the theme is dark.
+    Raises ValueError for any other name.
     """
     if name == "auto":
         background = environ.get("COLORFGBG", "").rpartition(";")[2]

@@ -33,9 +33,10 @@ from sirchat.ui.text import displayable_line, shorten
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
     """Undo the last user turn and everything after it, and print a note.
 
-    Returns None if the turn could be taken back. If not (after a resume, or if tokens that the turn
-    evicted are no longer archived), a new session reads all earlier turns again, is saved in the
-    same file, and is returned. Raises UndoError, with nothing changed, if there is no user turn.
+    Returns None if `session` can take the turn back. If it can't (after a resume, or if tokens that
+    the turn evicted are no longer archived), a new session reads all earlier turns again, is saved
+    in the same file, and is returned. Raises UndoError, with nothing changed, if there is no user
+    turn.
     """
     point = session.undoable[-1] if session.undoable else None
     try:
@@ -54,9 +55,9 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
 def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
     """A session of this chat whose last message can be undone: `session` itself, if possible.
 
-    If not (after a resume, or after words were erased), it is a new session that has read all of
-    the chat again, and is saved in the same file. If the chat has no user message, `session` is
-    returned.
+    If not (after a resume, or after words were erased), a new session is returned, which has read
+    all of the chat again, and is saved in the same file. If the chat has no user message, `session`
+    is returned.
     """
     if session.undoable or all(turn.role != "user" for turn in session.turns):
         return session
@@ -71,9 +72,9 @@ def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
 
 
 def _held_then(session: Session, point: UndoPoint) -> str:
-    """A note, after an undo to `point`, on whether as many tokens are held as at that point.
+    """A note for an undo to `point`: whether as many tokens are in the cache as at that point.
 
-    Returns "" if the budget is the same as at that point.
+    Returns "" if the budget has not changed since that point.
     """
     if session.budget == point.budget:
         return ""
@@ -101,13 +102,13 @@ def _report(text: str, session: Session, screen: Screen, how: str = "", after: s
 
 @dataclass(frozen=True)
 class Retry:
-    """Asks for another reply to the last message.
+    """What `/retry` asks for: another reply to the user's last message.
 
     Attributes:
         settings: sampling settings for this reply alone.
         full: whether everything that fits the model's context is held for this reply.
-        recall: the retriever for this reply; "": the present one, or the best if recall is off;
-            None: the setting `recall` is not changed.
+        recall: the retriever (way of search) that recalls tokens for this reply. "": the present
+            one, or the best if recall is off. None: the setting `recall` is not changed.
     """
 
     settings: dict[str, Any]
@@ -118,7 +119,7 @@ class Retry:
 def parse_retry(rest: str) -> Retry:
     """Parse the arguments of `/retry`: `[full|recall [RETRIEVER]]` and sampling settings.
 
-    Raises UsageError for anything else.
+    Raises UsageError for other arguments.
     """
     first, *others = rest.replace("=", " ").split() or [""]
     if first in ("full", "--full"):
@@ -130,7 +131,10 @@ def parse_retry(rest: str) -> Retry:
 
 
 def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
-    """Undo the last reply, and generate another reply to the user's message, as `asked` says."""
+    """Undo the last reply, and generate another to the user's message, as `asked` says.
+
+    Yields the events of this turn. `stops` returns whether the reply must stop.
+    """
     undo_summaries(session)
     updates, note = dict[str, Any](), ""
     if asked.full:
@@ -152,9 +156,10 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
 
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """A note about a reply generated under other settings; call it while these are in force.
+    """A note about a reply that was generated under other settings than usual.
 
-    `as_usual` is the profile with the usual settings.
+    Call this while the other settings are in force. `as_usual` is the profile with the usual
+    settings.
     """
     if session.profile.recall != as_usual.recall and session.recalled_turns:
         how = describe_recalled(session.recalled_turns)
@@ -169,7 +174,7 @@ def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
 
 
 def sampling_settings(words: str) -> dict[str, Any]:
-    """Parse sampling settings, such as `--temperature 0.9 --top-p=0.8`.
+    """Parse sampling settings, such as `--temperature 0.9 --top-p=0.8`; return values by name.
 
     Raises UsageError for other settings; whether the values are allowed is not checked.
     """
@@ -193,7 +198,7 @@ def sampling_settings(words: str) -> dict[str, Any]:
 
 
 def editor() -> list[str]:
-    """The command of the user's editor, from VISUAL or EDITOR; empty if neither is set."""
+    """The words of the user's editor command, from VISUAL or EDITOR; empty if neither is set."""
     named = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     try:
         return shlex.split(named)
@@ -202,9 +207,10 @@ def editor() -> list[str]:
 
 
 def edited(command: list[str], text: str) -> str:
-    """Open a text in the editor, in a private file; returns the text that the user saved.
+    """Open `text` in the user's editor, in a private file; return the text that the user saved.
 
-    Raises UsageError if the editor can't be started or fails, or if its file is not text.
+    `command` starts the editor. Raises UsageError if the editor can't be started or fails, or if
+    its file is not text.
     """
     number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
     path = Path(name)

@@ -1,6 +1,6 @@
 """`sirchat tutorial`: a chat whose lines are suggested and explained; their effects are checked.
 
-The replies and the commands are real. An effect is described only after it was really observed.
+The replies and the commands are real. The tutorial describes an effect only if it was observed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ COMMANDS: Final = {
 
 @dataclass(frozen=True)
 class Effect:
-    """Where `word` must be, or must not be, after a step.
+    """Where `word` must be, or must not be, after a step of the tutorial.
 
-    `in_reply`: whether it must be in the model's reply; `in_memory`: in the text of held tokens.
-    True: it must be there; False: it must not be there; None: this is not checked.
+    `in_reply` is about the model's reply, `in_memory` about the text of the tokens in the cache.
+    True: the word must be there; False: it must not be there; None: this is not checked.
     """
 
     word: str
@@ -199,9 +199,9 @@ Stops = Callable[[Interrupt], Interrupted]
 
 
 def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
-    """Load the model and run all steps; returns False if an effect was not observed.
+    """Load the model and run all steps of the tutorial; return False if an effect was not observed.
 
-    `waits`: whether each step waits until the user presses Enter, which needs a terminal. Raises
+    If `waits` is true, each step waits until the user presses Enter, which needs a terminal. Raises
     KeyboardInterrupt for Ctrl-C.
     """
     if not waits:
@@ -246,7 +246,10 @@ class _Tutorial:
         self._has_own_lines = False
 
     def run(self) -> bool:
-        """Run the steps until the end or the user leaves; False if an effect was not observed."""
+        """Run the tutorial's steps until the end, or until the user leaves.
+
+        Returns False if the end is reached and an effect was not observed.
+        """
         self._explain(WELCOME)
         missing = 0
         try:
@@ -269,7 +272,7 @@ class _Tutorial:
         )
 
     def _take(self, step: TutorialStep) -> bool:
-        """Run the lines that the user types, up to the step's line; False if the user leaves."""
+        """Run the lines that the user types, up to `step.line`; return False if the user leaves."""
         while True:
             line = self._read(step.line)
             if line is None or line.text.strip().lower() == "q":
@@ -281,7 +284,7 @@ class _Tutorial:
             self._has_own_lines = True
 
     def _send(self, line: Line) -> Action | None:
-        """Run a command or a turn; returns the action that a command asks for, if any."""
+        """Run a command or a turn; return the action that a command asks for, or None."""
         try:
             if line.is_stopped:
                 raise KeyboardInterrupt
@@ -305,7 +308,7 @@ class _Tutorial:
         return self._commands.run(text)
 
     def _conclude(self, step: TutorialStep) -> bool:
-        """Explain the step's effects; if some did not happen, name these, and return False."""
+        """Explain the effects of `step`; if some did not happen, name these, and return False."""
         if step.shows_panel and self._screen.is_plain:  # replies are then shown without the panel
             snapshot = self._session.snapshot(strongest=self._screen.width)
             self._screen.show(draw_compact_panel(snapshot, self._screen.theme, self._screen.width))
@@ -318,7 +321,7 @@ class _Tutorial:
         return not wrong
 
     def _fault(self, effect: Effect) -> str:
-        """How the outcome differs from the expected effect, in words; "" if it does not differ."""
+        """Say in words how the outcome differs from `effect`; "" if it does not differ."""
         reply = next((t.text for t in reversed(self._session.turns) if t.role == "assistant"), "")
         for place, text, wanted in (
             ("reply", reply, effect.in_reply),
@@ -351,7 +354,7 @@ class _Tutorial:
 
 
 def _held_text(session: Session) -> str:
-    """The text of the tokens that are held, with a mark where tokens are missing."""
+    """The text of all tokens in the cache, with a mark wherever tokens are missing."""
     parts, before = [], -1
     for row in session.snapshot().rows:
         parts.append(row.text if row.position == before + 1 else f"⋯{row.text}")

@@ -1,4 +1,4 @@
-"""Typed input: the keyboard between two prompts, and the history of typed lines."""
+"""Handles what the user types: the keyboard between two prompts, and the history of typed lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LineInput:
 
 @contextmanager
 def line_input(screen: Screen) -> Iterator[LineInput]:
-    """Context manager: yields keyboard, history and prompt; the terminal's echo is off inside."""
+    """Context manager: yields keyboard, history and prompt; inside, the terminal echoes no keys."""
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
         history = input_history(screen.note)
@@ -51,18 +51,22 @@ def line_input(screen: Screen) -> Iterator[LineInput]:
 
 
 def prompt_output(screen: Screen) -> Output:
-    """The output for a prompt; for a terminal without escape sequences, it writes plain text."""
+    """The object by which a prompt writes to the terminal.
+
+    On a terminal without escape sequences, it writes plain text.
+    """
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
 
 
 class Typed(History):
-    """Lines typed at the prompt, in this chat and in earlier ones.
+    """The history of the lines typed at the prompt, in this chat and in earlier ones.
 
     Attributes:
         typed_now: lines typed since the program began.
-        typed_for: for each message that was sent with a file's text in it, the line as typed.
+        typed_for: for each message that was sent with a file's text in it, the line that the user
+            typed.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -75,18 +79,21 @@ class Typed(History):
         super().append_string(string)
 
     def lines(self) -> list[str]:
-        """All lines, the newest first."""
+        """All lines of the history, the newest first."""
         return list(self.load_history_strings())
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        """Erase lines for which `matches` is true; raises OSError if the file can't be written."""
+        """Erase the lines for which `matches` returns true.
+
+        Raises OSError if the history is in a file that can't be written.
+        """
         self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
         self.typed_now = {one for one in self.typed_now if not matches(one)}
         self.typed_for = {m: one for m, one in self.typed_for.items() if not matches(one)}
 
 
 class InMemory(Typed, InMemoryHistory):
-    """A history that is lost when the chat ends."""
+    """A history of typed lines that is lost when the chat ends."""
 
     def erase(self, matches: Callable[[str], bool]) -> None:
         self._storage = [one for one in self._storage if not matches(one)]
@@ -94,7 +101,10 @@ class InMemory(Typed, InMemoryHistory):
 
 
 class _Private(Typed, FileHistory):
-    """A history in a file that only the user can read; errors when a line is added are ignored."""
+    """A history of typed lines in a file that only the user can read.
+
+    If a line can't be added to the file, this is ignored.
+    """
 
     def store_string(self, string: str) -> None:
         with suppress(OSError), _alone(paths.history_file()):
@@ -106,7 +116,7 @@ class _Private(Typed, FileHistory):
         super().erase(matches)
 
     def _rewrite(self, stays: list[str]) -> None:
-        """Replace the file by one with only these lines, the newest first."""
+        """Replace the history file by one with only the lines `stays`, the newest line first."""
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
             paths.history_file().with_name("history.new").unlink(missing_ok=True)  # or a link
@@ -121,9 +131,10 @@ class _Private(Typed, FileHistory):
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Context manager: inside, no other chat changes the history file, if it can be locked.
+    """Context manager: locks the history file `path`; inside, no other chat changes it.
 
-    The file is made if it is missing; raises OSError if it can't be written.
+    If the system can't lock files, the file is used unlocked. A missing file is made. Raises
+    OSError if the file can't be written.
     """
     while True:
         with paths.open_private(path, "a") as file:
@@ -144,7 +155,10 @@ def _is_at(path: Path, opened: int) -> bool:
 
 
 def input_history(complain: Callable[[str], None]) -> Typed:
-    """The history in a file; if the file can't be written, call `complain` and use memory."""
+    """The history of typed lines, in a file.
+
+    If the file can't be written, calls `complain` with the reason, and keeps the history in memory.
+    """
     path = paths.history_file()
     try:
         paths.private_dir(path.parent)
@@ -160,7 +174,7 @@ if sys.platform != "win32":
     import termios
 
 _ESCAPE_SECONDS = 0.05
-"""If no byte follows an Esc byte for this time, it was the Esc key; arrow keys send more bytes."""
+"""If no byte follows an Esc byte within this time, the user pressed Esc; arrows send more bytes."""
 
 _DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
 
@@ -170,7 +184,7 @@ _ERASE_BELOW = "\x1b[J"
 
 
 class Keyboard:
-    """Context manager that switches the terminal's echo off; Ctrl-C stays a signal.
+    """Context manager that switches the terminal's echo off; Ctrl-C still sends a signal.
 
     Args:
         keys: the source of keys, shared with the prompt.
@@ -227,16 +241,16 @@ class Keyboard:
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
-        """Read the keys typed since the last call; returns whether the Esc key was among them.
+        """Read the keys typed since the last call; return whether the Esc key was among them.
 
-        All keys are kept for `keep_typed`.
+        All keys that were read are kept for `keep_typed`.
         """
         if sys.platform == "win32":
             return False
         return self._read_escape(self._keys.read_keys())
 
     def keep_typed(self) -> None:
-        """Pass the keys typed so far to the next prompt."""
+        """Pass the keys that were typed while no prompt was open to the next prompt."""
         if sys.platform != "win32":
             self._read_escape(self._keys.read_keys())
             self._typed += self._keys.flush_keys()
@@ -259,10 +273,11 @@ class Keyboard:
             self._out.flush()
 
     def _quiet(self) -> None:
-        """Switch off echo and line buffering; Enter gives CR, Ctrl-C and Ctrl-Z stay signals.
+        """Switch off the terminal's echo and line buffering; Ctrl-C and Ctrl-Z still send signals.
 
-        When such a signal comes, typed keys are not lost. Output that is not shown yet is not lost
-        either, such as the part of a frame that puts the cursor back.
+        Enter then gives CR. When Ctrl-C or Ctrl-Z sends a signal, typed keys are not lost. Neither
+        is output that the terminal has not shown yet, such as the part of a frame that puts the
+        cursor back.
         """
         if sys.platform != "win32" and self._before is not None:
             mode = list(self._before)
@@ -277,9 +292,10 @@ class Keyboard:
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards.
+        """Handle Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards.
 
-        The rows below the cursor are erased; if a panel stood there, the next frame draws it again.
+        The rows below the cursor are erased; if a panel stood in them, the next frame draws it
+        again.
         """
         self._restore()
         self._write_now(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
@@ -291,12 +307,15 @@ class Keyboard:
             self._write_now(_PASTE_ON)
 
     def _write_now(self, sequence: str) -> None:
-        """Write directly to the terminal: a signal may have interrupted a `write` of the stream."""
+        """Write `sequence` to the terminal directly, not by the stream.
+
+        This is for signal handlers: the signal may have interrupted a `write` of the stream.
+        """
         if self._out is not None:
             os.write(self._out.fileno(), sequence.encode())
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        """On SIGTERM or SIGHUP, raise SystemExit, so that every context manager can clean up."""
+        """Handle SIGTERM, SIGHUP: raise SystemExit, so that every context manager can clean up."""
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
             signal.signal(number, signal.SIG_IGN)
         sys.exit(128 + number)
