@@ -78,7 +78,7 @@ class OfAllHeads(Protocol):
         """The number of processes among which the attention heads are divided."""
 
     def mean(self, one: Tensor) -> Tensor:
-        """The mean of the tensors `one` that all processes pass, each its own; same shape."""
+        """Average the tensors `one` of all processes elementwise; every process gets the mean."""
 
     def joined(self, one: Tensor, dim: int) -> Tensor:
         """Join the tensors `one` of all processes along the dimension `dim`.
