@@ -116,7 +116,10 @@ class LoadedModel:
 
     @property
     def has_state(self) -> bool:
-        """Whether the model has recurrent or convolution layers; their state has read all ids."""
+        """Whether the model has recurrent or convolution layers.
+
+        The state of such a layer has read every token, also evicted ones.
+        """
         return any(states for _, states in self.kinds or [])
 
     @cached_property
