@@ -219,7 +219,7 @@ class _Exported(nn.Module):
 def _example(graph: Any) -> tuple[Any, ...]:
     """Make example arguments for `_Exported.forward`: tensors with valid shapes, without values.
 
-    They describe a cache with a few tokens.
+    The arguments describe a cache with a few tokens.
     """
     layer = graph.layers[0]
     size = layer.size

@@ -250,10 +250,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _writable_by_others(path: Path) -> Path | None:
-    """Check who could have changed a compiled program: returns its file or its folder, or None.
+    """Find out whether other users could have changed the file of a compiled program.
 
-    Returns the one that belongs to another user, or to which others may write. Returns None if only
-    this user may write to both.
+    Returns the file or its folder if it belongs to another user, or if others may write to it.
+    Returns None if only this user may write to both.
     """
     for one in (path, path.parent):
         about = one.stat()

@@ -249,7 +249,9 @@ class StepGraph(nn.Module):
         self.head = head if isinstance(head, Int8Head) else _Product([head])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> tuple[Tensor, Tensor]:
-        """Compute the float32 logits [V] after a token, and the scored layers' states [layers x d].
+        """Compute the float32 logits [V] after a token, and states [layers x d] for a scorer.
+
+        The states are the hidden states after the layers in `scored`.
 
         Args:
             x: the token's embedding, float32 [d].
@@ -336,8 +338,8 @@ class DecodeStep:
         """Read the token `token_id` after the tokens in `cache`; returns logits and hidden states.
 
         These are the float32 logits [1, V] after the token, and its hidden states [1, layers x d]
-        after the scored layers. `position` is the token's rotary position. The token's keys and
-        values are written into the cache, but `cache.commit` must be called to keep them.
+        after the layers that a scorer needs. `position` is the token's rotary position. The token's
+        keys and values are written into the cache, but `cache.commit` must be called to keep them.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
@@ -356,9 +358,9 @@ class DecodeStep:
 
         Each item of `tokens` has a token id, its rotary position and the conversation's cache.
         Returns the logits [B, V] after the tokens, and the hidden states [B, layers x d] after the
-        scored layers. The results differ from those of `read` by rounding if the weights are not
-        packed, or if `read` uses a compiled program. The weights are read from memory only once;
-        packed weights, once for every eight conversations.
+        layers that a scorer needs. The results differ from those of `read` by rounding if the
+        weights are not packed, or if `read` uses a compiled program. The weights are read from
+        memory only once; packed weights, once for every eight conversations.
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]

@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
     Attributes:
         config: the model's sizes and settings.
-        generation_config: has the ids that end a reply; the same object as `config`, unless the
+        generation_config: an object with the ids that end a reply. It is `config`, unless the
             model's files have a config for generation.
         has_own_hook: always true: the model reports its attention to observers itself.
     """
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
 
     @property
     def rotations(self) -> list[LayerRotation]:
-        """The rotary position embedding of each layer."""
+        """The rotary position embedding (RoPE) of each layer."""
         key = Rotation(self.model.rotary_emb.inv_freq.clone())
         return [LayerRotation(key)] * len(self.model.layers)
 

@@ -35,7 +35,7 @@ def only_cached(name: str) -> bool:
     """Whether to load a hub model only from the cache on this machine.
 
     This is true if the model is in the cache, and the hub can't be reached or does not know the
-    model. Raises ModelError if such a model is not in the cache.
+    model. If the model is not in the cache either, raises ModelError.
     """
     from huggingface_hub.errors import GatedRepoError
 

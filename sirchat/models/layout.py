@@ -94,8 +94,8 @@ def _evenly(
 ) -> list[list[ModelPart]] | None:
     """Distribute a model's parts over `places` in order, with few bytes in the fullest place.
 
-    Returns the parts of each place; None if the parts do not fit. The number of bytes in the
-    fullest place is the lowest possible.
+    The number of bytes in the fullest place is the lowest possible. Returns the parts of each
+    place; None if the parts do not fit.
     """
     low, high = 0, sum(one.size for one in parts)
     best = _filled(parts, places)

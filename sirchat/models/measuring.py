@@ -159,7 +159,7 @@ _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
 
 @torch.inference_mode()
 def measure_products() -> Products:
-    """Measure which way to multiply a packed matrix [1024, 1024] is the fastest; returns it.
+    """Measure the fastest way to multiply a packed matrix [1024, 1024]; returns `Products`.
 
     This takes some tens of milliseconds.
     """
@@ -187,7 +187,7 @@ def measure_products() -> Products:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
-        """The most rows, of those in `_STEPS`, that a kernel multiplies in about `seconds`."""
+        """The largest number in `_STEPS` of rows that a kernel multiplies in about `seconds`."""
         most = seconds / taken[kernel] * len(few)
         return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
 

@@ -124,7 +124,7 @@ class LoadedModel:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the model's weights; if there are several, that of the embeddings."""
+        """The device of the model's weights; of several devices, that of the embeddings."""
         return input_device(self.module)
 
     @cached_property
@@ -238,7 +238,10 @@ class LoadedModel:
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The model's anchor tokens; None if the model was not trained with anchor tokens."""
+        """The model's anchor tokens; None if the model was not trained with anchor tokens.
+
+        The model compresses a sentence or a round into one anchor token.
+        """
         return anchors_of(self.module.config)
 
     def forward(
@@ -279,8 +282,8 @@ class LoadedModel:
     def several_passes(self, count: int) -> AbstractContextManager[None]:
         """Make a context manager within which forward passes share unpacked weights.
 
-        Enter it for each of about `count` passes over one text. Packed weights are then unpacked
-        only once for all these passes.
+        Enter the context manager for each of about `count` passes over one text. Packed weights are
+        then unpacked only once for all these passes.
         """
         return SharedWeights(self.module, count)
 

@@ -95,10 +95,7 @@ def suggestion(name: str) -> str:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Raise ModelError if a folder contains no model, or something that can't be read.
-
-    This may be a device, a pipe, or a file that is too large.
-    """
+    """Raise ModelError if a folder contains no model, or a device, a pipe or a too large file."""
     for one in folder.iterdir():
         status = one.stat() if one.exists() else None
         if status is None or stat.S_ISDIR(status.st_mode):

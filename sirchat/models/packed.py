@@ -60,8 +60,8 @@ class PackedLinear(nn.Module, ABC):
         products: how the weights are multiplied; see `set_products`.
         in_features, out_features: K and N.
         bias: [N], or None.
-        joined: None, or the layer that holds the weights of this layer and of others with the same
-            input (see `fuse_projections`), in a tuple: outside a tuple, torch would count its
+        joined: None, or a tuple with the layer that holds the weights of this layer and of others
+            with the same input. See `fuse_projections`. Without the tuple, torch would count
             buffers twice.
     """
 
@@ -295,10 +295,7 @@ class Int8Head(Int8Linear):
         return y
 
     def _refined(self, y: Tensor, x: Tensor) -> Tensor:
-        """Compute the largest of the logits y [m, V] for the inputs x [..., K] again in float32.
-
-        The float32 logits are written into y.
-        """
+        """Compute the largest logits y [m, V] of inputs x [..., K] again in float32, in place."""
         top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
         for at in range(0, len(top), _AT_ONCE):
@@ -327,7 +324,7 @@ class SharedEmbedding(nn.Module):
 
     @classmethod
     def like(cls, before: Any, head: Int8Linear, dtype: torch.dtype) -> SharedEmbedding:
-        """Make token embeddings that replace the module `before`, and have the same factor."""
+        """Make token embeddings that replace the module `before`, and multiply by its factor."""
         scale = torch.tensor(getattr(before, "scalar_embed_scale", 1.0), dtype=dtype)
         return cls(head, dtype, float(scale))
 
@@ -343,10 +340,7 @@ def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round each group of 32 weights of a matrix [N, K] to 16 steps.
-
-    Returns q, scale and minimum as in `Int4Linear`.
-    """
+    """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
     scale = ((most - minimum) / 15).clamp_min(1e-12)
@@ -359,9 +353,8 @@ class _Shared(NamedTuple):
 
     Attributes:
         unpacked: the unpacked weights of each layer.
-        are_arranged: whether oneDNN has arranged the weights as products need them. If not, oneDNN
-            arranges them in each product, which takes a third of the time of a product with 60
-            rows.
+        are_arranged: whether oneDNN has arranged the weights as its products need them. If not,
+            each product does this, which takes a third of the time of a product with 60 rows.
     """
 
     unpacked: dict[PackedLinear, Tensor]

@@ -56,9 +56,9 @@ def pack_module(module: Any, bits: int) -> None:
 
 
 def has_same_input(path: str) -> bool:
-    """Whether the layer at `path` belongs to a group of layers with the same input.
+    """Whether other layers of the model have the same input as the layer at `path`.
 
-    Such layers may be joined into one.
+    Layers with the same input may be joined into one.
     """
     return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
 

@@ -41,7 +41,7 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
     """The keyword argument with which `module.forward` gets the KV cache.
 
-    It is called `cache` from transformers 5.24 on, and `past_key_values` before.
+    The argument is called `cache` from transformers 5.24 on, and `past_key_values` before.
     """
     return {_cache_name(type(module).forward): kv_cache}
 
@@ -108,7 +108,7 @@ def state_kinds(config: Any) -> list[LayerKind] | None:
 
 
 def refuse_unsupported_layers(config: Any, name: str) -> None:
-    """Raise ModelError for a model with layers that sirchat can't run, or an encoder-decoder."""
+    """Raise ModelError for an encoder-decoder model, and for layers that sirchat can't run."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     odd = sorted({str(kind) for kind in kinds} & set(_MISSING))
     if odd:

@@ -138,7 +138,10 @@ class Ranks:
                 self._is_inside = False
 
     def _met(self, method: Method, one: Any, args: Any, options: Any) -> Any:
-        """Send the waiting calls to the other ranks, then run a method together with them."""
+        """Run a method together with the other ranks; returns the method's result.
+
+        Before, the calls that wait for the next message are sent to the other ranks.
+        """
         try:
             self._send()
             return self._run(method.run, one, args, options)
@@ -198,7 +201,10 @@ class Ranks:
         return buffer.getvalue()
 
     def _send(self) -> None:
-        """Send the waiting calls, and the numbers of unused shared objects, to the other ranks."""
+        """Send the message with the waiting method calls to the other ranks.
+
+        The message also has the numbers of shared objects that rank 0 no longer uses.
+        """
         while self._released:
             self._waiting += self._pickled((self._released.pop(), "", (), {}))
         body, self._waiting = torch.frombuffer(self._waiting, dtype=torch.uint8), bytearray()
@@ -265,7 +271,10 @@ class Ranks:
         return 1
 
     def _watch(self, rank: int) -> None:
-        """On rank 0, in a thread: wait until the given rank ends; if it failed, end the program."""
+        """On rank 0, in a thread: wait until the given rank ends.
+
+        If that rank has failed, the program is ended.
+        """
         try:
             self._dist.recv(torch.zeros(1), rank, group=self._links)
         except RuntimeError:

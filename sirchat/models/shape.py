@@ -320,10 +320,7 @@ def _has_accelerator() -> bool:
 
 
 def packs_four_bits() -> bool:
-    """Whether this CPU can compute with four-bit weights.
-
-    `packed.can_pack_four_bits` tests the same with torch; this function does not import torch.
-    """
+    """Whether this CPU can compute with four-bit weights, as `packed.can_pack_four_bits` tests."""
     with suppress(OSError):
         return "avx512f" in Path("/proc/cpuinfo").read_text("ascii", "replace")
     return False

@@ -153,9 +153,9 @@ _STEPS = 254  # steps of a digit that make one step of the digit before it
 class _Digits:
     """Multiplies hidden states with eight-bit weights like `_Parts`, but in whole numbers.
 
-    This is fast on processors with VNNI. Each state is written as the sum of three eight-bit
-    digits, each multiplied by its step. The sum is exact to 2^-24 of the state's largest number.
-    The weights are not converted, so the products of few states take little time.
+    Such products are fast on processors with VNNI. Each state is written as the sum of three
+    eight-bit digits, each multiplied by its step. The sum is exact to 2^-24 of the state's largest
+    number. The weights are not converted, so the products of few states take little time.
     """
 
     precision = "highest"

@@ -1,6 +1,6 @@
-"""An entry in the table of GGUF architectures: how llama.cpp's converter writes such models.
+"""Describes one architecture of GGUF files: how llama.cpp's converter writes its models.
 
-The table is in `architectures.py`. The module does not import torch.
+`architectures.py` has the table of all architectures. The module does not import torch.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
 
 
 def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add to the config's `values` those that depend on the size of an attention head.
+    """Add the values that depend on the size of an attention head to the config's `values`.
 
     Returns False if the architecture does not support the head's size, or the part of a head that
     RoPE rotates.

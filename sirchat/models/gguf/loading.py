@@ -216,7 +216,7 @@ class _Loader:
         return module
 
     def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
-        """Whether to keep a tensor packed: a matrix of a linear layer or embeddings, in blocks."""
+        """Whether a tensor stays packed: only blocks of a linear layer or of embeddings can."""
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
@@ -270,9 +270,9 @@ class _Loader:
         """Make a packed layer without bias from a matrix in blocks.
 
         The layer has four bits if `wants_four` is true and the matrix allows it, else eight.
-        `is_alone` means that the layer is not joined with others. Its eight-bit weights are then
-        written directly into the `WeightStore`, because a copy of a large layer, such as the output
-        head, would take much memory.
+        `is_alone` means that the layer is not joined with others. The eight-bit weights of such a
+        layer are written directly into the `WeightStore`, because a copy of a large layer, such as
+        the output head, would take much memory.
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP

@@ -46,13 +46,13 @@ _PLAIN = ("gpt-2", "default", "None")
 
 
 def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Load the tokenizer of a GGUF file for which `is_supported` is true."""
+    """Load the tokenizer of a GGUF file whose model sirchat itself can read."""
     found = byte_pair_tokenizer(file.metadata)
     return hub_tokenizer(folder, name, file) if found is None else found
 
 
 def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Make the tokenizer of a GGUF file with transformers; returns an object of its classes."""
+    """Make the tokenizer of a GGUF file with transformers; returns a tokenizer of transformers."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     switch_off_bars()
