@@ -1,9 +1,9 @@
 """The attention hook: gives observers the queries, keys and attention weights of every layer.
 
-sirchat registers an attention function of its own with transformers' attention interface. A hooked
-model of transformers uses this function. It calls the model's usual attention function, then passes
-the arguments and the result to the observers. No module is patched, and the logits do not change. A
-model of `decoder.py` calls `report` itself.
+sirchat registers an attention function of its own with transformers' attention interface. This
+function calls the model's usual attention function, then passes the arguments and the result to the
+observers. A model of transformers uses this function after `install_hook`. No module is patched,
+and the logits do not change. A model of `decoder.py` calls `report` itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes the checks of `sirchat doctor` for a bug report.
 
-They show versions, machine and folders, whether the model works, and its speed.
+The checks show versions, machine and folders, whether the model works, and its speed.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def head_shape(config: Any) -> HeadShape:
 def fastest_type(shape: HeadShape) -> torch.dtype:
     """The 16-bit number type in which attention over 1,024 cached rows is faster on this processor.
 
-    The type is measured at the first call; later starts read the kept result.
+    The first call measures the type; later starts read the kept result.
     """
 
     def measured() -> str:
@@ -106,7 +106,7 @@ def choose_products(module: nn.Module, unpack: UnpackName) -> None:
 def fastest_products() -> Products:
     """The fastest way to multiply packed weights with many rows on this processor.
 
-    It is measured at the first call; later starts read the kept result.
+    The first call measures it; later starts read the kept result.
     """
     return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
 
@@ -187,7 +187,7 @@ def measure_products() -> Products:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
-        """The largest number in `_STEPS` of rows that a kernel multiplies in about `seconds`."""
+        """The largest number of rows in `_STEPS` that a kernel multiplies in about `seconds`."""
         most = seconds / taken[kernel] * len(few)
         return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
 

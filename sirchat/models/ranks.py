@@ -180,7 +180,10 @@ class Ranks:
         return one / self.count
 
     def joined(self, one: Tensor, dim: int) -> Tensor:
-        """On rank 0: join the tensors `one` of all ranks along `dim`; other ranks get their own."""
+        """On rank 0: join the tensors `one` of all ranks along the dimension `dim`.
+
+        Rank 0 gets the joined tensor; every other rank gets its own `one`.
+        """
         if not one.numel():
             return torch.cat([one] * self.count, dim)
         self._count("rows", one)
@@ -259,7 +262,8 @@ class Ranks:
     def _failed(self, error: str) -> int:
         """On ranks other than 0: report an error to rank 0; returns the exit code 1.
 
-        If rank 0 does not answer within three seconds, rank 1 writes that rank 0 has ended.
+        If rank 0 does not answer within three seconds, rank 1 writes to standard error that rank 0
+        has ended.
         """
         with suppress(RuntimeError):
             self._store.set(f"sirchat {self.rank}", error)
