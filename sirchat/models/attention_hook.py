@@ -1,9 +1,9 @@
 """The attention hook: gives observers the queries, keys and attention weights of every layer.
 
-A hooked model of transformers runs with an attention function that sirchat registers with
-transformers' attention interface under a new name. It calls the model's usual attention function,
-and passes arguments and result to the observers. No module is patched, and the logits do not
-change. A model of `decoder.py` calls `report` itself.
+sirchat registers an attention function of its own with transformers' attention interface. This
+function calls the model's usual attention function, then passes the arguments and the result to the
+observers. A model of transformers uses this function after `install_hook`. No module is patched,
+and the logits do not change. A model of `decoder.py` calls `report` itself.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ _NAME = "sirchat_hooked_"
 class AttentionCall:
     """The arguments and the result of one layer's attention in one forward pass over m tokens.
 
-    There are n keys of D numbers, the new ones included, H_q query heads and H key heads.
+    There are H_q query heads, H key heads, and n keys of D numbers in each key head. The last m of
+    these keys belong to the m tokens.
 
     Attributes:
-        layer: the layer's number, from 0, among those with keys and values.
-        queries: [1, H_q, m, D], rotated; they belong to the last m rows of the keys.
+        layer: the layer's number, counted from 0 among the layers with keys and values.
+        queries: the tokens' queries [1, H_q, m, D], rotated.
         keys: [1, H, n, D], rotated.
         mask: the model's mask, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to the
             scores; None for plain causal attention.
-        options: the other arguments, such as `scaling` and `sliding_window`.
+        options: the other arguments of the attention function, such as `scaling` and
+            `sliding_window`.
         returned: attention weights [1, H_q, m, n] that the attention function returned; None if it
             returned none.
     """
@@ -50,20 +52,21 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """Factor by which the scores are multiplied before the softmax."""
+        """The factor by which attention multiplies the scores q k^T before the softmax."""
         return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
 
     def weights(self) -> Tensor:
-        """Attention weights [H_q, m, n], float32.
+        """The layer's attention weights, float32 [H_q, m, n]: query heads, tokens, keys.
 
-        If the attention function does not return them, they are computed from queries and keys.
+        If the model's attention function returned no weights, this method computes them from the
+        queries and the keys.
         """
         if self.returned is not None and self.returned.ndim == 4:  # some return sums instead
             return self.returned[0].float()
         return attention_weights(self).flatten(0, 1)
 
     def mean_weights(self) -> Tensor:
-        """Attention weights [m, n], float32, averaged over the heads."""
+        """The layer's attention weights averaged over all heads, float32 [m, n]: tokens, keys."""
         return self.weights().mean(0)
 
 
@@ -72,27 +75,37 @@ class OfAllHeads(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of processes."""
+        """The number of processes among which the attention heads are divided."""
 
     def mean(self, one: Tensor) -> Tensor:
-        """The mean over all processes of the tensor `one` that each of them gives."""
+        """Average the tensors `one` of all processes elementwise; every process gets the mean."""
 
     def joined(self, one: Tensor, dim: int) -> Tensor:
-        """On rank 0, the tensors of all processes joined along `dim`; elsewhere `one` itself."""
+        """Join the tensors `one` of all processes along the dimension `dim`.
+
+        Process 0 gets the joined tensor; every other process gets its own `one`.
+        """
 
 
 class AttentionObserver(Protocol):
-    """Receives queries, keys and attention weights from every layer of a hooked model."""
+    """Protocol of an object that receives each layer's queries, keys and attention weights."""
 
     def observe(self, call: AttentionCall) -> None:
-        """Called once per layer and forward pass; must copy the tensors that it keeps for later."""
+        """Receive the attention of one layer in one forward pass.
+
+        An observer that needs a tensor of `call` later must copy the tensor.
+        """
 
     def combine(self, heads: OfAllHeads) -> None:
-        """Called after a pass that several processes computed: combine the records of all heads."""
+        """Combine what several processes recorded in a forward pass that they shared.
+
+        Before, this process has recorded only its own attention heads; `heads` exchanges tensors
+        among the processes.
+        """
 
 
 class QueryRecorder:
-    """Records the queries that every layer computes, in one or more forward passes."""
+    """An attention observer that records every layer's queries in one or more forward passes."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Tensor, int]]] = {}  # by layer: queries, first slot
@@ -100,12 +113,12 @@ class QueryRecorder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no layer was observed yet."""
+        """Whether this recorder has recorded no layer's queries yet."""
         return not self._parts
 
     @property
     def passes(self) -> list[int]:
-        """How often each layer was observed; layers are in the order of their numbers."""
+        """The number of recorded passes for each layer of which queries were recorded, in order."""
         return [len(self._parts[layer]) for layer in sorted(self._parts)]
 
     def observe(self, call: AttentionCall) -> None:
@@ -120,10 +133,12 @@ class QueryRecorder:
             self._shape[layer] = scale, own * heads.count
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """Each layer's queries, before rotation; the list ends before the first unobserved layer.
+        """The recorded queries of each layer, with their rotation (RoPE) undone.
+
+        The list ends before the first layer of which no queries were recorded.
 
         Args:
-            rotations: the rotation of each layer with keys and values.
+            rotations: the rotary embedding of each layer with keys and values.
         """
         out = []
         for layer, rotation in enumerate(rotations):
@@ -149,9 +164,9 @@ def observed_by(
 ) -> Iterator[None]:
     """Context manager: `observer` receives the attention of each forward pass of `module`.
 
-    It receives nothing if the model's attention function cannot be replaced. If some layers have no
-    keys and values, `numbers` gives the numbers of the other layers, as `layer_numbers` returns
-    them.
+    The observer receives nothing if the model's attention function cannot be replaced. `numbers` is
+    needed if some layers have no keys and values. It maps the number of each layer with keys and
+    values to the number that the observer gets (see `LoadedModel.layer_numbers`).
     """
     install_hook(module)
     token = _OBSERVERS.set((*_OBSERVERS.get(), (observer, numbers or {})))
@@ -162,15 +177,16 @@ def observed_by(
 
 
 def is_observed() -> bool:
-    """Whether any observer now receives the attention of forward passes."""
+    """Whether an observer now receives each layer's attention, because `observed_by` is active."""
     return bool(_OBSERVERS.get())
 
 
 def install_hook(module: Any) -> bool:
-    """Make a transformers model use the hooked attention function from now on.
+    """Make a transformers model report its attention to observers from now on.
 
-    Returns whether the model's attention function could be replaced. Without observers the hook
-    takes no time. A model that reports its attention itself is not changed.
+    Returns whether the model's attention function could be replaced by one that reports. While
+    there are no observers, reporting takes no time. A `Decoder` (sirchat's own kind of model) is
+    not changed, because it always reports its attention.
     """
     if getattr(module, "has_own_hook", False):
         return True
@@ -190,7 +206,7 @@ def install_hook(module: Any) -> bool:
 
 
 def _hooked(usual: str) -> Callable[..., Any]:
-    """A function that calls the attention function named `usual`, then reports to observers."""
+    """Make an attention function that calls the one named `usual`, then reports to observers."""
 
     def attend(
         module: Any,
@@ -210,13 +226,20 @@ def _hooked(usual: str) -> Callable[..., Any]:
 
 
 def report(call: AttentionCall) -> None:
-    """Pass a layer's attention to the observers; `call.layer` counts all layers of the model."""
+    """Pass one layer's attention to all active observers.
+
+    `call.layer` is the layer's number among all layers of the model. The observers get its number
+    among the layers with keys and values.
+    """
     for observer, numbers in _OBSERVERS.get():
         observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
 
 
 def _function(name: str, module: Any) -> Callable[..., Any]:
-    """The attention function called `name`; for `eager`, the one in the model's own source file."""
+    """Find the attention function of a transformers model by its name.
+
+    For `eager`, this is the function in the source file of the model's own class.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name in ALL_ATTENTION_FUNCTIONS:
@@ -227,11 +250,11 @@ def _function(name: str, module: Any) -> Callable[..., Any]:
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
-    """The attention weights, softmax(q k^T scale), as the model computes them.
+    """Compute one layer's attention weights, softmax(q k^T scale), as the model does.
 
-    Returns float32 [H, H_q / H, m, n]; see `AttentionCall`.
-
-    With grouped-query attention, H_q / H neighbouring query heads share one key head.
+    Returns float32 [H, H_q / H, m, n] for m tokens and n keys. With grouped-query attention, each
+    of the H key heads is shared by H_q / H neighbouring query heads; H_q is the number of query
+    heads.
     """
     _, heads, rows, dims = call.keys.shape
     count = call.queries.shape[2]
@@ -249,7 +272,11 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def _masked(logits: Tensor, call: AttentionCall) -> Tensor:
-    """The logits [H, group, m, n], set to minus infinity for the rows that the mask hides."""
+    """Apply the attention mask to the scores `logits` [H, group, m, n].
+
+    A boolean mask sets the scores of hidden keys to minus infinity; a mask of numbers is added to
+    the scores. If `call` has no mask, attention is causal, and a sliding window hides older keys.
+    """
     heads, group, count, rows = logits.shape
     if isinstance(call.mask, Tensor):
         mask = call.mask[0, :, -count:, :rows]  # [H_q or 1, m, n]

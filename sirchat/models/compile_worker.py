@@ -1,9 +1,10 @@
 """Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
 
 The process reads the graph, pickled by `compiled_step.without_weights`, from standard input, and
-writes the program to FILE. N is the process's niceness: a higher one means lower priority. The
-process ends when the one that started it ends. The exit status is 0 after success, `TEMPORARY` if
-the disk is full or memory is short, and 1 if this program can't be compiled.
+writes the compiled program to FILE. N is the process's niceness: a higher one means lower priority.
+The process ends when its parent process ends. The exit status is 0 after success, `TEMPORARY` after
+an error that may not recur (the disk was full, memory was short), and 1 if this program can't be
+compiled.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 
 UNFINISHED = "making-"
-"""With this begin the names of folders in which programs are compiled."""
+"""The prefix of the names of the temporary folders in which decode steps are compiled."""
 
 TEMPORARY = 75
-"""Exit status for an error that may not happen again at another start."""
+"""The exit status after an error that may not recur at a later start, such as a full disk."""
 
 _TEMPORARY_ERRORS = (
     *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
@@ -32,7 +33,11 @@ _TEMPORARY_ERRORS = (
 
 
 def main(path: Path, niceness: int) -> None:
-    """Compile the graph on standard input into the file `path`, which appears when complete."""
+    """Compile the graph from standard input into the file `path`, with a lowered priority.
+
+    The file appears only when it is complete. `niceness` is the number by which the priority is
+    lowered.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     give_way(niceness)
     folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent)
@@ -55,14 +60,18 @@ def main(path: Path, niceness: int) -> None:
 
 
 def is_temporary(error: Exception) -> bool:
-    """Whether an error, or a compiler's message in it, means that disk or memory is full."""
+    """Whether compiling may succeed at a later start, though it failed now with `error`.
+
+    This is true if the disk or memory was full, or if a file could not be read or written. A
+    compiler's message, which is part of `error`, may say so, too.
+    """
     if isinstance(error, OSError | MemoryError):
         return True
     return any(text in str(error) for text in _TEMPORARY_ERRORS)
 
 
 def give_way(niceness: int) -> None:
-    """Lower this process's priority by `niceness`, so that it does not slow down replies."""
+    """Lower the CPU priority of this process by `niceness`, so that a chat's replies stay fast."""
     os.nice(niceness)
     if niceness and os.path.exists("/proc/self/autogroup"):
         # Linux shares processors among sessions first, each with a priority of its own.

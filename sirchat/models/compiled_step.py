@@ -27,24 +27,24 @@ _TOLERANCE = 0.1  # products round to bfloat16, so errors grow; those of a wrong
 
 
 class DamagedProgramError(Exception):
-    """The file of a compiled program is not complete, or was changed."""
+    """The file of a compiled decode step is incomplete, or was changed."""
 
 
 class WrongProgramError(Exception):
-    """A compiled program computes other logits than the model."""
+    """A compiled decode step computes other logits than the model from which it was compiled."""
 
 
 class CompiledStep:
-    """Computes the logits after one token, like the graph from which it was compiled.
+    """A decode step that runs as a compiled program: computes the logits after one token.
 
     Args:
         path: the file of the compiled program, as `build` writes it.
-        graph: a `StepGraph`, whose weights the program uses.
-        tokens: the embeddings [4, d] of any tokens, with which the program is checked.
+        graph: the `StepGraph` that was compiled; the program uses its weights.
+        tokens: the embeddings [4, d] of any four tokens, with which the program is tested.
 
-    Raises DamagedProgramError if the file is not as `build` wrote it, and WrongProgramError if it
-    computes other logits than `graph`. Raises any other error if the program can't be loaded now on
-    this machine.
+    Raises DamagedProgramError if the file is not as `build` wrote it, and WrongProgramError if the
+    program computes other logits than `graph`. Raises any other error if the program can't be
+    loaded now on this machine.
     """
 
     def __init__(self, path: Path, graph: nn.Module, tokens: Tensor) -> None:
@@ -63,14 +63,20 @@ class CompiledStep:
         self._check(graph, tokens)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether the program can read a token: `cache` has room for it, and at least two rows."""
+        """Whether the compiled program can read the next token with the KV cache `cache`.
+
+        The cache must have at least two rows (cached tokens), and room for one more.
+        """
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `StepGraph.forward` computes; writes keys and values into `cache`."""
+        """Read one token: returns the logits and hidden states that `StepGraph.forward` returns.
+
+        The token's keys and values are written into `cache`.
+        """
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
@@ -79,12 +85,12 @@ class CompiledStep:
 
     @torch.inference_mode()
     def _check(self, graph: nn.Module, tokens: Tensor) -> None:
-        """Compare the program with `graph` after the `tokens` [4, d], which both read one by one.
+        """Compare the compiled program with `graph`; raises WrongProgramError if they differ.
 
-        Compares logits, hidden states, keys and values; raises WrongProgramError if they differ.
-
-        Real tokens are used because, for random numbers, differences in rounding would grow too
-        large in some models.
+        `graph` reads the first three embeddings of `tokens` [4, d]. Then `graph` and the program
+        each read the fourth one, and their logits, hidden states, keys and values are compared. The
+        embeddings are those of real tokens: for random numbers, differences in rounding would grow
+        too large in some models.
         """
         _, cos, sin, _, keys, values = _example(graph)
         cos.fill_(1), sin.zero_()
@@ -108,7 +114,11 @@ class CompiledStep:
 
 
 def program_name(graph: nn.Module) -> str:
-    """The file name of a graph's program; shapes, processor, torch and the code determine it."""
+    """The name of the file that contains the compiled program for a graph.
+
+    The name is a hash of all that the program depends on: the graph, the shapes of its weights, the
+    processor's instructions, torch's version and this code.
+    """
     weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
     code = [Path(inspect.getfile(one)).read_bytes() for one in (type(graph), CompiledStep)]
@@ -117,17 +127,17 @@ def program_name(graph: nn.Module) -> str:
 
 
 def without_weights(graph: nn.Module) -> bytes:
-    """Pickle the graph for `build`, with the shapes of its weights but not their values."""
+    """Pickle a graph for `build`, with the shapes of its weights but without their values."""
     tensors = [*graph.parameters(), *graph.buffers()]
     memo: dict[int, Any] = {id(one): _shape_of(one) for one in tensors}
     return pickle.dumps(copy.deepcopy(graph, memo))
 
 
 def build(pickled: bytes, path: Path) -> None:
-    """Compile the graph that `pickled` contains into the file `path`; takes about a minute.
+    """Compile the graph in `pickled` (see `without_weights`) into the file `path`.
 
-    The file is a shared library with its SHA-256 at the end. Unpickling can run code, so `pickled`
-    must come from sirchat itself.
+    This takes about a minute. The file is a shared library, followed by its SHA-256. Unpickling can
+    run code, so `pickled` must come from sirchat itself.
     """
     graph: nn.Module = pickle.loads(pickled)
     graph = _with_parameters_only(graph.to_empty(device="cpu")).requires_grad_(False)
@@ -161,10 +171,10 @@ def build(pickled: bytes, path: Path) -> None:
 
 
 def _with_parameters_only(graph: nn.Module) -> nn.Module:
-    """Turn all buffers of the graph into parameters, in place.
+    """Turn all buffers of a graph into parameters, in place; returns the graph.
 
-    While torch compiles, it copies the memory of buffers, but not that of parameters. Here the
-    weights have no values, and take no memory unless they are copied.
+    While torch compiles a graph, it copies the memory of buffers, but not that of parameters. The
+    weights of this graph have no values, and take no memory unless they are copied.
     """
     for module in graph.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -174,7 +184,7 @@ def _with_parameters_only(graph: nn.Module) -> nn.Module:
 
 
 class _Exported(nn.Module):
-    """A step that torch can export; buffers of keys and values for C tokens are arguments."""
+    """A decode step in a form that torch can export: the KV cache is passed as plain tensors."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -189,10 +199,11 @@ class _Exported(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits [V] and the scored layers' states [layers x d].
+        """Read a token: returns its logits [V], and the hidden states [layers x d] for a scorer.
 
-        The length of `held` is the number of tokens in the cache; its values are not used. Each
-        layer has buffers of keys [2, 1, H, C, D] and values [1, 1, H, C, D].
+        `keys` and `values` have a buffer for each layer, [2, 1, H, C, D] and [1, 1, H, C, D], with
+        room for C tokens. The token's key and value are written into the buffers. The length of
+        `held` is the number of tokens that are cached before; its values are not used.
         """
         count = held.shape[0]
 
@@ -206,7 +217,10 @@ class _Exported(nn.Module):
 
 
 def _example(graph: Any) -> tuple[Any, ...]:
-    """Example inputs for a step with a few rows in the cache; their values are not set."""
+    """Make example arguments for `_Exported.forward`: tensors with valid shapes, without values.
+
+    The arguments describe a cache with a few tokens.
+    """
     layer = graph.layers[0]
     size = layer.size
     heads = (layer.queries_keys_values.rows // size - layer.heads) // 2

@@ -34,14 +34,17 @@ from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
 
 Compile = Literal["auto", "on", "off"]
-"""Whether single tokens are read by a compiled step.
+"""The setting `compile`: whether single tokens are read by a compiled decode step.
 
-`auto` uses the compiled program if it exists; if not, a chat compiles it in the background. `on`
-compiles a missing program before the start; `off` uses none.
+`auto` uses the compiled program if its file exists; if not, a chat compiles it in the background.
+`on` compiles a missing program before the chat starts. `off` uses no compiled program.
 """
 
 MOST_ROWS = 4096
-"""A device map leaves room for at least this many tokens: the largest default budget."""
+"""The least number of tokens for whose KV cache a device map leaves room.
+
+It is the largest default budget.
+"""
 
 _LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abandoned
 
@@ -56,7 +59,8 @@ def load_model_of(
     """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
 
     `progress` is called with the progress of loading; `load_model` describes `for_hub`. Raises
-    ModelError if the model can't be loaded, or if `compile` is `on` and it can't be compiled.
+    ModelError if the model can't be loaded, or if `compile` is `on` and its decode step can't be
+    compiled.
     """
     model = load_model(
         profile.model,
@@ -77,11 +81,10 @@ def load_model_of(
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
-    """Make a model use its compiled decode step, if the setting `how` allows it.
+    """Make a model use its compiled decode step, if the setting `compile` allows it.
 
-    `Compile` describes the values of `how`. With `on`, a missing program is compiled first.
-
-    Raises ModelError if `how` is `on` and the step can't be compiled or loaded.
+    `how` is the value of the setting, see `Compile`. With `on`, a missing program is compiled
+    first. Raises ModelError if `how` is `on` and the decode step can't be compiled or loaded.
     """
     step = model.decode_step
     if how == "off":
@@ -112,11 +115,11 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
 
 
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
-    """Compile a model's decode step in a process of low priority, and use it when it is ready.
+    """Compile a model's decode step in a process of low priority; the model uses it when ready.
 
     Returns the thread that waits for the process. Returns None if the model has no decode step, if
-    there is no compiler, if a program exists already, or if compiling failed before. The process
-    ends when sirchat ends.
+    there is no compiler, if a compiled program exists already, or if compiling failed before. The
+    process ends when sirchat ends.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
@@ -140,7 +143,7 @@ def has_compiler() -> bool:
 
 
 def compiled_in_words(model: LoadedModel) -> str:
-    """Text for `sirchat doctor`: whether the model uses a compiled step, and if not, why not."""
+    """Text for `sirchat doctor`: whether the model uses a compiled decode step; if not, why not."""
     step = model.decode_step
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"
@@ -160,10 +163,11 @@ def _path(step: DecodeStep) -> Path:
 
 
 def _use(step: DecodeStep, path: Path) -> str:
-    """Make `step` use the program at `path`; returns what is wrong, or "" if the program runs.
+    """Make `step` use the compiled program in the file `path`, if this file exists.
 
-    A damaged or wrong program is deleted. After any other error, such as a lack of memory, the
-    program stays, because the next start may succeed.
+    Returns a message that says why the program can't be used, or "" if there is no problem. A
+    damaged or wrong program is deleted. After any other error, such as a lack of memory, the file
+    stays, because the next start may succeed.
     """
     try:
         if not path.exists():
@@ -184,7 +188,10 @@ def _use(step: DecodeStep, path: Path) -> str:
 
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile the program into the file `path`; returns what went wrong, in one line, or ""."""
+    """Compile a decode step into the file `path`; returns an error message in one line, or "".
+
+    If another process is compiling the same program, this function waits for that process.
+    """
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
@@ -204,7 +211,7 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
 
 
 def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
-    """Compile in a separate process; returns what went wrong, as `_make` does."""
+    """Compile a decode step in a new process; returns an error message in one line, or ""."""
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     process = subprocess.Popen(
         [sys.executable, *worker],
@@ -229,7 +236,10 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the files that killed processes have left, and programs of an older format."""
+    """Delete useless files from the folder of compiled programs.
+
+    These are the temporary files of processes that were killed, and programs of an older format.
+    """
     for one in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process sweeps, too
             if time.time() - one.stat().st_mtime > _LEFT_AFTER:
@@ -240,7 +250,11 @@ def _sweep(folder: Path) -> None:
 
 
 def _writable_by_others(path: Path) -> Path | None:
-    """The file or its folder, if a user other than this one and root may write it; else None."""
+    """Find out whether other users could have changed the file of a compiled program.
+
+    Returns the file or its folder if it belongs to another user, or if others may write to it.
+    Returns None if only this user may write to both.
+    """
     for one in (path, path.parent):
         about = one.stat()
         if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
@@ -253,7 +267,7 @@ def _failure(path: Path) -> Path:
 
 
 def _fail(path: Path, error: object) -> None:
-    """Delete the program, and save why it failed, so that later starts don't compile it again."""
+    """Delete a compiled program and save the error, so that no later start compiles it again."""
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
         write_private(_failure(path), _in_a_line(error), replaces=True)

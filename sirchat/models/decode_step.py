@@ -1,9 +1,10 @@
 """A decode step (a forward pass for one token) of a Llama-like model, in few, small operations.
 
 transformers runs about fifty operations and a dozen module calls per layer, for any input shape. A
-single token needs no mask, no expanded heads and no batch, so this module uses the same weights
-with half of the operations. Sums and norms are float32 throughout, so a model in bfloat16 is
-rounded less often than by transformers; in float32 the logits differ only by rounding.
+single token needs no mask, no expanded heads and no batch. So this module uses the model's own
+weights with half of the operations. Sums and norms are float32 throughout: a model in bfloat16 is
+rounded less often than by transformers, and for a model in float32 the logits differ only by
+rounding.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from sirchat.models.packed import Int8Head, PackedLinear
 from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers consist of norm, rotated attention, norm, gated feed-forward network."""
+"""Types of models whose layers are: norm, attention with RoPE, norm, gated feed-forward network."""
 
 _FEW = 8  # most rows that the kernels of packed weights multiply at a time
 
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Adds a layer's new key and value [1, H, 1, D] to the n cached ones; returns all [1, H, n + 1, D].
+"""A function that adds one token's key and value to those that one layer has cached.
 
-The arguments are the layer's number, the key and the value.
+The arguments are the layer's number, the key and the value, [1, H, 1, D] each. The function returns
+all n + 1 keys and values of the layer, [1, H, n + 1, D] each.
 """
 
 
 class _Norm(nn.Module):
-    """RMSNorm of a vector [d], in float32."""
+    """RMSNorm of one vector [d], computed in float32."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class _Norm(nn.Module):
         return (x * self.weight).mul_(1 / sqrt(mean + self.epsilon))
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """The norm of each vector in x [B, d], exactly as if each were computed alone."""
+        """Normalize each vector in x [B, d], with exactly the result that each has alone."""
         return torch.stack([self(row) for row in x])
 
     def extra_repr(self) -> str:
@@ -59,9 +61,10 @@ class _Norm(nn.Module):
 
 
 class _Product(nn.Module):
-    """Multiplies the weights of several layers with the same vector, and joins the products.
+    """Multiplies one vector with the weights of several layers, and joins the products.
 
-    `forward` takes a vector [K] of any type and returns a float32 vector [N].
+    `forward` takes a vector [K] of any number type. It returns a float32 vector [N], where N is the
+    number of outputs of all these layers.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -86,7 +89,7 @@ class _Product(nn.Module):
         return wide if self.bias is None else wide.add_(self.bias)
 
     def of_rows(self, h: Tensor) -> Tensor:
-        """The float32 products [B, N] with each vector in h [B, K]."""
+        """Multiply each vector in h [B, K] with the weights; returns float32 [B, N]."""
         rows = h.to(self.dtype)
         y = torch.cat([_of_rows(part, rows) for part in self.parts], 1).float()
         return y if self.bias is None else y.add_(self.bias)
@@ -96,14 +99,14 @@ class _Product(nn.Module):
 
 
 def _of_row(layer: Any, row: Tensor) -> Tensor:
-    """The product [1, N] of a layer's weights [N, K] and a row [1, K] of the same type."""
+    """Multiply a row [1, K] with a layer's weights [N, K] of the same type; returns [1, N]."""
     if isinstance(layer, PackedLinear):
         return layer.of_row(row)
     return torch.mv(layer.weight, row[0])[None]  # half the time of `linear` in bfloat16
 
 
 def _of_rows(layer: Any, rows: Tensor) -> Tensor:
-    """The products [B, N] of a layer's weights [N, K] and several rows [B, K] of the same type."""
+    """Multiply rows [B, K] with a layer's weights [N, K] of the same type; returns [B, N]."""
     if not isinstance(layer, PackedLinear):
         return F.linear(rows, layer.weight)
     few = torch.split(rows, _FEW)  # unpacking the weights would take more memory, and as much time
@@ -111,7 +114,7 @@ def _of_rows(layer: Any, rows: Tensor) -> Tensor:
 
 
 class _Layer(nn.Module):
-    """One layer of the model, computed for a single token."""
+    """One layer of a Llama-like model, computed for a single token."""
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -134,14 +137,21 @@ class _Layer(nn.Module):
         self.shared = self.heads // keys if dtype.itemsize == 2 else 1
 
     def forward(self, at: int, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """Compute the hidden state [d] after layer number `at` from the state `x` before it."""
+        """Compute the token's hidden state [d] after this layer from the state `x` before it.
+
+        `at` is the layer's number; `update` adds the token's key and value to the cache.
+        """
         x = x + self._attended(at, self.attention_norm(x), cos, sin, update)
         gate, up = self.gate_up(self.network_norm(x)).chunk(2)
         added: Tensor = self.down(F.silu(gate).mul_(up))
         return x + added
 
     def _attended(self, at: int, h: Tensor, cos: Tensor, sin: Tensor, update: Update) -> Tensor:
-        """Compute what attention adds to the state [d]; `h` [d] is the normalized state."""
+        """Compute the output [d] of this layer's attention, which is added to the hidden state.
+
+        `h` [d] is the normalized hidden state. `update` adds the token's key and value to the
+        cache.
+        """
         size, count = self.size, self.heads
         rows = self.queries_keys_values(h).view(-1, size)  # [H_q + 2 H, D]
         heads = (len(rows) - count) // 2  # key heads H
@@ -168,11 +178,11 @@ class _Layer(nn.Module):
     def of_rows(
         self, at: int, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> Tensor:
-        """Compute `forward` for B conversations at once: the states [B, d] after the layer.
+        """Compute this layer for one token in each of B conversations; returns the states [B, d].
 
-        x [B, d] are the states before the layer. Each conversation has its own `update`, and
-        attention reads one cache after the other. Everything else is computed for all conversations
-        together.
+        x [B, d] are the tokens' hidden states before the layer. Each conversation has its own
+        `update`, and attention reads the conversations' caches one after the other. Everything else
+        is computed for all conversations together.
         """
         size, count = self.size, self.heads
         products = self.queries_keys_values.of_rows(self.attention_norm.of_rows(x))
@@ -209,11 +219,12 @@ class _Layer(nn.Module):
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """The output of one token's attention to keys and values [H, n, D], computed in float32.
+    """Compute one token's attention to the keys and values [H, n, D]; returns float32 [H, G, D].
 
-    The queries are [H, G, D]: G of them share a key head. When compiled, these sums need only the
-    vector instructions that every processor has. On a processor without AMX, they take a third of
-    the time of torch's kernel for bfloat16, and a seventh of the time of its kernel for float16.
+    The queries are [H, G, D]: G query heads share each of the H key heads. When this code is
+    compiled, it needs only the vector instructions that every processor has. On a processor without
+    AMX, it takes a third of the time of torch's attention in bfloat16, and a seventh of that in
+    float16.
     """
     # `as_strided` makes the compiler compute the queries once, and not anew for each of the n keys.
     once = (queries * scale).as_strided(queries.shape, queries.stride())
@@ -222,10 +233,11 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
 
 
 class StepGraph(nn.Module):
-    """Computes the logits after one token from its embedding: layers, norm and output head.
+    """The whole decode step as one module: computes logits from the embedding of one token.
 
-    The graph uses the model's own weights, and `torch.export` can export it. It also returns the
-    hidden states after the layers whose numbers, counted from 1, are in `scored`.
+    The graph has layers, norm and output head, and uses the model's own weights. `torch.export` can
+    export it. It also returns the hidden states after the layers whose numbers, counted from 1, are
+    in `scored`; a scorer needs these states.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
@@ -237,12 +249,15 @@ class StepGraph(nn.Module):
         self.head = head if isinstance(head, Int8Head) else _Product([head])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, update: Update) -> tuple[Tensor, Tensor]:
-        """Compute the float32 logits [V] after a token, and the scored layers' states [layers x d].
+        """Compute the float32 logits [V] after a token, and states [layers x d] for a scorer.
+
+        The states are the hidden states after the layers in `scored`.
 
         Args:
             x: the token's embedding, float32 [d].
-            cos, sin: cosine and sine of its rotary position, [1, D]; the sine is from `signed`.
-            update: adds keys and values to the cache, see `Update`.
+            cos, sin: cosines and sines of the token's rotary position, [1, D] each; `signed` has
+                made the sines.
+            update: adds the token's keys and values to the cache, see `Update`.
         """
         states = [x[:0]]
         for at, layer in enumerate(self.layers):
@@ -256,9 +271,10 @@ class StepGraph(nn.Module):
     def of_rows(
         self, x: Tensor, cos: Tensor, sin: Tensor, updates: Sequence[Update]
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits [B, V] and states [B, layers x d] after one token per conversation.
+        """Compute logits [B, V] and hidden states [B, layers x d] after a token per conversation.
 
-        The arguments are those of `forward`, for B conversations: x [B, d]; cos and sin [B, 1, D].
+        The arguments are those of `forward`, for B conversations: x [B, d], cos and sin [B, 1, D],
+        and an `Update` for each conversation.
         """
         states = [x[:, :0]]
         for at, layer in enumerate(self.layers):
@@ -277,16 +293,16 @@ class StepGraph(nn.Module):
 
 
 class DecodeStep:
-    """Computes the forward pass for one token with the weights of a transformers model on a CPU.
+    """Reads single tokens with the weights of a Llama-like model on a CPU, faster than the model.
 
     Args:
         module: the model, for which `supports` must be true.
-        dtype: type of the cache's keys and values.
+        dtype: number type of the keys and values in the cache.
         scored: numbers, counted from 1, of the layers whose hidden states are returned.
 
     Attributes:
         graph: the computation of the step.
-        compiled: the same computation, compiled; None until it is compiled.
+        compiled: the same computation as a compiled program; None while there is no such program.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:
@@ -296,14 +312,17 @@ class DecodeStep:
         self.compiled: CompiledStep | None = None
 
     def use(self, program: Path) -> None:
-        """Use a compiled program from now on; raises the errors that `CompiledStep` raises."""
+        """Read tokens with the compiled program in the file `program` from now on.
+
+        Raises the errors that `CompiledStep` raises.
+        """
         with torch.inference_mode():
             tokens = self._embeddings(torch.arange(1, 5)).float()
         self.compiled = CompiledStep(program, self.graph, tokens)
 
     @staticmethod
     def supports(module: Any) -> bool:
-        """Whether the model is on a CPU and has only layers that this class can compute."""
+        """Whether a model is on a CPU and has only layers that `DecodeStep` can compute."""
         config = module.config
         return (
             config.model_type in _KINDS
@@ -316,11 +335,11 @@ class DecodeStep:
 
     @torch.inference_mode()
     def read(self, token_id: int, position: int, cache: BoundedCache) -> tuple[Tensor, Tensor]:
-        """Read `token_id` after the cache's rows; returns the float32 logits [1, V] after it.
+        """Read the token `token_id` after the tokens in `cache`; returns logits and hidden states.
 
-        Also returns the hidden states [1, layers x d] after the scored layers. The token's keys and
-        values are written, but `cache.commit` must be called to keep them. `position` is the rotary
-        position.
+        These are the float32 logits [1, V] after the token, and its hidden states [1, layers x d]
+        after the layers that a scorer needs. `position` is the token's rotary position. The token's
+        keys and values are written into the cache, but `cache.commit` must be called to keep them.
         """
         x = self._embeddings(torch.tensor([token_id]))  # [1, d]
         cos, sin = self._rotary(x, torch.tensor([[position]]))  # [1, 1, D]
@@ -335,11 +354,13 @@ class DecodeStep:
     def read_together(
         self, tokens: Sequence[tuple[int, int, BoundedCache]]
     ) -> tuple[Tensor, Tensor]:
-        """Read one token in each of B conversations: the id, its position, and the cache.
+        """Read one token in each of B conversations; returns logits and hidden states for each.
 
-        Returns what `read` returns for each: logits [B, V] and states [B, layers x d]. These differ
-        from those of `read` by rounding if weights are not packed, or if the step is compiled. The
-        weights are read only once; packed weights, once for every eight conversations.
+        Each item of `tokens` has a token id, its rotary position and the conversation's cache.
+        Returns the logits [B, V] after the tokens, and the hidden states [B, layers x d] after the
+        layers that a scorer needs. The results differ from those of `read` by rounding if the
+        weights are not packed, or if `read` uses a compiled program. The weights are read from
+        memory only once; packed weights, once for every eight conversations.
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]

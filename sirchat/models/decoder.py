@@ -1,10 +1,11 @@
 """A Llama-shaped model on a CPU, without transformers: reads a chunk of ids into a cache.
 
-Its parts have the same names as in transformers, so it is loaded, packed, scored and compiled like
-a model of transformers. A single token is read faster by `decode_step.py`.
+The model's parts have the same names as in transformers, so the model is loaded, packed, scored and
+compiled like a model of transformers. `decode_step.py` reads a single token faster.
 
 Products and norms are computed in the type of the weights, attention in the type of the cache. With
-packed weights, attention takes half the time in bfloat16, and is as precise as the products.
+packed weights, attention over a bfloat16 cache takes half the time of one over float32, and is as
+precise as the products.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sirchat.models.decoder_config import ConfigValues, DecoderConfig
 
 
 class Logits(NamedTuple):
-    """The result of a forward pass: logits [1, m, V]."""
+    """The result of a model's forward pass over m ids: logits [1, m, V]."""
 
     logits: Tensor
 
@@ -32,12 +33,12 @@ class Logits(NamedTuple):
 class Decoder(nn.Module):
     """A causal language model with layers like Llama's; it is made without weights.
 
-    The weights are put in later.
+    A loader sets the weights later.
 
     Attributes:
         config: the model's sizes and settings.
-        generation_config: has the ids that end a reply; the same object as `config`, unless the
-            model's files have another one.
+        generation_config: an object with the ids that end a reply. It is `config`, unless the
+            model's files have a config for generation.
         has_own_hook: always true: the model reports its attention to observers itself.
     """
 
@@ -52,38 +53,38 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """The device of the model's weights."""
         return self.model.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the weights that are not packed."""
+        """The number type of those model weights that are not packed in four or eight bits."""
         return self.model.norm.weight.dtype
 
     @property
     def rotations(self) -> list[LayerRotation]:
-        """The rotary position embedding of each layer."""
+        """The rotary position embedding (RoPE) of each layer."""
         key = Rotation(self.model.rotary_emb.inv_freq.clone())
         return [LayerRotation(key)] * len(self.model.layers)
 
     def get_input_embeddings(self) -> Any:
-        """The module that gives the embeddings of ids."""
+        """The module that returns the embeddings of token ids."""
         return self.model.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """Replace the embeddings."""
+        """Replace the module that returns the embeddings of token ids."""
         self.model.embed_tokens = embeddings
 
     def get_output_embeddings(self) -> Any:
-        """The output head."""
+        """The model's output head, which computes logits from hidden states."""
         return self.lm_head
 
     def set_output_embeddings(self, head: nn.Module) -> None:
-        """Replace the output head."""
+        """Replace the model's output head, which computes logits from hidden states."""
         self.lm_head = head
 
     def tie_weights(self) -> None:
-        """Use the embeddings' weights in the output head, too, if the config says so."""
+        """Use the weights of the embeddings in the output head, too, if the config says so."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -95,23 +96,23 @@ class Decoder(nn.Module):
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> Logits:
-        """Read ids [1, m] after the n rows of the cache; returns the logits after each.
+        """Read ids [1, m] after the n rows of the cache; returns the logits after each id.
 
         Args:
-            input_ids: the ids.
-            attention_mask: added to the scores of attention [1, 1, m, n + m]; None for causal
-                attention.
+            input_ids: the m ids.
+            attention_mask: [1, 1, m, n + m], numbers that are added to the scores of attention;
+                None for causal attention.
             position_ids: [1, m], rotary positions; None for n, n + 1, ...
             use_cache: must be true; the argument exists because models of transformers have it.
-            cache: the new rows are written into it, and its `commit` makes them held rows; None for
-                no cache.
+            cache: the KV cache. The keys and values of the ids are written into it, and its
+                `commit` must be called to keep them. None for no cache.
         """
         (hidden,) = self.model(input_ids, attention_mask, position_ids, use_cache, cache)
         return Logits(self.lm_head(hidden))
 
 
 class DecoderBody(nn.Module):
-    """The model without its output head; its arguments are those of `Decoder.forward`."""
+    """A `Decoder` without its output head: embeddings, layers and the last norm."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -132,7 +133,11 @@ class DecoderBody(nn.Module):
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> tuple[Tensor]:
-        """The hidden states [1, m, d] after the last layer, as the only item of a tuple."""
+        """Compute the normalized hidden states [1, m, d] after the last layer.
+
+        The states are returned as the only item of a tuple. The arguments are those of
+        `Decoder.forward`.
+        """
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
         x = self.embed_tokens(input_ids)
         if position_ids is None:
@@ -150,9 +155,14 @@ class DecoderBody(nn.Module):
 
 
 class _Reading(NamedTuple):
-    """Values that all layers share in one forward pass.
+    """What all layers share in one forward pass over m ids.
 
-    These are the rotation [1, m, D], the number type of attention, the mask and the cache.
+    Attributes:
+        cos, sin: cosines and sines of the rotary positions, [1, m, D] each; `signed` has made the
+            sines.
+        kind: the number type of attention.
+        mask: numbers that are added to the scores of attention; None for causal attention.
+        cache: the KV cache; None for no cache.
     """
 
     cos: Tensor
@@ -172,7 +182,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(size, config.rms_norm_eps, dtype)
 
     def forward(self, x: Tensor, reading: _Reading) -> Tensor:
-        """The hidden states [1, m, d] after this layer; `x` are those before it."""
+        """Compute the hidden states [1, m, d] after this layer from the states `x` before it."""
         x = x + self.self_attn(self.input_layernorm(x), reading)
         added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added
@@ -198,7 +208,10 @@ class _Attention(nn.Module):
         self._has_norms = config.model_type == "qwen3"
 
     def forward(self, h: Tensor, reading: _Reading) -> Tensor:
-        """What attention adds to the states, [1, m, d]; `h` [1, m, d] are the normalized states."""
+        """Compute the attention's output [1, m, d], which is added to the hidden states.
+
+        `h` [1, m, d] are the normalized hidden states.
+        """
         queries, keys, values = (
             one.view(1, h.shape[1], -1, self.head_dim)
             for one in _products((self.q_proj, self.k_proj, self.v_proj), h)
@@ -228,20 +241,20 @@ class _Attention(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer without initial weights; the weights are put in later.
+    """A linear layer that is made without weights; a loader sets them later.
 
-    torch would import a thousand files to initialize the weights with random numbers.
+    torch would import a thousand files to fill the new weights with random numbers.
     """
 
     def reset_parameters(self) -> None:
-        """Do nothing, so that no random weights are made."""
+        """Do nothing; torch's own method would fill the layer's weights with random numbers."""
 
 
 class Embedding(nn.Embedding):
-    """Embeddings without initial weights, like `Linear`."""
+    """An embedding layer that is made without weights, like `Linear`; a loader sets them later."""
 
     def reset_parameters(self) -> None:
-        """Do nothing, so that no random weights are made."""
+        """Do nothing; torch's own method would fill the embeddings with random numbers."""
 
 
 class _Network(nn.Module):
@@ -258,7 +271,7 @@ class _Network(nn.Module):
 
 
 class _Norm(nn.Module):
-    """RMSNorm of the last dimension, in float32."""
+    """RMSNorm over the last dimension of a tensor, computed in float32."""
 
     def __init__(self, size: int, epsilon: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -271,7 +284,7 @@ class _Norm(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """The cosines and sines of rotary positions."""
+    """Computes the cosines and sines of rotary positions (RoPE)."""
 
     inv_freq: Tensor
 
@@ -280,16 +293,16 @@ class _Rotary(nn.Module):
         self.register_buffer("inv_freq", _frequencies(config), persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [1, m, D] of the positions [1, m], in the type of `x`."""
+        """Compute cosines and sines of m rotary positions, [1, m, D] each, in the type of `x`."""
         angles = position_ids[..., None].float() * self.inv_freq  # [1, m, D / 2]
         both = torch.cat((angles, angles), -1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
 
 def _frequencies(config: DecoderConfig) -> Tensor:
-    """The angular frequencies [D / 2] of the rotation.
+    """The angular frequencies [D / 2] of the rotary embedding (RoPE) that a config describes.
 
-    If the config has the rotation of Llama 3.1, low frequencies are reduced.
+    If this is the RoPE of Llama 3.1, its low frequencies are reduced.
     """
     given, size = config.rope_parameters, config.head_dim
     plain: Tensor = 1.0 / (given["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
@@ -308,13 +321,16 @@ def _frequencies(config: DecoderConfig) -> Tensor:
 
 
 def signed(sin: Tensor) -> Tensor:
-    """Sines [..., D] with the first half negated, to multiply a head whose halves are swapped."""
+    """Negate the first half of the last dimension of RoPE's sines [..., D].
+
+    To rotate a head, these sines are multiplied with the head after its two halves are swapped.
+    """
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 def _rotated(x: Tensor, reading: _Reading) -> Tensor:
-    """Rotate queries or keys [1, m, H, D]; returns [1, H, m, D], as attention needs them."""
+    """Apply RoPE to queries or keys [1, m, H, D]; returns [1, H, m, D] in attention's type."""
     cos, sin = reading.cos[:, :, None], reading.sin[:, :, None]
     turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
     return turned.to(reading.kind).transpose(1, 2)
@@ -325,7 +341,10 @@ def _matrix(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:
 
 
 def _products(layers: tuple[Any, ...], h: Tensor) -> list[Tensor]:
-    """The outputs of layers with the same input `h`; joined weights need only one product."""
+    """Apply several layers to the same input `h`; returns the output of each layer.
+
+    If the layers' weights are joined into one matrix, one product computes all outputs.
+    """
     joined = getattr(layers[0], "joined", None)
     if joined is None:
         return [layer(h) for layer in layers]

@@ -25,7 +25,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "qwen2": _SHARED | _QWEN,
     "qwen3": _SHARED | _QWEN | {"attention_bias": False},
 }
-"""By model type, the values that are not in its GGUF files, as in transformers."""
+"""For each model type: the config values that its GGUF files lack, as transformers sets them."""
 
 _NEEDED = (
     "vocab_size",
@@ -46,11 +46,11 @@ _ROTATION = {
     *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
     "original_max_position_embeddings",
 }
-"""The settings of a rotation that `decoder.py` can apply."""
+"""The names of the RoPE settings that `decoder.py` can apply."""
 
 
 class ConfigValues:
-    """The values of a config file as attributes, as transformers' configs have them."""
+    """The values of a config file as attributes of an object, as in transformers' configs."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -62,19 +62,19 @@ class ConfigValues:
             raise AttributeError(name) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, by name."""
+        """All config values, by name."""
         return dict(self._values)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The values that differ from the defaults that transformers has for all models."""
+        """All config values, by name; transformers' method of this name leaves out defaults."""
         return dict(self._values)
 
 
 class DecoderConfig(ConfigValues):
-    """The config of a model that `decoder.py` can compute; its values are attributes.
+    """The config of a model that `decoder.py` can compute; the values are attributes.
 
     Args:
-        values: named as in transformers' config; `can_read` must be true for them.
+        values: config values, named as in transformers; `can_read` must be true for them.
     """
 
     head_dim: int
@@ -90,7 +90,10 @@ class DecoderConfig(ConfigValues):
 
     @staticmethod
     def can_read(values: Mapping[str, Any]) -> bool:
-        """Whether `decoder.py` can compute the model with these values of a GGUF file's config."""
+        """Whether `decoder.py` can compute a model whose type and sizes are those in `values`.
+
+        `values` are config values, named as in transformers.
+        """
         sizes = [values.get(one) for one in _NEEDED]
         are_sizes = all(isinstance(one, int | float) and one > 0 for one in sizes)
         if values.get("model_type") not in _USUAL or not are_sizes:
@@ -101,7 +104,10 @@ class DecoderConfig(ConfigValues):
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
-        """The config in a folder's `config.json`; None if `decoder.py` can't compute its model."""
+        """Make the config from the `values` in a model folder's `config.json`.
+
+        Returns None if `decoder.py` can't compute the model.
+        """
         own: dict[str, Any] = {"pad_token_id": None, "rope_parameters": None, **values}
         scaled, theta = own.pop("rope_scaling", None), own.pop("rope_theta", None)
         rotation = own["rope_parameters"] = {**(own["rope_parameters"] or scaled or {})}
@@ -133,5 +139,9 @@ class DecoderConfig(ConfigValues):
         return config
 
     def get_text_config(self, decoder: bool = True) -> Self:
-        """Return this config itself, because the model has no other parts than that for text."""
+        """Return this config itself, because the model has only a part for text.
+
+        transformers' configs have this method, too; they may describe other parts, such as one for
+        images.
+        """
         return self

@@ -1,7 +1,7 @@
-"""The devices that a model computes on, and how much of their memory it takes.
+"""The devices that a model computes on, and how much of their memory the model takes.
 
-A model may be spread over several devices, see `placement.py`: then each layer's keys and values
-are where the layer is computed.
+A model may be spread over several devices, see `placement.py`. In that case, each layer's keys and
+values are on the device that computes the layer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Where = torch.device | str
-"""A device, or the text `disk`; the CPU is the text `cpu`, as accelerate needs it."""
+"""A place for a part of a model: a device, or the text `disk`; the CPU is the text `cpu`."""
 
 Placement = dict[str, Where]
-"""The device of each module whose weights stay together: of layers, and modules outside of them."""
+"""The device of each layer, and of each module outside the layers, by the module's name."""
 
 CPU = "cpu"
 
@@ -40,7 +40,10 @@ def accelerators() -> list[torch.device]:
 
 
 def pick_device(name: DeviceName) -> torch.device:
-    """The device `name`, or for `auto` the best one; raises ModelError if it is not available."""
+    """The torch device for the setting `device`; for `auto`, a GPU if there is one, else the CPU.
+
+    Raises ModelError if the device `name` is not available.
+    """
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -55,7 +58,10 @@ def pick_device(name: DeviceName) -> torch.device:
 
 
 def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The number type `name`; for `auto`, float32 on a CPU and bfloat16 elsewhere."""
+    """The torch number type for the setting `dtype`.
+
+    For `auto`, this is float32 on a CPU and bfloat16 on a GPU.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
@@ -63,12 +69,12 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 
 def is_within(name: str, outer: str) -> bool:
-    """Whether the module `name` is `outer`, or a part of it."""
+    """Whether the module at the path `name` is the module at the path `outer`, or a part of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that are free on a GPU."""
+    """Bytes of free memory on a GPU."""
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory())
     free: int = torch.get_device_module(device).mem_get_info(device)[0]
@@ -82,23 +88,26 @@ def is_spread(module: Any) -> bool:
 
 
 def input_device(module: Any) -> torch.device:
-    """The device to which ids are sent: that of the embeddings; the CPU if these are on disk."""
+    """The device to which a model's input ids are sent.
+
+    This is the device of the embeddings, or the CPU if the embeddings are on disk.
+    """
     device: torch.device = module.device
     return torch.device(CPU) if device.type == "meta" else device
 
 
 def own_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """All parameters with their names, in order, each only once.
+    """Yield the name and the tensor of each parameter of a model, in order, each only once.
 
-    A tied parameter, such as an output head with the weights of the embeddings, is left out: for
-    weights on disk, accelerate lists it as a second one.
+    A tied parameter, such as an output head with the weights of the embeddings, is left out,
+    because accelerate lists it a second time if the weights are on disk.
     """
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     return (pair for pair in module.named_parameters() if pair[0] not in tied)
 
 
 def stored_weights_of(module: Any) -> Iterator[Tensor]:
-    """Yield all parameters, in order; those that lie on disk are read into memory."""
+    """Yield all parameters of a model, in order; parameters on disk are read into memory."""
     for name, one in own_parameters(module):
         if not one.is_meta:
             yield one
@@ -110,7 +119,7 @@ def stored_weights_of(module: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes of weights, KV cache and archive that lie on one device, or on disk."""
+    """The bytes that a model's weights, KV cache and archive take on one device, or on disk."""
 
     device: str
     weights: int
@@ -121,7 +130,7 @@ class DeviceMemory:
 def memory_by_device(
     module: Any, cache: BoundedCache, archive: Archive | None = None
 ) -> list[DeviceMemory]:
-    """The memory that a model, its cache and its archive take on each device, in layer order."""
+    """The memory that a model, its KV cache and its archive take on each device."""
     weights, archived = _weights_by_device(module), Counter[str]()
     rows = Counter({str(one): size for one, size in cache.bytes_by_device().items()})
     if archive is not None:

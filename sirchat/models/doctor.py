@@ -1,4 +1,7 @@
-"""Checks for a bug report: versions, machine, folders, whether the model works, and its speed."""
+"""Makes the checks of `sirchat doctor` for a bug report.
+
+The checks show versions, machine and folders, whether the model works, and its speed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ _LONGEST = 5.0  # seconds after which the speed test stops decoding
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; `problem` says what is wrong, or is empty if all is well."""
+    """The result of one check of `sirchat doctor`: the check's name and what was found.
+
+    `problem` says what is wrong, or is empty if all is well.
+    """
 
     name: str
     value: str
@@ -51,7 +57,7 @@ class Finding:
 
 
 def examine(model_name: str, device_map: str = "off") -> Iterator[Finding]:
-    """Yield the result of each check; the slowest check, of the model, comes last."""
+    """Yield the result of each check of `sirchat doctor`; the model's, the slowest, comes last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -72,9 +78,10 @@ def _version(distribution: str) -> str:
 
 
 def _cache_type(model: LoadedModel) -> str:
-    """The cache's number type, as text.
+    """The number type of a model's KV cache, as text for `sirchat doctor`.
 
-    If it is not the model's type, also the time that attention takes in each 16-bit type.
+    If the cache has another number type than the model, the text also says how long a layer's
+    attention takes in each 16-bit type.
     """
     kind = str(model.cache_dtype).removeprefix("torch.")
     if model.cache_dtype == model.dtype:
@@ -137,7 +144,7 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:
-    """Yield, for each device, the memory that the model's weights and a KV cache take."""
+    """Yield, for each device, the memory that the model's weights and a KV cache take on it."""
     cache = model.new_cache(min(MOST_ROWS, model.context_length))
     model.forward([0], cache)
     for one in memory_by_device(model.module, cache):
@@ -147,7 +154,10 @@ def _memory(model: LoadedModel) -> Iterator[Finding]:
 
 
 def _speed(model: LoadedModel) -> Finding:
-    """Measure how many tokens per second the model alone reads and generates, without sampling."""
+    """Measure how many tokens per second a model reads and how many it generates.
+
+    Generating is measured without sampling.
+    """
     count = min(_READ, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED)
@@ -164,7 +174,7 @@ def _speed(model: LoadedModel) -> Finding:
 
 
 def _seconds_of_pass(model: LoadedModel, count: int, cache: BoundedCache) -> float:
-    """Seconds of one forward pass over `count` ids after the rows of `cache`."""
+    """Measure the seconds of one forward pass over `count` ids after the tokens in `cache`."""
     ids = [at % model.vocab_size for at in range(cache.length, cache.length + count)]
     begun = time.perf_counter()
     model.read(ids, cache).logits[:1].tolist()  # a GPU computes in the background: wait for it

@@ -33,10 +33,10 @@ from sirchat.models.shape import (
 )
 
 PROGRAM = 500_000_000
-"""Bytes for Python, torch and transformers without a model (measured: 0.4 GB), with a margin."""
+"""Bytes for Python, torch and transformers without a model: 0.4 GB, as measured, and a margin."""
 
 TOKENS_PER_HOUR = 10_000
-"""Tokens of one hour of talk: about 130 words a minute, of 1.3 tokens each."""
+"""The number of tokens in one hour of talk: about 130 words a minute, with 1.3 tokens each."""
 
 BUDGETS = (1024, 4096, 16384)
 
@@ -51,7 +51,7 @@ _MOST_DEVICES = 1024
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its name, shape and number type, such as `BF16` or `Q4_1`."""
+    """A tensor in a model's file: its name, its shape and its type, such as `BF16` or `Q4_1`."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,44 +59,54 @@ class StoredTensor:
 
     @property
     def count(self) -> int:
-        """How many numbers it has."""
+        """The number of values in this tensor."""
         return prod(self.shape)
 
     @property
     def at_once(self) -> int:
-        """How many of its numbers are packed or unpacked together: all, or one expert's."""
+        """The number of this tensor's values that are packed or unpacked at the same time.
+
+        In a tensor with the matrices of several experts, these are the values of one expert; in any
+        other tensor, all values.
+        """
         return prod(self.shape[-2:])
 
     @property
     def is_head(self) -> bool:
-        """Whether it is the output head."""
+        """Whether this tensor is the model's output head."""
         return self.name.endswith(_HEADS) or self.name == "output.weight"
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is the matrix of the input embeddings."""
+        """Whether this tensor is the matrix of the model's input embeddings."""
         return self.name.endswith(_EMBEDDINGS) or self.name == "token_embd.weight"
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix that can be quantized: not one of experts or embeddings."""
+        """Whether this tensor is the matrix of a linear layer, which `--quantize` can round.
+
+        Matrices of experts and of embeddings do not count.
+        """
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_linear and not self.is_table and ".experts." not in self.name
 
     @property
     def is_table(self) -> bool:
-        """Whether it has a row for each token: input embeddings, or those of Gemma 4's layers."""
+        """Whether this tensor has a row for each token of the vocabulary.
+
+        Such tensors are the input embeddings, and the embeddings that Gemma 4 has for its layers.
+        """
         return self.is_embedding or self.name == "per_layer_token_embd.weight"
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights of a model as they are stored.
+    """A model's weights as its files store them.
 
     Attributes:
-        tensors: all of them, without an output head that equals the input embeddings.
+        tensors: all tensors, without an output head that equals the input embeddings.
         is_tied: whether the output head has the weights of the input embeddings.
-        is_gguf: whether they are in a GGUF file.
+        is_gguf: whether the weights are in a GGUF file.
         is_read_here: whether sirchat itself can read the GGUF file; otherwise transformers reads
             it.
     """
@@ -108,7 +118,7 @@ class StoredWeights:
 
     @property
     def count(self) -> int:
-        """How many weights the model has."""
+        """The number of weights (parameters) in all tensors of the model."""
         return sum(one.count for one in self.tensors)
 
 
@@ -119,14 +129,14 @@ class Choice:
     Attributes:
         setting: the option to type for this choice, such as `--dtype float32`; empty for the
             present settings.
-        precision: how the weights are held, such as `packed` or `float32`.
+        precision: the form of the weights in memory, such as `packed` or `float32`.
         weights: size of the weights.
         loading: the most memory that the weights take while they are loaded.
         working: memory that is needed only while a text is read, besides weights and KV cache.
         caches: for each of several budgets, in tokens, the size of the KV cache.
-        archive: size of the archive for one hour of talk, `TOKENS_PER_HOUR`.
-        largest_budget: the most tokens that fit in the free memory, at most the model's context; 0
-            if the model does not fit; None if unknown.
+        archive: size of the archive for the tokens of one hour of talk, `TOKENS_PER_HOUR`.
+        largest_budget: the most tokens whose KV cache fits in the free memory, at most the model's
+            context; 0 if the model does not fit; None if unknown.
     """
 
     setting: str
@@ -141,13 +151,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """The memory that a model takes with several settings, and how much is free.
+    """The memory that a model takes with several choices of settings, and how much is free.
 
     Attributes:
         found: the model's files.
-        weights: how many weights the model has.
+        weights: the number of the model's weights.
         free: bytes of free memory; None if unknown.
-        choices: the memory with each choice of settings, the present ones first.
+        choices: the memory with each choice of settings, the present settings first.
     """
 
     found: FoundModel
@@ -157,9 +167,10 @@ class ModelFit:
 
 
 def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
-    """The memory that a model takes; the first choice has the settings of the profile.
+    """Compute the memory that a model takes with several choices of settings.
 
-    `free` is the free memory, in bytes. Raises ModelError if the model's files can't be read.
+    The first choice has the settings of the profile. `free` is the free memory, in bytes. Raises
+    ModelError if the model's files can't be read.
     """
     if found.shape is None or found.path is None:
         raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
@@ -174,7 +185,7 @@ def fit_of(found: FoundModel, profile: Profile, free: int | None) -> ModelFit:
 def _others(
     stored: StoredWeights, shape: ModelShape, profile: Profile
 ) -> Iterator[tuple[str, Profile]]:
-    """Yield the other choices: the option to type, and the profile with this option."""
+    """Yield other settings than those of the profile: the option to type, and a changed profile."""
     wanted = [("dtype", "float32"), ("dtype", "bfloat16")]
     if uses_cpu(profile):
         packed = [("quantize", "packed")] if shape.stays_packed else []
@@ -187,14 +198,14 @@ def _others(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model would lie on several GPUs.
+    """How the parts of a model would lie on several GPUs.
 
     Attributes:
-        budget: number of tokens in the full cache.
-        precision: how the weights are held.
+        budget: number of tokens in the full KV cache.
+        precision: the form of the weights in memory, such as `bfloat16`.
         devices: for each GPU, its memory in bytes, and the parts of the model on it, in order.
         left: the parts that do not fit on the GPUs.
-        knows_cache: whether the size of the cache is known; if not, it counts as 0.
+        knows_cache: whether the size of the KV cache is known; if not, the cache counts as 0 bytes.
     """
 
     budget: int
@@ -210,7 +221,7 @@ class Layout:
 
 
 def parse_devices(text: str) -> list[int]:
-    """The memory of each device, in bytes, from a text such as `2x24GB` or `24GB,8GB`.
+    """Read the memory of each GPU, in bytes, from a text such as `2x24GB` or `24GB,8GB`.
 
     Raises UsageError for any other text.
     """
@@ -231,11 +242,12 @@ def parse_devices(text: str) -> list[int]:
 def layout_of(
     found: FoundModel, profile: Profile, devices: Sequence[int], budget: int, *, even: bool
 ) -> Layout:
-    """Where the parts of a model would lie on GPUs with `devices` bytes of memory.
+    """Compute which parts of a model would lie on which GPU.
 
-    The cache is counted as full, with `budget` tokens. Each GPU is filled before the next, as with
-    `--device-map auto`; if `even`, all get equally much, as with `balanced`. Raises ModelError if
-    the model's files can't be read.
+    `devices` is the memory of each GPU, in bytes. The KV cache is counted as full, with `budget`
+    tokens. Each GPU is filled before the next one is used, as with `--device-map auto`. If `even`,
+    all GPUs get equally much, as with `--device-map balanced`. Raises ModelError if the model's
+    files can't be read.
     """
     if found.shape is None or found.path is None:
         raise ModelError(f"model {found.name!r} {found.problem or 'has no files'}")
@@ -253,7 +265,10 @@ def layout_of(
 def _parts(
     stored: StoredWeights, shape: ModelShape, profile: Profile, budget: int
 ) -> list[ModelPart]:
-    """The parts of a model, in order, and the bytes of each: embeddings, layers, output."""
+    """List the parts of a model, in order: embeddings, layers, output.
+
+    Each part has the bytes of its weights, and those of its keys and values for `budget` tokens.
+    """
     held = precision(shape, profile)
     item, sizes = _item(held, profile), dict[int, int]()
     for one in stored.tensors:
@@ -273,7 +288,10 @@ _MOST_LAYERS = 10**6
 
 
 def _item(held: str, profile: Profile) -> int:
-    """Bytes of a number that is not packed; `held` is the precision of the weights."""
+    """Bytes of one weight that is not packed: 2 or 4.
+
+    `held` is the form of the weights in memory, such as `packed` or `bfloat16`.
+    """
     return 2 if {"float16", "bfloat16"} & {held, profile.dtype} else 4
 
 
@@ -307,9 +325,10 @@ def _choice(
 
 
 def _bytes(stored: StoredWeights, held: str, item: int) -> int:
-    """Bytes of the weights in memory; `held` is their precision, such as `packed`.
+    """Bytes that all weights of a model take in memory.
 
-    A number that is not packed takes `item` bytes.
+    `held` is the form of the weights in memory, such as `packed`. A weight that is not packed takes
+    `item` bytes.
     """
     return sum(_tensor_bytes(one, _bits(one, stored, held), item) for one in stored.tensors)
 
@@ -323,9 +342,10 @@ def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
 
 
 def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
-    """Bits of each weight, 4 or 8, if the tensor will be packed; None if it won't.
+    """The number of bits of each weight, 4 or 8, if the tensor will be packed; otherwise None.
 
-    Follows the same rules as `gguf.loading` and `packing.pack_module`.
+    `held` is the form of the weights in memory, such as `packed`. The rules are those of
+    `gguf.loading` and of `packing.pack_module`.
     """
     if held == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:
@@ -345,10 +365,10 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
 
 
 def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
-    """The most bytes that the weights take while they are loaded; pages of the file don't count.
+    """The most bytes that a model's weights take in memory while they are loaded.
 
-    The factors below were measured: they are the bytes per weight that a matrix takes while it is
-    packed.
+    Pages of the file that the system maps into memory do not count. The factors below were
+    measured: they are the bytes per weight that a matrix takes while it is packed.
     """
     largest = max((one.count for one in stored.tensors), default=0)
     weights = _bytes(stored, held, item)
@@ -364,14 +384,17 @@ def _while_loading(stored: StoredWeights, held: str, item: int) -> int:
 
 
 def _while_reading(stored: StoredWeights, held: str) -> int:
-    """Bytes that packed matrices take while they are unpacked, to bfloat16, to read a text."""
+    """Bytes that unpacked copies (bfloat16) of packed matrices take while a text is read."""
     packed = [one for one in stored.tensors if _bits(one, stored, held)]
     whole = 2 * sum(one.count for one in packed)
     return whole if whole <= MOST_UNPACKED else 2 * max(one.at_once for one in packed)
 
 
 def stored_weights(path: Path) -> StoredWeights:
-    """The weights in a GGUF file, or in a folder; raises ModelError if they can't be read."""
+    """List the weights of a model from the headers of its GGUF file or its folder.
+
+    Raises ModelError if the files can't be read.
+    """
     if path.is_file():
         file = parse_gguf(path, with_lists_of_text=False)
         tensors = tuple(StoredTensor(n, t.shape, t.type) for n, t in file.tensors.items())
@@ -387,7 +410,7 @@ def stored_weights(path: Path) -> StoredWeights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files whose weights transformers loads; the folder may contain other ones, too."""
+    """The files in a model's folder whose weights transformers loads; other files do not count."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
@@ -399,7 +422,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors_in(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file, from its header."""
+    """Yield the name, shape and type of each tensor in a safetensors file, from its header."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 _SECONDS = 1.5
-"""The longest wait for the hub's answer, in seconds, including the look-up of its address."""
+"""The longest wait for the hub's answer, in seconds; looking up the hub's address counts."""
 
 
 def require(name: str) -> None:
-    """Raise ModelError if the model is neither on this machine nor on the hub."""
+    """Raise ModelError if a model is neither on this machine nor on the Hugging Face hub."""
     source, _ = locate(name)
     if not Path(source).is_dir():
         only_cached(source)
 
 
 def only_cached(name: str) -> bool:
-    """Whether to load from the cache only: the hub can't be reached or lacks the model.
+    """Whether to load a hub model only from the cache on this machine.
 
-    Raises ModelError if the model is not in the cache either.
+    This is true if the model is in the cache, and the hub can't be reached or does not know the
+    model. If the model is not in the cache either, raises ModelError.
     """
     from huggingface_hub.errors import GatedRepoError
 
@@ -50,9 +51,10 @@ def only_cached(name: str) -> bool:
 
 
 def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
-    """The hub's information about a model; `with_files` adds the sizes of its files.
+    """Ask the Hugging Face hub about a model; returns its information about the model.
 
-    Raises ModelError if the model is unknown or gated, or the hub can't be reached.
+    `with_files` adds the sizes of the model's files. Raises ModelError if the hub does not know the
+    model, if access to the model is restricted, or if the hub can't be reached.
     """
     from huggingface_hub import HfApi, get_session
 
@@ -67,9 +69,10 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 
 @contextmanager
 def explained(name: str, hint: str = "") -> Iterator[None]:
-    """Turn errors of the hub and of the network into a ModelError about the model `name`.
+    """Context manager: turn errors of the hub and of the network into a ModelError.
 
-    `hint` says what to do if the hub can't be reached. Errors of the disk are raised unchanged.
+    The error is about the model `name`; its `hint` says what to do if the hub can't be reached.
+    Errors of the disk are raised unchanged.
     """
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -105,7 +108,8 @@ def _unreachable(name: str, hint: str) -> ModelError:
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
     """Call `ask` and return its result; raises TimeoutError if it takes longer than `seconds`.
 
-    This is needed because the library's own time limits do not include the look-up of the address.
+    The time limits of the hub's library are not enough: they do not include the look-up of the
+    hub's address.
     """
     answered = SimpleQueue[tuple[Answer | None, BaseException | None]]()
 

@@ -1,7 +1,7 @@
 """Lays the parts of a model out over devices: which layer goes where, in the order of the layers.
 
-Layers stay in order, so that a forward pass goes from each device to the next only once. Layers on
-disk are read to the first device for each pass; their keys and values stay on that device.
+Layers stay in order, so that a forward pass goes from each device to the next only once. A layer on
+disk is read to the first device for each pass; its keys and values stay on the first device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ModelPart:
     """A part of a model that is never split, such as a layer.
 
     Attributes:
-        name: its name.
-        weights: bytes of its weights.
-        cache: bytes of its keys and values, with a full cache.
+        name: the part's name.
+        weights: bytes of the part's weights.
+        cache: bytes of the part's keys and values in a full KV cache.
     """
 
     name: str
@@ -31,13 +31,13 @@ class ModelPart:
 
     @property
     def size(self) -> int:
-        """Bytes of weights and full cache together."""
+        """Bytes of this part's weights and of its keys and values in a full KV cache, together."""
         return self.weights + self.cache
 
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """The name of a device, and the bytes that it has room for; None for no limit."""
+    """The name of a device, and the bytes of a model that it has room for; None for no limit."""
 
     name: str
     room: int | None
@@ -46,10 +46,11 @@ class DeviceRoom:
 def lay_out(
     parts: Sequence[ModelPart], places: Sequence[DeviceRoom], *, even: int = 0
 ) -> list[list[ModelPart]] | None:
-    """Distribute the parts, in order: the parts of each of `places`; None if they do not fit.
+    """Distribute a model's parts over `places` in order; returns the parts of each place.
 
-    Each place is filled before the next one is used. But the first `even` places get equally much,
-    if all parts fit there.
+    Each place is filled before the next one is used. But if `even` is above 0, the first `even`
+    places get equally many bytes, if all parts fit there. If the last place is the disk, it gets
+    the last parts. Returns None if the parts do not fit.
     """
     if even and (found := _evenly(parts, places[:even])) is not None:
         return [*found, *([] for _ in places[even:])]
@@ -70,7 +71,11 @@ def lay_out(
 def _filled(
     parts: Sequence[ModelPart], places: Sequence[DeviceRoom]
 ) -> list[list[ModelPart]] | None:
-    """Like `lay_out`, without a disk: fills each place before the next; None if they don't fit."""
+    """Distribute a model's parts over `places` in order; each place is filled before the next.
+
+    Returns the parts of each place; None if the parts do not fit. None of the places may be the
+    disk.
+    """
     found, at = [list[ModelPart]() for _ in places], 0
     left = [one.room for one in places]
     for part in parts:
@@ -87,7 +92,11 @@ def _filled(
 def _evenly(
     parts: Sequence[ModelPart], places: Sequence[DeviceRoom]
 ) -> list[list[ModelPart]] | None:
-    """Like `_filled`, but with as few bytes as possible in the fullest place."""
+    """Distribute a model's parts over `places` in order, with few bytes in the fullest place.
+
+    The number of bytes in the fullest place is the lowest possible. Returns the parts of each
+    place; None if the parts do not fit.
+    """
     low, high = 0, sum(one.size for one in parts)
     best = _filled(parts, places)
     while best is not None and low < high:

@@ -33,12 +33,12 @@ _MOST_FOLDERS = 5_000
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model that was found, whether it can be used or not.
+    """A model that was found on this machine, whether it can be used or not.
 
     Attributes:
         name: the name to give to `--model`.
-        source: where it was found.
-        path: its file or folder; None if it is not installed.
+        source: the kind of place where the model was found, such as `folder`.
+        path: the model's file or folder; None if the model is not installed.
         size: bytes on disk.
         shape: the model's sizes, as its files state them; None if the files can't be read.
         problem: the reason why the model can't be used; empty if it can be used.
@@ -53,7 +53,10 @@ class FoundModel:
 
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
-    """All models on this machine; searches `folders` in addition to the user's model folder."""
+    """List all models on this machine, including those in the given `folders`.
+
+    The user's model folder and the Hugging Face cache are always searched.
+    """
     found = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
     for name in PACKAGED:
         try:
@@ -70,14 +73,15 @@ def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
 
 
 def model_names() -> list[str]:
-    """Names of the models that can be loaded without a path, for completion."""
+    """Names of the usable models on this machine, which completion offers for `--model`."""
     return [one.name for one in find_models() if not one.problem]
 
 
 def find_model(name: str) -> FoundModel:
-    """The model on this machine that `--model` would load.
+    """Find the model on this machine that `--model` would load for a name.
 
-    Raises ModelError if there is none, if it can't be used, or if several models have this name.
+    Raises ModelError if no model has this name, if the model can't be used, or if several models
+    have this name.
     """
     source, gguf = locate(name)
     if Path(source).is_dir():
@@ -99,7 +103,7 @@ def find_model(name: str) -> FoundModel:
 
 
 def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
-    """The model in a file or folder; if it can't be used, `problem` gives the reason."""
+    """Describe the model in a file or folder; `problem` says why the model can't be used."""
     try:
         if not path.is_file() and not path.is_dir():
             raise ModelError("the path is a broken link, or neither a file nor a folder")
@@ -117,9 +121,10 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield each GGUF file of a cached repository; if there is none, the repository's model.
+    """Yield the models of one repository in the Hugging Face cache.
 
-    A model that is not downloaded completely is yielded with a `problem`.
+    Each GGUF file is a model; a repository without GGUF files is one model. A model that is not
+    downloaded completely is yielded with a `problem`.
     """
     snapshot = snapshot_of(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
@@ -141,7 +146,7 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """Model folders and GGUF files in a folder and its subfolders, sorted by name."""
+    """The paths of model folders and GGUF files in a folder and its subfolders, sorted by name."""
     found = []
     for path in _below(folder):
         if _is_gguf(path):
@@ -154,7 +159,7 @@ def _models_in(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The files in a folder and its subfolders, up to `_DEPTH` levels; [] for a missing folder."""
+    """All files in a folder and its subfolders, `_DEPTH` levels deep; [] for a missing folder."""
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
         deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
@@ -169,13 +174,13 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of the files directly in a folder."""
+    """Bytes on disk of a file, or of the files that lie directly in a folder."""
     if path.is_file():
         return path.stat().st_size
     return sum(one.stat().st_size for one in path.iterdir() if one.is_file())
 
 
 def _typed(path: Path) -> str:
-    """The path as text, in a form that `--model` accepts."""
+    """Write a model's path as text in a form that `--model` takes for a path, not for a name."""
     text = str(path)
     return text if "/" in text or path.suffix.lower() == ".gguf" else f"./{text}"

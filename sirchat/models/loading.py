@@ -36,12 +36,13 @@ from sirchat.models.ranks import by_torchrun
 from sirchat.models.threads import use_threads
 
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
-"""How a CPU stores the weights.
+"""The setting `quantize`: how a CPU stores the weights of a model.
 
-`none` unpacks the weights of a GGUF file; `packed` keeps them packed; `auto` means `packed` if the
-CPU can compute with packed weights and no dtype was given, else `none`. `int8` rounds every matrix
-to eight bits with a scale for each row. `int4` rounds every matrix to four bits with a scale and a
-minimum for each 32 weights, or to eight bits if its shape does not allow four.
+`none` unpacks the weights of a GGUF file; `packed` keeps them packed. `auto` means `packed` if the
+file has weights in blocks of few bits, if the CPU can compute with packed weights, and if no dtype
+was given; else `none`. `int8` rounds every matrix to eight bits with a scale for each row. `int4`
+rounds every matrix to four bits with a scale and a minimum for each 32 weights, or to eight bits if
+the shape of the matrix does not allow four.
 """
 
 
@@ -61,7 +62,7 @@ def load_model(
     device_map: str = "off",
     rows: int = 0,
 ) -> LoadedModel:
-    """Load `name`: a bundled model, `smollm2`, a local folder, a GGUF file, or a hub id.
+    """Load a model by its name: a bundled model, `smollm2`, a folder, a GGUF file, or a hub id.
 
     Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
     those of transformers, which can generate and be saved. `device`, `dtype`, `threads`, `quantize`
@@ -112,7 +113,11 @@ def load_model(
 
 
 def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Whether the weights of a GGUF file stay packed; None means: only if they are in blocks."""
+    """Decide whether the weights of a GGUF file stay packed.
+
+    Returns None if this depends on the file: its weights stay packed if they are in blocks of few
+    bits.
+    """
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
         return None if four_bit_block() else False
     return quantize == "packed"

@@ -1,12 +1,14 @@
-"""Measures which cache type and which products of packed weights are fastest here.
+"""Measures which number type of the KV cache and which products of packed weights are fastest here.
 
 Products of packed weights are rounded to bfloat16. So float16 and bfloat16 are both precise enough
 for keys and values, and take half the memory of float32. Which of them is faster depends on the
 processor. On a processor with AVX-512 FP16, attention over float16 takes 1.6 times as long as over
-bfloat16; on one without, it takes four times as long. Products with many rows are faster over
-unpacked weights. But a processor without instructions for bfloat16 multiplies it ten times slower
-or more than float32. So both are measured once for each processor, version of torch and shape, and
-the results are kept beside the compiled programs.
+bfloat16; on a processor without AVX-512 FP16, it takes four times as long.
+
+Products with many rows are faster over unpacked weights. But a processor without instructions for
+bfloat16 multiplies bfloat16 ten times slower or more than float32. So the cache's type and the
+products are measured once for each processor, version of torch and shape, and the results are kept
+beside the compiled programs.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _ROWS, _ROUNDS = 1024, 12
 
 
 class HeadShape(NamedTuple):
-    """The shape of attention in a layer: numbers of query heads and key heads; size of a head."""
+    """The shape of a layer's attention: numbers of query heads and key heads; size of a head."""
 
     queries: int
     keys: int
@@ -56,9 +58,9 @@ class HeadShape(NamedTuple):
 
 
 def head_shape(config: Any) -> HeadShape:
-    """The shape of attention in the widest layer of a model's text part.
+    """The shape of the attention in the widest layer of a model's text part.
 
-    Values that the config lacks are assumed to be as in most models.
+    If the config lacks a value, the value of most models is taken.
     """
 
     # As attributes, sizes that differ by layer raise an error.
@@ -74,7 +76,10 @@ def head_shape(config: Any) -> HeadShape:
 
 
 def fastest_type(shape: HeadShape) -> torch.dtype:
-    """The 16-bit type with which attention over 1,024 rows is faster, measured now or earlier."""
+    """The 16-bit number type in which attention over 1,024 cached rows is faster on this processor.
+
+    The first call measures the type; later starts read the kept result.
+    """
 
     def measured() -> str:
         seconds = measure_attention(shape)
@@ -84,10 +89,10 @@ def fastest_type(shape: HeadShape) -> torch.dtype:
 
 
 def choose_products(module: nn.Module, unpack: UnpackName) -> None:
-    """Choose the fastest products for a module's packed layers, or those of the setting `unpack`.
+    """Choose how the packed layers of a module multiply: in the fastest way, or as `unpack` says.
 
-    If `unpack` names a number type, nothing is measured: the other values of `Products` are then
-    defaults that suit most processors.
+    `unpack` is the setting `unpack_dtype`. If it names a number type, nothing is measured: the
+    other values of `Products` are then defaults that suit most processors.
     """
     if products_of(module) is None:
         return
@@ -99,12 +104,15 @@ def choose_products(module: nn.Module, unpack: UnpackName) -> None:
 
 
 def fastest_products() -> Products:
-    """The fastest way to multiply packed weights with many rows, measured now or earlier."""
+    """The fastest way to multiply packed weights with many rows on this processor.
+
+    The first call measures it; later starts read the kept result.
+    """
     return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
 
 
 def _as_products(kept: str) -> Products | None:
-    """Convert the text of a file to `Products`; None if the text is damaged."""
+    """Read `Products` from the text of a file; returns None if the text is damaged."""
     try:
         found = Products(**json.loads(kept))
     except (ValueError, TypeError):
@@ -120,9 +128,10 @@ def _kept(
     parse: Callable[[str], Result | None],
     measure: Callable[[], str],
 ) -> Result:
-    """Return the result of an earlier start; if there is none, measure, and keep the result.
+    """Return the result that an earlier start has kept in a file; if there is none, measure it.
 
-    `parse` converts the text that `measure` returns; the file's name has `kind` and `shape`.
+    `measure` returns the result as text, which is kept for later starts. `parse` converts the text
+    to the result. `kind` and `shape` determine the name of the file.
     """
     path = compiled_dir() / f"{_key(shape)}.{kind}"
     with suppress(OSError, UnicodeDecodeError):
@@ -138,19 +147,19 @@ def _kept(
 
 
 _SIZE, _WIDE = 1024, 64
-"""Rows and columns of the matrix that is measured; most rows of an input to it."""
+"""Rows and columns of the matrix whose products are measured; and the most rows of an input."""
 
 _TIMES = 6  # number of times that each product is measured
 
 _STEPS = (8, 32, 64)
-"""Numbers of rows, one of which becomes the limit: few, so that repeated choices agree."""
+"""The limits in `Products` are among these numbers of rows: few, so that measurements agree."""
 
 _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
 
 
 @torch.inference_mode()
 def measure_products() -> Products:
-    """Measure which products of a packed matrix [1024, 1024] are fastest.
+    """Measure the fastest way to multiply a packed matrix [1024, 1024]; returns `Products`.
 
     This takes some tens of milliseconds.
     """
@@ -178,7 +187,7 @@ def measure_products() -> Products:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
-        """The largest number of rows that the kernel multiplies in `seconds`; one of `_STEPS`."""
+        """The largest number of rows in `_STEPS` that a kernel multiplies in about `seconds`."""
         most = seconds / taken[kernel] * len(few)
         return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
 
@@ -193,9 +202,9 @@ def measure_products() -> Products:
 
 
 def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The shortest time, in seconds, that each of `works` took; they are run by turns.
+    """Run each function in `works` several times, by turns; returns the shortest time of each.
 
-    The time of this thread is measured, since other programs may use the processor in between.
+    The times are seconds of this thread, because other programs may use the processor in between.
     """
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(_TIMES):
@@ -208,7 +217,10 @@ def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 @torch.inference_mode()
 def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
-    """For each 16-bit type, the shortest time, in seconds, of a layer's attention for one token."""
+    """Measure a layer's attention for one token in each 16-bit number type.
+
+    Returns the shortest time for each type, in seconds.
+    """
     times: dict[torch.dtype, list[float]] = {one: [] for one in _CANDIDATES}
     query = torch.randn(1, shape.keys, shape.queries // shape.keys, shape.size)
     rows = torch.randn(1, shape.keys, _ROWS, shape.size)
@@ -227,7 +239,7 @@ def processor() -> str:
 
 
 def cpuinfo(*names: str) -> str:
-    """The first value in Linux's /proc/cpuinfo with one of these names; empty if there is none."""
+    """The first value in Linux's /proc/cpuinfo whose key begins with one of `names`; "" if none."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
             if line.startswith(names):

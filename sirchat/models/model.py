@@ -62,8 +62,9 @@ class LoadedModel:
     Attributes:
         name: the model's name, as the user gave it.
         module: a `Decoder`, or a model of transformers.
-        tokenizer: its tokenizer.
-        rotations: the rotation of each layer with keys and values, as `probe_rotations` detects it.
+        tokenizer: the model's tokenizer.
+        rotations: the rotary embedding of each layer with keys and values, as `probe_rotations`
+            detects it.
         context_length: number of tokens that the model was trained for.
         window: width of the sliding-window layers, in cache rows; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
@@ -87,19 +88,19 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """The number V of logits that the output head computes for each token."""
+        """The number V of logits that the output head computes after each token."""
         return int(self.module.get_output_embeddings().out_features)
 
     @cached_property
     def heads(self) -> int:
-        """Number of query heads per layer; the largest number if layers differ; 1 if unknown."""
+        """The number of query heads in a layer; the largest one if layers differ; 1 if unknown."""
         config = self.module.config.get_text_config(decoder=True)
         heads = getattr(config, "num_attention_heads", None) or 1
         return int(max(heads) if isinstance(heads, list | tuple) else heads)
 
     @cached_property
     def sliding_layers(self) -> frozenset[int]:
-        """Numbers of the layers with sliding-window attention, among those with keys and values."""
+        """Numbers of the sliding-window layers, counted among the layers with keys and values."""
         config = self.module.config.get_text_config(decoder=True)
         kinds = getattr(config, "layer_types", None) or []
         sliding = (number for number, kind in enumerate(kinds) if "sliding" in kind)
@@ -107,22 +108,31 @@ class LoadedModel:
 
     @cached_property
     def layer_numbers(self) -> dict[int, int]:
-        """Maps numbers of layers in the model to numbers among layers with keys; empty if equal."""
+        """Maps each layer's number in the model to its number among layers with keys and values.
+
+        Only layers with keys and values are included. Empty if the model is not a hybrid one.
+        """
         return layer_numbers(self.kinds or [])
 
     @property
     def has_state(self) -> bool:
-        """Whether there are recurrent or convolution layers, whose state has read every token."""
+        """Whether the model has recurrent or convolution layers.
+
+        The state of such a layer has read every token, also evicted ones.
+        """
         return any(states for _, states in self.kinds or [])
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the weights; of a model over several devices, that of the embeddings."""
+        """The device of the model's weights; of several devices, that of the embeddings."""
         return input_device(self.module)
 
     @cached_property
     def row_devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values; the first access may run a forward pass."""
+        """The device of each layer's keys and values.
+
+        If the model is spread over several devices, the first access runs a forward pass.
+        """
         if not is_spread(self.module):
             return [self.device] * len(self.rotations)
         cache = self._new_cache(1, None)
@@ -131,12 +141,12 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of the weights."""
+        """The number type of the model's weights."""
         return cast(torch.dtype, self.module.dtype)
 
     @cached_property
     def decode_step(self) -> DecodeStep | None:
-        """An object that reads single tokens faster than `module`; None if there is none."""
+        """An object that reads single tokens faster than `module`; None if the model has none."""
         can = DecodeStep.supports(self.module)
         return DecodeStep(self.module, self.cache_dtype, self.scorer.layers) if can else None
 
@@ -150,7 +160,10 @@ class LoadedModel:
 
     @cached_property
     def word_vectors(self) -> WordVectors:
-        """Makes word vectors from the input embeddings; the first access takes a second."""
+        """An object that makes word vectors from the model's input embeddings.
+
+        The first access takes a second.
+        """
         return word_vectors_of(self.embeddings, self.vocab_size, self.tokenizer)
 
     def embeddings(self, ids: Tensor) -> Tensor:
@@ -159,13 +172,13 @@ class LoadedModel:
         return torch.as_tensor(self.module.get_input_embeddings()(ids))
 
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """For each weight, its shape, and about 64 of its numbers, on the CPU."""
+        """For each tensor of weights: its shape, and about 64 of its numbers, on the CPU."""
         weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
         return [(tuple(one.shape), weight_sample(one.detach())) for one in weights]
 
     @property
     def precision(self) -> str:
-        """The number type as text, such as `float32` or `float32 with packed weights`."""
+        """The number type of the weights as text: `float32`, `float32 with packed weights`, ..."""
         name = str(self.dtype).removeprefix("torch.")
         return f"{name} with packed weights" if self._is_packed else name
 
@@ -179,7 +192,7 @@ class LoadedModel:
         return fastest_type(head_shape(self.module.config))
 
     def new_cache(self, capacity: int) -> BoundedCache:
-        """An empty cache for up to `capacity` rows."""
+        """Make an empty KV cache with room for `capacity` rows, one for each token."""
         return self._new_cache(capacity, self.row_devices)
 
     def _new_cache(self, capacity: int, devices: list[torch.device] | None) -> BoundedCache:
@@ -192,19 +205,22 @@ class LoadedModel:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes that the cache takes for one token; the first access runs a forward pass."""
+        """Bytes that the KV cache takes for one token; the first access runs a forward pass."""
         cache = self.new_cache(1)
         self.forward([0], cache)
         return cache.nbytes // cache.capacity
 
     @cached_property
     def has_attention_hook(self) -> bool:
-        """Whether the attention hook can be installed; the first access installs it."""
+        """Whether observers can receive the model's attention.
+
+        The first access installs the attention hook.
+        """
         return install_hook(self.module)
 
     @cached_property
     def exposes_attention(self) -> bool:
-        """Whether attention weights can be observed; tested once, by a forward pass."""
+        """Whether the model's attention weights can be observed; tested once, by a forward pass."""
         recorder = QueryRecorder()
         self.forward([0], self.new_cache(1), observer=recorder)
         once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
@@ -212,14 +228,20 @@ class LoadedModel:
 
     @contextmanager
     def recorded_queries(self) -> Iterator[QueryRecorder]:
-        """Context manager: records the queries of the passes within the block."""
+        """Context manager: record the queries of all forward passes within the block.
+
+        Yields the recorder.
+        """
         recorder = QueryRecorder()
         with observed_by(self.module, recorder, self.layer_numbers):
             yield recorder
 
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The model's anchor tokens; None if the model was not trained with anchor tokens."""
+        """The model's anchor tokens; None if the model was not trained with anchor tokens.
+
+        The model compresses a sentence or a round into one anchor token.
+        """
         return anchors_of(self.module.config)
 
     def forward(
@@ -232,13 +254,14 @@ class LoadedModel:
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> Tensor:
-        """Read ids [m] after the cache's n rows; returns float32 logits [m, V].
+        """Read ids [m] after the n rows of the cache; returns float32 logits [m, V].
 
-        The new rows are written, but `cache.commit` must be called to keep them.
+        The keys and values of the ids are written into the cache, but `cache.commit` must be called
+        to keep them.
 
         Args:
             ids: token ids.
-            cache: keys and values of the n rows.
+            cache: the KV cache with the n rows.
             visible: bool [m, n + m], the rows that each id attends to; None for causal attention.
             positions: [m], the position of each id; None for n, n + 1, ...
             observer: records each layer's attention, if the model exposes it.
@@ -257,7 +280,11 @@ class LoadedModel:
             return torch.as_tensor(out.logits[0].float())
 
     def several_passes(self, count: int) -> AbstractContextManager[None]:
-        """A context manager to enter for each of about `count` passes: they unpack weights once."""
+        """Make a context manager within which forward passes share unpacked weights.
+
+        Enter the context manager for each of about `count` passes over one text. Packed weights are
+        then unpacked only once for all these passes.
+        """
         return SharedWeights(self.module, count)
 
     def read(
@@ -270,7 +297,10 @@ class LoadedModel:
         observer: AttentionObserver | None = None,
         scores: list[float] | None = None,
     ) -> PassResult:
-        """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
+        """Read ids as `forward` does; returns their surprisal, and the logits after the last id.
+
+        The first id has no surprisal.
+        """
         if len(ids) == 1 or not self._has_plain_head:
             logits = self.forward(
                 ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
@@ -313,7 +343,10 @@ class LoadedModel:
 
     @contextmanager
     def _scored(self, count: int, scores: list[float] | None) -> Iterator[None]:
-        """Context manager: add to `scores` those of the `count` ids that are read in the block."""
+        """Context manager: score the `count` ids that the model reads within the block.
+
+        The scorer's score of each id is added to the list `scores`; NaN if the model has no scorer.
+        """
         if scores is None or not self.scorer.layers:
             yield
             if scores is not None:
@@ -325,9 +358,10 @@ class LoadedModel:
         scores += self.scorer.scores(states.joined())
 
     def mask(self, visible: Tensor) -> Any:
-        """The additive mask [1, 1, m, n + m]: 0 where `visible` [m, n + m] is true, else very low.
+        """Make the additive attention mask [1, 1, m, n + m] from the booleans `visible` [m, n + m].
 
-        If the model has several kinds of layers, returns a dictionary with one mask for each kind.
+        The mask is 0 where `visible` is true, and a very low number elsewhere. If only some layers
+        have a sliding window, returns a dictionary with a mask for each kind of layer.
         """
 
         def additive(sees: Tensor) -> Tensor:
@@ -346,12 +380,15 @@ class LoadedModel:
 
 
 def weight_sample(weight: Tensor) -> Tensor:
-    """About 64 of a tensor's numbers, evenly spaced, as float32 on the CPU."""
+    """Take about 64 evenly spaced numbers of a tensor; returns float32 on the CPU."""
     return weight.flatten()[:: max(1, weight.numel() // 64)].float().cpu()
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
-    """Detect rotations, make a LoadedModel; raises ModelError if tokens can't be evicted."""
+    """Make a LoadedModel from a module and its tokenizer: detects the rotation of each layer.
+
+    Raises ModelError if tokens can't be evicted from the model's cache.
+    """
     if isinstance(module, Decoder):
         return _wrapped(name, module, tokenizer, module.rotations, None, False)
     config = module.config.get_text_config(decoder=True)

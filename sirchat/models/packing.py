@@ -1,4 +1,4 @@
-"""Puts packed layers into a model, and their weights into one block of memory."""
+"""Puts packed layers (of four or eight bits) into a model, and their weights into one block."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _ALIGN = 64  # bytes
 
 @torch.no_grad()
 def pack_module(module: Any, bits: int) -> None:
-    """Round the matrices of a transformers model to 8 or 4 bits, one after the other, in place.
+    """Replace the linear layers of a transformers model by packed ones of 8 or 4 bits, in place.
 
-    The output head gets 8 bits. If the embeddings have the same weights as the head, they read the
-    head's packed weights; otherwise they are not changed.
+    The weights are rounded. The output head gets 8 bits, and so does a layer whose shape does not
+    allow 4. If the embeddings have the same weights as the head, they read the head's packed
+    weights; otherwise they are not changed.
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = embeddings.weight is head.weight
@@ -55,15 +56,18 @@ def pack_module(module: Any, bits: int) -> None:
 
 
 def has_same_input(path: str) -> bool:
-    """Whether the layer at `path` may be joined with other layers that have the same input."""
+    """Whether other layers of the model have the same input as the layer at `path`.
+
+    Layers with the same input may be joined into one.
+    """
     return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
 
 
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
-    """Move the weights of the packed layer at `path` into `store`; to be called for each layer.
+    """Move the weights of the packed layer at `path` into `store`; joins layers of the same input.
 
-    Layers with the same input wait until all of them are packed. If they are packed in the same
-    way, their weights are then joined into one matrix.
+    Call this function for each packed layer. Layers with the same input wait until all of them are
+    packed. If they are packed in the same way, their weights are then joined into one matrix.
     """
     owner, _, name = path.rpartition(".")
     names = next((group for group in SAME_INPUT if name in group), (name,))
@@ -90,7 +94,7 @@ class WeightStore:
     of the layers (fragmented memory).
 
     Args:
-        size: bytes.
+        size: bytes of the block.
     """
 
     def __init__(self, size: int) -> None:
@@ -98,7 +102,7 @@ class WeightStore:
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor without set values: in the block, or elsewhere if the block has no room."""
+        """Make a tensor without values in the block, or elsewhere if the block has no room."""
         place = self._place(prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
 
@@ -113,7 +117,7 @@ class WeightStore:
                 setattr(layer, name, here.copy_(buffer))
 
     def _place(self, size: int) -> Tensor | None:
-        """The next `size` free bytes of the block; None if there are not as many."""
+        """Take the next `size` free bytes of the block; returns None if fewer bytes are free."""
         start = -(-self._used // _ALIGN) * _ALIGN
         if start + size > len(self._bytes):
             return None
@@ -122,5 +126,5 @@ class WeightStore:
 
 
 def _begin(tensor: Tensor) -> int:
-    """The address where the memory of the tensor's storage begins."""
+    """The memory address at which the storage of a tensor begins."""
     return tensor.untyped_storage().data_ptr()

@@ -35,10 +35,10 @@ def hub_parts(
     ranks: int = 1,
     spread: Spread | None = None,
 ) -> tuple[Any, Any]:
-    """Module and tokenizer of a folder, GGUF file or hub id, as transformers reads them.
+    """Load module and tokenizer of a folder, a GGUF file or a hub id with transformers.
 
     If `ranks` is above 1, this process reads only its part of the weights. With `spread`, the
-    module's parts are on the devices that `spread` names, else all are on `device`.
+    module's parts are on the devices that `spread` names; otherwise all are on `device`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -87,11 +87,11 @@ def gguf_parts(
     for_hub: bool = False,
     spread: Spread | None = None,
 ) -> tuple[Any, Any] | None:
-    """Module and tokenizer of a GGUF file; None if only transformers can read it.
+    """Load module and tokenizer of a GGUF file; returns None if only transformers can read it.
 
-    `packs` says whether weights in blocks stay packed; None means that they do, if the file has
-    any. With `spread`, no weights stay packed, and the module's parts are moved to the devices that
-    `spread` names.
+    `packs` says whether weights in blocks of few bits stay packed; None means that they do, if the
+    file has any. With `spread`, no weights stay packed, and the module's parts are moved to the
+    devices that `spread` names.
     """
     file = parse_gguf(path)
     from sirchat.models.gguf import loading, vocabulary
@@ -113,10 +113,10 @@ def gguf_parts(
 def folder_parts(
     folder: Path, dtype: torch.dtype, progress: Progress | None
 ) -> tuple[Any, Any] | None:
-    """Module, on the CPU, and tokenizer of a folder with safetensors files.
+    """Load module and tokenizer of a folder with safetensors files, on the CPU.
 
-    None if transformers must read the folder instead: it can read more models, and its errors say
-    what is wrong with damaged ones.
+    Returns None if transformers must read the folder instead. transformers can read more models,
+    and its errors say what is wrong with a damaged folder.
     """
     try:
         config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
@@ -151,7 +151,7 @@ _Weights = dict[str, tuple[Path, tuple[int, ...]]]
 
 
 def _shapes(folder: Path) -> _Weights:
-    """File and shape of each weight in a folder."""
+    """For each weight in a folder's safetensors files, by its name: the file and the shape."""
     found: _Weights = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -161,7 +161,10 @@ def _shapes(folder: Path) -> _Weights:
 
 
 def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
-    """Whether a config's sizes agree with those of the weights; checked before a model is made."""
+    """Whether the weights agree with the config: they have its last layer and its embeddings' size.
+
+    This is checked before a model is made.
+    """
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     embedding = weights.get("model.embed_tokens.weight")
     sizes = config.vocab_size, config.hidden_size
@@ -169,7 +172,11 @@ def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
 
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
-    """Put the weights into the module; returns False if names or shapes differ from its own."""
+    """Read the weights from their files into a module.
+
+    Returns False if the names or shapes of the weights differ from those of the module's
+    parameters.
+    """
     wanted = dict(module.named_parameters())
     if module.config.tie_word_embeddings:
         del wanted["lm_head.weight"]

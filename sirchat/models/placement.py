@@ -47,9 +47,9 @@ _MOST_BYTES = 1_000_000  # most bytes of a file with a device map
 def read_device_map(setting: str) -> str | dict[str, Where]:
     """Read the setting `device_map`: returns `auto`, `balanced`, or devices by module name.
 
-    The devices come from the YAML or JSON file that the setting names. Raises ModelError if
-    the file can't be read or names a device that this machine does not have, and SettingError if
-    it is not valid YAML.
+    The devices come from the YAML or JSON file that the setting names. Raises ModelError if the
+    file can't be read or names a device that this machine does not have, and SettingError if the
+    file is not valid YAML.
     """
     if setting in _PLANS:
         return setting
@@ -87,10 +87,11 @@ def _device(value: object, where: str) -> Where:
 def spread_of(
     name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
 ) -> Spread:
-    """The device map for loading the model `name`; see `Spread`.
+    """Make the device map (`Spread`) with which the model `name` will be loaded.
 
-    Raises ModelError if the device map can't be read, or accelerate is not installed, or the
-    settings `device` or `quantize` rule it out.
+    `auto` and `balanced` leave room for the KV cache of `rows` tokens. Raises ModelError if the
+    device map can't be read, if accelerate is not installed, or if the settings `device` or
+    `quantize` can't be combined with a device map.
     """
     if device != "auto" or quantize not in ("auto", "none"):
         other = f"device={device}" if device != "auto" else f"quantize={quantize}"
@@ -110,7 +111,7 @@ def spread_of(
 
 @dataclass(frozen=True)
 class Spread:
-    """The device map of a model, with which the model is loaded.
+    """The device map of a model: says on which device each part of the model is loaded.
 
     Attributes:
         model: the model's name.
@@ -124,22 +125,23 @@ class Spread:
 
     @property
     def main_device(self) -> torch.device:
-        """The first GPU of the device map, or else the CPU."""
+        """The first GPU of this device map; the CPU if the map has no GPU."""
         where = accelerators() if isinstance(self.said, str) else self.said.values()
         named = (one for one in where if isinstance(one, torch.device))
         return min(named, key=lambda one: one.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` for this map; `outline` is the model without weights.
+        """The options of `from_pretrained` that load a model with this device map.
 
-        Call `finish` after loading the model with these options.
+        `outline` is the model without weights. Call `finish` after loading the model with these
+        options.
         """
         placement = self.place(outline)
         folder = str(self._folder.path) if DISK in placement.values() else None
         return {"device_map": placement, "offload_folder": folder}
 
     def dispatch(self, module: Any) -> None:
-        """Move the parts of a model from the CPU to their devices."""
+        """Move the parts of a model from the CPU to the devices of this device map."""
         from accelerate import dispatch_model
 
         placement = self.place(module)
@@ -149,7 +151,7 @@ class Spread:
         self.finish(module)
 
     def finish(self, module: Any) -> None:
-        """Make layers on the CPU compute there; accelerate would copy them to a GPU."""
+        """Make the layers on the CPU compute on the CPU; accelerate would copy them to a GPU."""
         from accelerate import hooks
 
         placement: Placement = getattr(module, "hf_device_map", {})
@@ -168,7 +170,7 @@ class Spread:
 
     @cached_property
     def _folder(self) -> ArchiveFolder:
-        """A private folder for those weights on disk that the model's files have in another form.
+        """A private folder for weights on disk that the model's own files have in another form.
 
         The first access creates the folder, so use it only if some weights are on disk.
         """
@@ -178,10 +180,11 @@ class Spread:
         return folder
 
     def place(self, module: Any) -> Placement:
-        """The device of each part of a model; needs only the shapes and types of the weights.
+        """Choose the device of each part of a model, as this device map says.
 
-        Raises ModelError for a module that the model does not have, a layer that would be split, a
-        part without a device, and a model that does not fit.
+        Only the shapes and types of the weights are needed. Raises ModelError if the map names a
+        module that the model does not have, splits a layer or leaves a part without a device, or if
+        the model does not fit.
         """
         names = {id(one): name for name, one in module.named_modules()}
         layers = [names[id(layer)] for layer in decoder_layers(module)]
@@ -241,7 +244,11 @@ class Spread:
 
 
 def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
-    """Names of the layers, and of the modules with weights or buffers outside of them, in order."""
+    """Yield the names of the parts of a model that are placed on devices, in order.
+
+    These are the layers, and the modules outside the layers that have weights or buffers of their
+    own. Raises ModelError if a module that contains a layer has weights or buffers of its own.
+    """
     for name, one in module.named_modules():
         if name in layers:
             yield name

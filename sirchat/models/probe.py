@@ -1,4 +1,4 @@
-"""Detects the rotary embedding of every layer; refuses models that do not allow eviction."""
+"""Detects the rotary embedding (RoPE) of every layer; refuses models that do not allow eviction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MISSING = {
     "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
     "be evicted",
 }
-"""By kind of layer, the reason why sirchat can't run a model with such layers."""
+"""For each kind of layer that sirchat can't run: the reason, as an error message gives it."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
@@ -39,9 +39,9 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 
 def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
-    """The argument of `module.forward` that passes the KV cache.
+    """The keyword argument with which `module.forward` gets the KV cache.
 
-    It is called `cache` from transformers 5.24 on, and `past_key_values` before.
+    The argument is called `cache` from transformers 5.24 on, and `past_key_values` before.
     """
     return {_cache_name(type(module).forward): kv_cache}
 
@@ -52,11 +52,11 @@ def _cache_name(forward: Any) -> str:
 
 
 def context_length(config: Any) -> int:
-    """Number of tokens that the model was trained for.
+    """The number of tokens that a model was trained for, according to its config.
 
-    Some rotations change their frequencies beyond a certain length (dynamic NTK, longrope). For
-    these, that length is returned, because the keys that are already in the cache would be wrong
-    for the new frequencies.
+    Some rotations (RoPE) change their frequencies beyond a certain length (dynamic NTK, longrope).
+    For these rotations, that length is returned, because keys that are already in the cache would
+    be wrong for the new frequencies.
     """
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
@@ -72,7 +72,7 @@ def context_length(config: Any) -> int:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Width of the model's sliding-window layers, in tokens; None without such layers."""
+    """The width of a model's sliding-window layers, in tokens; None if it has no such layers."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or []
     if (
@@ -85,7 +85,10 @@ def sliding_window(config: Any) -> int | None:
 
 
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has more tokens than the model, not counting added ones."""
+    """Raise ModelError if the tokenizer has a larger vocabulary than the model.
+
+    Tokens that were added to the tokenizer's vocabulary do not count.
+    """
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -105,7 +108,7 @@ def state_kinds(config: Any) -> list[LayerKind] | None:
 
 
 def refuse_unsupported_layers(config: Any, name: str) -> None:
-    """Raise ModelError for layers that sirchat can't run, and for encoder-decoders."""
+    """Raise ModelError for an encoder-decoder model, and for layers that sirchat can't run."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     odd = sorted({str(kind) for kind in kinds} & set(_MISSING))
     if odd:
@@ -129,11 +132,11 @@ def refuse_unsupported_layers(config: Any, name: str) -> None:
 def probe_rotations(
     module: Any, name: str, kinds: list[LayerKind] | None = None
 ) -> list[LayerRotation]:
-    """The rotations of both cached tensors (usually keys and values) of each layer that has them.
+    """Detect the rotation (RoPE) of both cached tensors of each layer that has such tensors.
 
-    `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
-    values per token. Also raises ModelError if these depend on the position in another way than by
-    a known rotation (as with learned positions).
+    The two tensors are usually keys and values. `kinds` are the kinds of a hybrid model's layers.
+    Raises ModelError if a layer has no keys and values per token, or if these depend on the
+    position in another way than by a known rotation (as with learned positions).
     """
     config = module.config.get_text_config(decoder=True)
     distances = [d for d in _DISTANCES if d < context_length(config)]
@@ -178,10 +181,11 @@ def _check_a_move(
     at_start: tuple[Tensor, Tensor],
     name: str,
 ) -> None:
-    """Raise ModelError if a moved key differs from a key computed at its new position.
+    """Raise ModelError if a moved key differs from a key that is computed at the new position.
 
-    One token is read twice and the first copy is evicted: the key and value left in
-    layer 0 must equal `at_start`, computed at position 0. Models that ignore positions fail this.
+    The model reads one token twice, and the first copy is evicted. The key and value that are left
+    in layer 0 must equal `at_start`, which was computed at position 0. Models that ignore the given
+    positions fail this check.
     """
     kv_cache = _hub_cache(rotations, 2)
     ids = [[_probe_token(config)] * 2]
@@ -225,7 +229,7 @@ def _sample(
     rotations: list[LayerRotation],
     kinds: list[LayerKind] | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Both cached tensors [H, D] of each layer that has them, for a token read at `position`."""
+    """Read one token at `position`; returns both cached tensors [H, D] of each layer with keys."""
     config = module.config.get_text_config(decoder=True)
     kv_cache = _hub_cache(rotations, 1, kinds)
     try:
@@ -243,7 +247,7 @@ def _sample(
 
 @torch.inference_mode()
 def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) -> Tensor:
-    """Read ids [m] at positions from `position` on, commit them; returns the last logits [V]."""
+    """Read ids [m] into the cache, at positions from `position` on; returns the last logits [V]."""
     kv_cache.begin_pass()
     logits = module(
         input_ids=torch.tensor([ids], device=input_device(module)),
@@ -258,12 +262,12 @@ def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) ->
 def probe_state(
     module: Any, name: str, kinds: list[LayerKind], rotations: list[LayerRotation]
 ) -> bool:
-    """Check the recurrent state of a hybrid model: whether it can be restored and continued.
+    """Check that the recurrent state of a hybrid model can be restored and continued.
 
-    Returns whether the state can be continued only with one token at a time. To check it, some ids
-    are read at once, and then again in parts. Before each part, other ids are read into another
-    cache, and one more id is read and taken back. Raises ModelError if the results differ, because
-    then the state could not be restored when a turn is undone.
+    Returns whether the state can be continued only with one token at a time. To check the state,
+    the model reads some ids at once, and then again in parts. Before each part, it reads other ids
+    into another cache, and reads one more id, which is taken back. Raises ModelError if the results
+    differ, because then the state could not be restored when a turn is undone.
     """
     vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
     ids = [(7 * at + 5) % vocabulary for at in range(12)]
@@ -302,10 +306,10 @@ def probe_state(
 
 
 def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
-    """Raise ModelError if a moved key differs from a key computed at its new position.
+    """Raise ModelError if a moved key differs from a key that is computed at the new position.
 
-    This is like `_check_a_move`, but for a hybrid model. Both keys are of the same token, after the
-    same other token.
+    This check is like `_check_a_move`, but for a hybrid model. Both keys are of the same token,
+    read after the same other token.
     """
     keys = []
     for is_moved in (True, False):
@@ -337,6 +341,6 @@ def require_comparable_queries(model: LoadedModel) -> None:
 
 
 def caches_latents(model: LoadedModel) -> bool:
-    """Whether the cache contains compressed keys and values (multi-head latent attention)."""
+    """Whether a model caches compressed keys and values (multi-head latent attention)."""
     # Only such models rotate a layer's second cached tensor, which usually has the values.
     return any(rotation.value is not None for rotation in model.rotations)

@@ -27,7 +27,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def switch_off_bars() -> None:
-    """From now on, transformers and the hub's library show no bars and no warnings of their own."""
+    """Stop transformers and the hub's library from showing progress bars and warnings, for good."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -61,7 +61,7 @@ def no_logs() -> Iterator[None]:
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
     """Context manager: the progress bars of transformers report to `progress`.
 
-    Yields the options of `from_pretrained` that make downloads report, too.
+    Yields options for `from_pretrained`, with which downloads report to `progress`, too.
     """
     if progress is None:
         yield {}
@@ -81,11 +81,11 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
 
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the name of the task, the amount done, and the total amount (None if unknown)."""
+"""A function that gets a task's name, the amount done, and the total amount (None if unknown)."""
 
 
 def bar_class(progress: Progress) -> type[tqdm]:
-    """A progress bar class for libraries; it draws nothing, but reports to `progress`."""
+    """Make a class of progress bars for libraries; they draw nothing, but report to `progress`."""
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -43,17 +43,17 @@ _SHOWN = 4  # most GGUF files that an error message names
 
 @dataclass(frozen=True)
 class PulledModel:
-    """A model that is now in the cache: its name for `--model`, and its bytes on disk."""
+    """A model that was downloaded into the cache: its name for `--model`, and its bytes on disk."""
 
     name: str
     size: int
 
 
 def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
-    """Download a model, or one GGUF `file` of its repository; skips files that are complete.
+    """Download a model from the hub, or only the GGUF file `file` of its repository.
 
-    `progress` is called with a file's name, the bytes done and the total bytes. Raises ModelError
-    if the model can't be downloaded.
+    Files that are complete are not downloaded again. `progress` is called with a file's name, and
+    the done and the total bytes of all files. Raises ModelError if the model can't be downloaded.
     """
     info = ask_hub(name, with_files=True)
     with explained(name):  # a size can be of a wrong type, for example
@@ -76,7 +76,10 @@ def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
 
 
 def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
-    """Name and size, in bytes, of each file to download; raises ModelError if there are none."""
+    """Choose the files of a model to download: name and size, in bytes, of each file.
+
+    Raises ModelError if the model has no files that sirchat can read.
+    """
     there = {one.rfilename: one.size or 0 for one in info.siblings or ()}
     ggufs = [one for one in there if one.lower().endswith(".gguf")]
     if file is not None:
@@ -120,7 +123,7 @@ def _blobs(name: str) -> Path:
 
 
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
-    """Download one file into the cache."""
+    """Download one file of a model into the Hugging Face cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     with explained(name, "run the same command again to continue"):
@@ -135,7 +138,11 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
 
 
 def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
-    """Download a file to `blob`, where huggingface_hub looks for it; resumes an earlier attempt."""
+    """Download a large file to the path `blob` in the Hugging Face cache.
+
+    An earlier attempt that was interrupted is continued. huggingface_hub looks for the file at this
+    path.
+    """
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -166,14 +173,20 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
 
 
 def _is_transport(error: Exception) -> bool:
-    """Whether the error is a broken connection; such errors have no common public base class."""
+    """Whether a download failed because of a broken connection.
+
+    The errors of broken connections have no common public base class.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
 
 
 def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
-    """Download the file at `url` from byte `there` on, and append the bytes to the file `part`."""
+    """Download the file at `url` from byte `there` on, and append the bytes to the file `part`.
+
+    If the server sends the whole file, `part` is written anew.
+    """
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,
         get_session,
@@ -198,7 +211,10 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
 
 @contextmanager
 def _only_one(name: str, etag: str) -> Iterator[None]:
-    """Context manager: hold the lock of a file's download; ModelError if another process does."""
+    """Context manager: hold the lock for the download of one file.
+
+    Raises ModelError if another process holds the lock, because it downloads the same file.
+    """
     folder = cache_folder() / ".locks" / _blobs(name).parent.name
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,11 +1,12 @@
 """Tensor parallelism: rank 0 runs the program, and the other ranks repeat what it does to tensors.
 
-`torchrun` starts N processes, the ranks. Each rank has a part of the model, and in its caches and
-archives the keys and values of its own heads. Such objects are *shared*: they exist on every rank.
-Only rank 0 has ledger, policy, prompt, files and server; it calls a method of a shared object as if
-there were no other ranks. The call, with row numbers but without keys and values, is added to a
-message. The message is sent when the ranks next have to compute something together, usually the
-next token. So an eviction needs no message of its own. The other ranks run `follow`.
+`torchrun` starts N processes, the ranks. Each rank has a part of the model, and its caches and
+archives have the keys and values of its own heads. Model, caches and archives are *shared* objects:
+they exist on every rank. Only rank 0 has ledger, policy, prompt, files and server; rank 0 calls a
+method of a shared object as if there were no other ranks. The call, with row numbers but without
+keys and values, is added to a message. The message is sent when the ranks next have to compute
+something together, usually the next token. So an eviction needs no message of its own. The other
+ranks run `follow`.
 
 Messages are pickled, like those of torch's own object collectives, since all ranks belong to the
 same user.
@@ -39,11 +40,11 @@ from sirchat.memory.segments import Rows
 _FOREVER = timedelta(days=365)  # a user may take long to type the next message
 _INLINE = 248  # most bytes of a message that one broadcast can send
 _ENDING = "sirchat ends"
-"""Key in torchrun's store that is set when rank 0 ends, and reports the reason itself."""
+"""A key in torchrun's store; rank 0 sets it if it ends and reports the reason itself."""
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process and others to share one model.
+    """Whether torchrun has started this process as one of several that share a model.
 
     False in `sirchat train`, where each process has the whole model.
     """
@@ -53,14 +54,14 @@ def by_torchrun() -> bool:
 
 
 class Ranks:
-    """The processes that share a model, as one of them sees them.
+    """The processes (ranks) that share a model, as one of these processes sees them.
 
     Attributes:
         rank: number of this process; rank 0 runs the program.
         count: number N of processes.
-        failure: what has gone wrong, in one line; "" if nothing has.
-        messages, nbytes: numbers of messages and bytes sent so far, by kind: `calls`, `statistics`
-            and `rows`.
+        failure: why the processes can't go on, in one line; "" if nothing has failed.
+        messages, nbytes: numbers of messages and bytes that this process has sent, by kind:
+            `calls`, `statistics` and `rows`.
     """
 
     def __init__(self, root: Any, classes: Mapping[type, type]) -> None:
@@ -88,7 +89,7 @@ class Ranks:
         self._links = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._watches: list[threading.Thread] = []
         self.root = self.share(root)
-        """The first shared object."""
+        """The first shared object, from which all other shared objects are made."""
         for rank in range(1, self.count if self.rank == 0 else 1):
             watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
             self._watches.append(watch)
@@ -97,7 +98,8 @@ class Ranks:
     def share(self, made: Any) -> Any:
         """Make the object `made`, which every rank has just made, a shared object; returns `made`.
 
-        The object gets a number. From now on, methods called on rank 0 are called on all ranks.
+        The object gets a number. From now on, when rank 0 calls a method of the object that
+        `on_all_ranks` names, all ranks call the method.
         """
         number, self._next = self._next, self._next + 1
         if self.rank:
@@ -115,8 +117,8 @@ class Ranks:
     def call(self, method: Method, one: Any, args: Any, options: Any) -> Any:
         """On rank 0: call `method` of the shared object `one` on every rank; returns the result.
 
-        `Rows` in arguments and result have all heads; each rank gets, or gives, those of its own
-        heads.
+        `Rows` (keys and values) in the arguments and the result have all heads; each rank gets, or
+        gives, only the heads that it has.
         """
         with self._lock:
             if self._is_inside:
@@ -136,7 +138,10 @@ class Ranks:
                 self._is_inside = False
 
     def _met(self, method: Method, one: Any, args: Any, options: Any) -> Any:
-        """Send the waiting calls, then run the method together with the other ranks."""
+        """Run a method together with the other ranks; returns the method's result.
+
+        Before, the calls that wait for the next message are sent to the other ranks.
+        """
         try:
             self._send()
             return self._run(method.run, one, args, options)
@@ -168,14 +173,17 @@ class Ranks:
         return mean
 
     def mean(self, one: Tensor) -> Tensor:
-        """The mean of all ranks' tensors `one`, which are computed from each rank's own heads."""
+        """Average the tensors `one` of all ranks, which each rank computes from its own heads."""
         self._count("statistics", one)
         one = one.clone()
         self._dist.all_reduce(one)
         return one / self.count
 
     def joined(self, one: Tensor, dim: int) -> Tensor:
-        """On rank 0, the tensors of all ranks, joined along `dim`; on other ranks `one` itself."""
+        """On rank 0: join the tensors `one` of all ranks along the dimension `dim`.
+
+        Rank 0 gets the joined tensor; every other rank gets its own `one`.
+        """
         if not one.numel():
             return torch.cat([one] * self.count, dim)
         self._count("rows", one)
@@ -196,7 +204,10 @@ class Ranks:
         return buffer.getvalue()
 
     def _send(self) -> None:
-        """Send the waiting calls, and the numbers of shared objects that are no longer used."""
+        """Send the message with the waiting method calls to the other ranks.
+
+        The message also has the numbers of shared objects that rank 0 no longer uses.
+        """
         while self._released:
             self._waiting += self._pickled((self._released.pop(), "", (), {}))
         body, self._waiting = torch.frombuffer(self._waiting, dtype=torch.uint8), bytearray()
@@ -213,7 +224,7 @@ class Ranks:
         self._dist.broadcast(head, 0)
 
     def _receive(self) -> bytes | None:
-        """On other ranks: wait for the next message; None if rank 0 ends."""
+        """On ranks other than 0: wait for the next message; returns None if rank 0 ends instead."""
         head = torch.zeros(_INLINE + 8, dtype=torch.uint8)
         self._dist.broadcast(head, 0)
         size = int(head[:8].view(torch.int64))
@@ -226,7 +237,7 @@ class Ranks:
         return body.numpy().tobytes()
 
     def follow(self) -> int:
-        """On other ranks: repeat all calls until rank 0 ends; returns the exit code."""
+        """On ranks other than 0: repeat rank 0's calls until rank 0 ends; returns the exit code."""
         try:
             while (message := self._receive()) is not None:
                 buffer = io.BytesIO(message)
@@ -249,7 +260,11 @@ class Ranks:
                 raise
 
     def _failed(self, error: str) -> int:
-        """On other ranks: report an error to rank 0, or that rank 0 has ended; returns 1."""
+        """On ranks other than 0: report an error to rank 0; returns the exit code 1.
+
+        If rank 0 does not answer within three seconds, rank 1 writes to standard error that rank 0
+        has ended.
+        """
         with suppress(RuntimeError):
             self._store.set(f"sirchat {self.rank}", error)
             try:
@@ -260,7 +275,10 @@ class Ranks:
         return 1
 
     def _watch(self, rank: int) -> None:
-        """On rank 0, in a thread: wait until another rank ends; if it failed, end the program."""
+        """On rank 0, in a thread: wait until the given rank ends.
+
+        If that rank has failed, the program is ended.
+        """
         try:
             self._dist.recv(torch.zeros(1), rank, group=self._links)
         except RuntimeError:
@@ -271,7 +289,7 @@ class Ranks:
             self._lose(f"process {rank} of {self.count} has ended{why}")
 
     def _lose(self, why: str) -> None:
-        """Set `failure`: nothing can be computed any more. Then end the program by SIGTERM."""
+        """Write into `failure` why the ranks can't go on, and end the program by SIGTERM."""
         with self._losing:
             if self.failure or self._is_ending:
                 return
@@ -284,7 +302,7 @@ class Ranks:
             self._store.set(_ENDING, "")
 
     def end(self) -> None:
-        """On rank 0, at the end of the program: let the other ranks end."""
+        """On rank 0, at the end of the program: let the other ranks end, too."""
         self._tell_ending()
         if self.failure or not self._lock.acquire(timeout=1):
             return  # the others notice that this process ends
@@ -296,18 +314,18 @@ class Ranks:
 
 
 def _is_common(error: BaseException) -> bool:
-    """Whether the error is of a kind that all ranks raise before they compute together."""
+    """Whether an error is of a kind that every rank raises before the ranks compute together."""
     return isinstance(error, SirchatError) or type(error) is LookupError
 
 
 class Method:
-    """A method of shared objects, and whether the other ranks can run it later.
+    """A method of shared objects, and whether the other ranks can run it later than rank 0.
 
     Attributes:
         run: the method, to be run on one rank.
-        name: its name.
-        meets: whether the ranks compute something together in the method; then the call can't wait
-            for the next message.
+        name: the method's name.
+        meets: whether the ranks compute something together in the method. If so, a call of the
+            method can't wait for the next message.
     """
 
     def __init__(self, run: Callable[..., Any], *, meets: bool) -> None:
@@ -317,13 +335,13 @@ class Method:
 def on_all_ranks(
     kind: type, ranks: Callable[[], Ranks], later: tuple[str, ...], now: tuple[str, ...] = ()
 ) -> type:
-    """A subclass of `kind` for rank 0; a call of one of its methods is made on all ranks.
+    """Make a subclass of `kind` for rank 0; a call of one of its methods is made on all ranks.
 
     Args:
         kind: the class that the objects have on other ranks.
         ranks: returns the processes that share the model.
         later: names of the methods that the other ranks run only when the next message comes.
-        now: names of the methods in which the ranks compute something together, and which they run
+        now: names of the methods in which the ranks compute something together; all ranks run them
             at once.
     """
 
@@ -340,7 +358,7 @@ def on_all_ranks(
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles calls: shared objects become their numbers, and row numbers are compressed."""
+    """Pickles method calls: shared objects become their numbers, and row numbers are compressed."""
 
     def __init__(self, file: io.BytesIO, numbers: dict[int, int]) -> None:
         super().__init__(file, protocol=5)
@@ -359,7 +377,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _numbers(packed: bytes) -> NDArray[np.int64]:
-    """Unpack numbers [n] from their compressed differences; row numbers often are consecutive."""
+    """Decompress row numbers [n], which were packed as their differences.
+
+    Row numbers are often consecutive, so that their differences take few bytes.
+    """
     return np.frombuffer(zlib.decompress(packed), np.int64).cumsum()
 
 

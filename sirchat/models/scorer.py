@@ -26,10 +26,11 @@ from sirchat.errors import ModelError
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Predicts a score for each token from the hidden states after some layers.
+    """Predicts a score for each token from its hidden states, for the policy `learned`.
 
     Attributes:
-        layers: numbers of the layers, ascending, from 1; empty for a model without a scorer.
+        layers: numbers, ascending, from 1, of the layers after which the states are taken; empty
+            for a model without a scorer.
         weight: float32 [layers x d], for the states of all layers, side by side.
         bias: the number added to the product; NaN for a model without a scorer, so that every score
             is NaN.
@@ -42,7 +43,7 @@ class Scorer:
     about: Mapping[str, str] = field(default_factory=dict)
 
     def scores(self, states: Tensor) -> list[float]:
-        """The scores of m tokens, given their hidden states [m, layers x d]."""
+        """Compute the scores of m tokens from their hidden states [m, layers x d]."""
         found: list[float] = (states.float() @ self.weight.to(states.device) + self.bias).tolist()
         return found
 
@@ -57,7 +58,7 @@ class Scorer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the scorer in a file; raises ModelError if it is damaged."""
+        """Read a scorer from a file; raises ModelError if the file is damaged."""
         try:
             with safe_open(path, "pt") as file:
                 about = dict(file.metadata() or {})
@@ -72,9 +73,10 @@ class Scorer:
 
 
 def scorer_of(name: str, module: Any) -> Scorer:
-    """The scorer of the model `name`: the user's own, or the bundled one, or else an empty one.
+    """Load the scorer of the model `name`: the user's own, or else the bundled one.
 
-    Raises ModelError for a file that is damaged or was made for a model of another shape.
+    Without either, returns an empty scorer. Raises ModelError for a file that is damaged or was
+    made for a model of another shape.
     """
     path = next((path for path in paths.scorer_files(name) if path.is_file()), None)
     if path is None:
@@ -96,7 +98,10 @@ def _unusable(path: Path, why: str) -> ModelError:
 
 
 def layer_count(module: Any) -> int:
-    """Number of the model's layers; LongCat Flash has two layers of the cache for each."""
+    """The number of a model's layers.
+
+    In LongCat Flash, each of these layers has two layers in the KV cache.
+    """
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 
@@ -115,7 +120,7 @@ class LayerStates:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager: record the states of the forward pass that runs within the block."""
+        """Context manager: record the hidden states of the forward pass that runs in the block."""
         with ExitStack() as hooks:
             for number in self._layers:
                 layer = decoder_layers(self._module)[number - 1]
@@ -127,7 +132,7 @@ class LayerStates:
         self._states.append(hidden[0])
 
     def joined(self) -> Tensor:
-        """The states [m, layers x d], float32, of all layers side by side."""
+        """The recorded hidden states of all layers side by side, float32 [m, layers x d]."""
         first = self._states[0].device
         return torch.cat([one.to(first).float() for one in self._states], -1)
 

@@ -27,7 +27,7 @@ from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 _MOST = 1 << 32  # larger numbers count as invalid
 
 MOST_UNPACKED = 2**29
-"""Most bytes of packed weights that are unpacked for several passes; see `packed.SharedWeights`."""
+"""The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`."""
 _MOST_LAYERS = 10_000
 _MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -37,10 +37,10 @@ _PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "atten
 _WITH_ROWS = (*_PER_TOKEN, "hybrid", "hybrid_sliding")
 _REFUSED_LAYERS = ("indexed_attention", "compressed_sparse_attention")
 _NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
-"""Model types that sirchat refuses to load, although their config does not show why."""
+"""Types of models that sirchat refuses to load, although their config does not show why."""
 
 _HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
-"""Model types whose config may not show which layers have keys and values."""
+"""Types of models whose config may not show which of their layers have keys and values."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class ModelShape:
     """The sizes of a model as stated in its files; None for a size that they do not state.
 
     Attributes:
-        kind: its architecture, such as `llama`; for a GGUF file also the type of its weights.
-        context_length: number of tokens that it was trained for.
-        layer_elements: how many numbers the cache stores for one token in each layer: keys and
+        kind: the model's architecture, such as `llama`; for a GGUF file also the type of its
+            weights.
+        context_length: number of tokens that the model was trained for.
+        layer_elements: how many numbers the KV cache stores for one token in each layer: keys and
             values. Rotated keys are stored twice, see `memory.cache`.
         archived_elements: how many numbers the archive stores for one token in all layers; it
             stores keys once.
@@ -66,12 +67,15 @@ class ModelShape:
 
     @property
     def row_elements(self) -> int | None:
-        """How many numbers the cache stores for one token in all layers."""
+        """How many numbers the KV cache stores for one token in all layers; None if unknown."""
         return None if self.layer_elements is None else sum(self.layer_elements)
 
 
 def shape_of_folder(folder: Path) -> ModelShape:
-    """The sizes that a folder's config.json states; raises ModelError if it is not usable."""
+    """Read the sizes of a model from its folder's config.json.
+
+    Raises ModelError if the file can't be read, or if sirchat can't run the model.
+    """
     config = load_config(folder / "config.json")
     names = config.get("architectures")
     if isinstance(names, list) and names and not any("For" in str(name) for name in names):
@@ -98,7 +102,7 @@ def shape_of_folder(folder: Path) -> ModelShape:
 
 
 def shape_of_gguf(path: Path) -> ModelShape:
-    """The sizes that a GGUF file's header states; raises ModelError if it can't be read."""
+    """Read the sizes of a model from its GGUF file's header; raises ModelError if it is damaged."""
     file = parse_gguf(path, with_lists_of_text=False)
     architecture, weights = file.architecture, Counter[str]()
     for tensor in file.tensors.values():
@@ -116,7 +120,10 @@ def shape_of_gguf(path: Path) -> ModelShape:
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a JSON file; raises ModelError if it is missing, too large or not a JSON object."""
+    """Read a JSON file with an object; returns the object as a dictionary.
+
+    Raises ModelError if the file is missing, too large or not a JSON object.
+    """
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             raise ModelError(f"{path} can't be read: it is missing or too large")
@@ -129,7 +136,10 @@ def load_config(path: Path) -> dict[str, Any]:
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """Number of tokens that the model was trained for, as `probe.context_length` computes it."""
+    """The number of tokens that a model was trained for; None if its config does not say.
+
+    `probe.context_length` computes the same for a loaded model.
+    """
     limit = next((n for name in _LENGTHS if (n := _whole(config.get(name)))), None)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if limit is None or not isinstance(rope, dict):
@@ -145,9 +155,10 @@ _Elements = tuple[tuple[int, ...], int] | tuple[None, None]
 
 
 def _row_elements(config: Mapping[str, Any]) -> _Elements:
-    """How many numbers the cache stores for one token in each layer, and the archive in all layers.
+    """Count the numbers stored for one token: in each layer of the KV cache, and in the archive.
 
-    Both are None if the config does not say enough.
+    The count for the archive is that of all layers. Both are None if the config does not say
+    enough.
     """
     layers = _whole(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
     if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
@@ -180,7 +191,10 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _gguf_context_length(file: GgufFile) -> int | None:
-    """The context length of the training, in tokens, before RoPE scaling extends it."""
+    """The context length in a GGUF header, in tokens; None if the header has none.
+
+    If RoPE scaling depends on the length of the text (longrope), this is the length before scaling.
+    """
     prefix = file.architecture
     limit = _whole(file.metadata.get(f"{prefix}.context_length"))
     original = _whole(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
@@ -189,7 +203,10 @@ def _gguf_context_length(file: GgufFile) -> int | None:
 
 
 def _gguf_row_elements(file: GgufFile) -> _Elements:
-    """The result of `_row_elements`, for a GGUF file: computed from the sizes in its header."""
+    """Count the numbers stored for one token, from the header of a GGUF file.
+
+    Returns a count for each layer of the KV cache, and one for the archive, like `_row_elements`.
+    """
 
     def said(name: str) -> Any:
         return file.metadata.get(f"{file.architecture}.{name}")
@@ -218,7 +235,7 @@ def _gguf_row_elements(file: GgufFile) -> _Elements:
 
 
 def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
-    """The number of key heads of each layer, 0 if it has none of its own; None if unknown.
+    """The number of key heads of each layer in a GGUF file, 0 if a layer has none; None if unknown.
 
     `said` returns the header's value for a key. Layers at the end that use other layers' keys, or
     predict further tokens, are left out.
@@ -238,14 +255,14 @@ def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
 
 
 def _whole(value: object, most: int = _MOST) -> int | None:
-    """The value if it is a whole number from 1 to `most`, else None."""
+    """Return `value` if it is a whole number from 1 to `most`, else None."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
         return value
     return None
 
 
 def cache_bytes(shape: ModelShape, profile: Profile, rows: int) -> int | None:
-    """Bytes of the cache for `rows` tokens with the settings of a profile; None if unknown."""
+    """Bytes of a KV cache for `rows` tokens with the settings of a profile; None if unknown."""
     if shape.row_elements is None:
         return None
     return shape.row_elements * rows * _item_size(shape, profile)
@@ -259,7 +276,7 @@ def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | Non
 
 
 def _item_size(shape: ModelShape, profile: Profile) -> int:
-    """Bytes of one number in the cache; the rules are those of `LoadedModel.cache_dtype`."""
+    """Bytes of one number in the KV cache, by the same rules as `LoadedModel.cache_dtype`."""
     kind = profile.cache_dtype
     return 4 if (precision(shape, profile) if kind == "auto" else kind) == "float32" else 2
 
@@ -278,12 +295,12 @@ def precision(shape: ModelShape, profile: Profile) -> str:
 
 
 def uses_cpu(profile: Profile) -> bool:
-    """Whether the model will compute on the CPU."""
+    """Whether a model will compute on the CPU with the settings of a profile."""
     return profile.device == "cpu" or (profile.device == "auto" and not _has_accelerator())
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that programs can still take; None if the system does not say."""
+    """Bytes of main memory that this program can still take; None if the system does not say."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return 1024 * next(int(one.split()[1]) for one in lines if one.startswith("MemAvailable:"))
@@ -291,7 +308,10 @@ def free_memory() -> int | None:
 
 
 def _has_accelerator() -> bool:
-    """Whether `device: auto` will find a GPU; does not import torch, which would take seconds."""
+    """Whether this machine has a GPU that the setting `device: auto` will use.
+
+    torch is not asked, because importing it would take seconds.
+    """
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):

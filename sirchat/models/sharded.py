@@ -34,10 +34,13 @@ from sirchat.models.threads import use_threads
 
 
 class ShardedCache(HubCache):
-    """A KV cache for the key/value heads of this rank (process)."""
+    """The KV cache of one rank (process): it has the keys and values of this rank's heads."""
 
     def new_archive(self, limit: int, folder: Path | None) -> Archive:
-        """An archive for this rank's key/value heads; the rank's number is added to `folder`."""
+        """Make an archive for the keys and values of this rank's heads.
+
+        If a folder is given, this rank's folder has the same name with the rank's number added.
+        """
         own = None if folder is None else folder.with_name(f"{folder.name}-{ranks().rank}")
         archive = super().new_archive(limit, own)
         archive.parts = ranks().count
@@ -52,19 +55,23 @@ class ShardedModel(LoadedModel):
     _has_plain_head = False
 
     def new_cache(self, capacity: int) -> BoundedCache:
-        """An empty cache for the key/value heads of this rank."""
+        """Make an empty KV cache for this rank's key/value heads, for up to `capacity` tokens."""
         return ShardedCache(self.rotations, capacity, self.cache_dtype)
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes that the caches of all ranks take for one token."""
+        """Bytes that the KV caches of all ranks together take for one token."""
         cache = self.new_cache(1)
         self.forward([0], cache)
         return ranks().count * cache.nbytes // cache.capacity
 
     @contextmanager
     def _observed_by(self, observer: AttentionObserver | None) -> Iterator[None]:
-        """Like the method of `LoadedModel`; at the end, `observer` has the records of all heads."""
+        """Context manager: `observer` receives the attention of the passes within the block.
+
+        At the end, the observers of all ranks are combined, so that rank 0 has the records of all
+        heads.
+        """
         with super()._observed_by(observer):
             yield
         if observer is not None:
@@ -75,7 +82,7 @@ class ShardedModel(LoadedModel):
         return []
 
     def start_recording(self) -> None:
-        """Begin to record queries, on every rank; `stop_recording` ends it."""
+        """Begin to record queries of forward passes, on every rank; `stop_recording` ends this."""
         stack, recorder = ExitStack(), QueryRecorder()
         stack.enter_context(observed_by(self.module, recorder, self.layer_numbers))
         self._recordings.append((recorder, stack))
@@ -88,7 +95,10 @@ class ShardedModel(LoadedModel):
 
     @contextmanager
     def recorded_queries(self) -> Iterator[QueryRecorder]:
-        """Context manager: record the queries, of all heads, of the passes within the block."""
+        """Context manager: record the queries, of all heads, of the passes within the block.
+
+        Yields the recorder, which is complete only after the block.
+        """
         self.start_recording()
         recorder, _ = self._recordings[-1]
         try:
@@ -97,7 +107,7 @@ class ShardedModel(LoadedModel):
             self.stop_recording()
 
     def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Like `LoadedModel.weight_samples`; the samples are taken from the whole weights."""
+        """For each tensor of the whole model's weights: its shape, and about 64 of its numbers."""
         samples = []
         for one in self.module.parameters():
             whole = one.full_tensor() if hasattr(one, "full_tensor") else one
@@ -109,7 +119,8 @@ class PartLoader:
     """Loads, on every rank (process), this rank's part of a model.
 
     Attributes:
-        progress: on rank 0, called with the progress of loading; None on other ranks.
+        progress: on rank 0, a function that is called with the progress of loading; None on other
+            ranks.
     """
 
     progress: Progress | None = None
@@ -183,9 +194,10 @@ def load_sharded(
     trust_remote_code: bool,
     progress: Progress | None,
 ) -> LoadedModel:
-    """On rank 0: load a model's parts on all ranks; the arguments are those of `load_model`.
+    """On rank 0: make every rank load its part of a model; returns the model of rank 0.
 
-    Raises ModelError for a model or setting that can't be divided among the ranks.
+    The arguments are those of `load_model`. Raises ModelError for a model or setting that can't be
+    divided among the ranks.
     """
     source, gguf = locate(name)
     if gguf or quantize not in ("auto", "none"):
@@ -232,13 +244,13 @@ def refuse_heads(name: str, source: str, trust_remote_code: bool, count: int) ->
 
 
 def follow() -> int:
-    """Run a rank other than 0: do what rank 0 asks for until it ends; returns the exit code."""
+    """Run a rank other than 0: repeat the calls of rank 0 until it ends; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for rank 0, which tells when to end
         signal.signal(number, signal.SIG_IGN)
     return ranks().follow()
 
 
 def end() -> str:
-    """On rank 0: let the other ranks end; returns what has gone wrong, in one line, or ""."""
+    """On rank 0: let the other ranks end; returns an error message in one line, or ""."""
     ranks().end()
     return ranks().failure

@@ -1,7 +1,7 @@
 """Builds a small model, with random weights, of any family that the installed transformers has.
 
 A family is the value of `model_type` in a model's config.json. The small model has the default
-configuration of its family, but settings that are sizes get small values. Such settings are
+configuration of its family, but small values for the settings that are sizes. Such settings are
 recognized by their names. Nothing is downloaded.
 """
 
@@ -48,7 +48,7 @@ _SIZES: dict[float, str] = {
     1024: "max_position_embeddings n_positions max_seq_len attention_chunk_size",
     0.1: "initializer_range",  # large, so that attention prefers some rows to others
 }
-"""Small sizes, each with the names of the settings that get it."""
+"""For each small value: the names of the settings that get this value in a small model."""
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
 _ATTENTION = ["full_attention"]
@@ -83,16 +83,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": [*_LINEAR, "hybrid"] * 3},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""By family, other settings that a small model of it needs."""
+"""For some families: settings that a small model of the family needs besides the small sizes."""
 
 
 def causal_families() -> list[str]:
-    """The families that the installed transformers can load as causal language models."""
+    """The families (`model_type`) that transformers can load as causal language models."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def language_model_of(family: str) -> str | None:
-    """The family of the language model in a multimodal family; None for other families."""
+    """The family of the language model inside a multimodal family; None for any other family."""
     config = CONFIG_MAPPING[family]
     inner = (getattr(config, "sub_configs", None) or {}).get("text_config")
     name = str(getattr(inner, "model_type", "")) or f"{family}_text"
@@ -100,7 +100,7 @@ def language_model_of(family: str) -> str | None:
 
 
 def small_config(family: str, **own: Any) -> Any:
-    """The default configuration of a family, but with small sizes, and with the settings `own`."""
+    """The default configuration of a model family, with small sizes and with the settings `own`."""
     usual = CONFIG_MAPPING[family]().to_dict()
     sizes: dict[str, Any] = {
         name: size for size, names in _SIZES.items() for name in names.split() if name in usual
@@ -112,11 +112,10 @@ def small_config(family: str, **own: Any) -> Any:
 
 
 def build_small(family: str, **own: Any) -> Any:
-    """A small model of the family with random weights, which are the same each time.
+    """Build a small model of a family with random weights, which are the same each time.
 
-    `own` are settings of its configuration.
-
-    Raises any error of transformers, and ValueError if there are more than 20 million weights.
+    `own` are settings of the model's configuration. Raises any error of transformers, and
+    ValueError if the model would have more than 20 million weights.
     """
     config = small_config(family, **own)
     with torch.device("meta"):

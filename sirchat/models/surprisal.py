@@ -1,4 +1,7 @@
-"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block."""
+"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block.
+
+With hidden states, the logits of all tokens are never in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class PassResult:
 
     @classmethod
     def of_logits(cls, logits: Tensor, ids: Sequence[int]) -> PassResult:
-        """Make the result for ids [m] from their logits [m, V]."""
+        """Make the result of a forward pass over ids [m] from the logits [m, V] after each id."""
         if len(ids) == 1:
             return cls(logits.new_empty(0), logits[0])
         with torch.inference_mode():
@@ -41,7 +44,7 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
     Args:
         logits: [m, V], as the model returns them: before temperature or any penalty.
-        ids: [m], the token that followed after each row.
+        ids: [m], for each row of logits, the token that followed.
 
     Returns:
         float32 [m], in nats, at least 0.
@@ -52,35 +55,36 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def surprisal_of(logits: Tensor, token_id: int) -> float:
-    """The surprisal of one id, in nats, given one row [V] of logits."""
+    """The surprisal of one token id, in nats, given the row [V] of logits before it."""
     # One fused kernel: for a single row, the time depends on the number of kernels.
     return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
 
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose logits are the product of the last hidden states and the output head."""
+"""Types of models whose logits are the product of the last hidden states and the output head."""
 
 _ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
 
 
 def can_score(module: Any) -> bool:
-    """Whether `surprisal_at` can compute a transformers model's logits from its hidden states."""
+    """Whether `surprisal_at` can compute a model's logits from its last hidden states."""
     head = module.get_output_embeddings()
     return module.config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
 
 
 @torch.inference_mode()
 def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """-log p(id) for each row of hidden states, in nats, never below 0; see `surprisal`.
+    """The surprisal -log p(id) of each id, in nats, from the model's last hidden states.
 
     Args:
         head: the output head, a linear layer with V rows.
-        hidden: [m, d], its input.
-        ids: [m], the token that came after each row's context.
+        hidden: [m, d], the hidden states, which are the head's input.
+        ids: [m], for each hidden state, the token that followed.
 
     Returns:
-        float32 [m]. On a CPU the logits are computed in float32, also for bfloat16 weights; for
-        eight-bit weights, they have relative errors of about 2^-17 on CPUs without VNNI.
+        float32 [m], at least 0. On a CPU the logits are computed in float32, also for bfloat16
+            weights; for eight-bit weights, they have relative errors of about 2^-17 on CPUs without
+            VNNI.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
@@ -109,7 +113,7 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Products of hidden states [m, d] with the output head's weights for some tokens, in float32.
+    """Multiplies hidden states [m, d] with the output head's weights for some tokens, in float32.
 
     bfloat16 represents eight-bit weights exactly, and many processors have fast matrix units that
     multiply bfloat16 and add in float32. On such processors, each state is written as the sum of
@@ -130,13 +134,13 @@ class _Parts:
             self.precision = "medium"
 
     def take(self, start: int, end: int) -> None:
-        """Take the weights of tokens `start` to `end`; `of` then multiplies with these weights."""
+        """Select the output head's weights for the tokens `start` to `end`, which `of` will use."""
         head = self._head
         rows = head.q[start:end] if isinstance(head, Int8Linear) else head.weight[start:end]
         self._weight = rows.float().T  # [d, n]
 
     def of(self, some: slice) -> Tensor:
-        """The products [m, n] of the m states `some` with the n weights that were taken."""
+        """Multiply the hidden states in the slice `some` with the n selected weights: [m, n]."""
         found = self._parts[0][some] @ self._weight
         for part in self._parts[1:]:
             found.addmm_(part[some], self._weight)
@@ -147,11 +151,11 @@ _STEPS = 254  # steps of a digit that make one step of the digit before it
 
 
 class _Digits:
-    """Like `_Parts`, for eight-bit weights, in whole numbers: fast on processors with VNNI.
+    """Multiplies hidden states with eight-bit weights like `_Parts`, but in whole numbers.
 
-    Each state is written as the sum of three eight-bit digits, each multiplied by its step. This is
-    exact to 2^-24 of the state's largest number. The weights are not converted, so the products of
-    few states take little time.
+    Such products are fast on processors with VNNI. Each state is written as the sum of three
+    eight-bit digits, each multiplied by its step. The sum is exact to 2^-24 of the state's largest
+    number. The weights are not converted, so the products of few states take little time.
     """
 
     precision = "highest"
@@ -180,7 +184,10 @@ class _Digits:
 
 @contextmanager
 def _products_of(precision: str) -> Iterator[None]:
-    """Context manager: `precision` is torch's setting `float32_matmul_precision`."""
+    """Context manager: set torch's precision of float32 matrix products within the block.
+
+    `precision` is a value of torch's setting `float32_matmul_precision`.
+    """
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

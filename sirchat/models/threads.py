@@ -1,8 +1,9 @@
 """Sets the number of CPU threads of the process.
 
-If other programs use the CPU, one thread for each core is several times slower than one thread:
-every step waits for the thread that was interrupted. So the number of threads is the number of
-physical cores that this process may use, minus those that are busy. The user's choice always wins.
+If other programs use the CPU, one thread for each core is several times slower than one thread
+alone: every step waits for the thread that was interrupted. So the number of threads is the number
+of physical cores that this process may use, minus those that are busy. The user's choice always
+wins.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _SYS = Path("/sys")
 def in_ending_thread(work: Callable[[], Result]) -> Result:
     """Call `work` in a thread of its own, which then ends; returns its result or raises its error.
 
-    Who loads a model in one thread and generates in another should load with this. OpenMP gives
-    each thread that computes its own worker threads, until that thread ends. If there are more of
-    them than cores, GNU's OpenMP lets threads that wait for each other sleep at once, and a token
-    takes up to four times as long.
+    Use this function to load a model in one thread if another thread will generate. OpenMP gives
+    each thread that computes its own worker threads, until the computing thread ends. If there are
+    more worker threads than cores, GNU's OpenMP lets threads that wait for each other sleep at
+    once, and a token takes up to four times as long.
     """
     found: Future[Result] = Future()
 
@@ -42,7 +43,7 @@ def in_ending_thread(work: Callable[[], Result]) -> Result:
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set torch's number of CPU threads to `wanted`, if it is above 0.
+    """Set torch's number of CPU threads to `wanted`, if `wanted` is above 0.
 
     If `wanted` is 0, the environment variable SIRCHAT_THREADS or OMP_NUM_THREADS gives the number;
     if neither is set, torch gets one thread for each free core.
@@ -57,7 +58,7 @@ def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def free_threads() -> int:
-    """The number of threads for which this machine has free cores now, at least one."""
+    """The number of CPU threads for which physical cores are free on this machine; at least 1."""
     everywhere, load = range(os.cpu_count() or 1), 0.0
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
     if hasattr(os, "getloadavg"):
@@ -68,7 +69,7 @@ def free_threads() -> int:
 
 
 def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:
-    """The number of threads for which cores are free, at least one.
+    """Compute for how many CPU threads physical cores are free; at least one.
 
     Args:
         cores: physical cores of the machine.
@@ -81,7 +82,7 @@ def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> i
 
 
 def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
-    """Number of physical cores that the logical CPUs `cpus` belong to; two CPUs may share one."""
+    """Count the physical cores of the logical CPUs `cpus`; two logical CPUs may share a core."""
     siblings = set[str]()
     for cpu in cpus:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -109,7 +110,7 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
 
 
 def threads_in_words(device: torch.device) -> str:
-    """The number of threads as text, such as `2 threads`; empty if `device` is not a CPU."""
+    """torch's number of CPU threads as text, such as `2 threads`; empty if `device` is no CPU."""
     if device.type != "cpu":
         return ""
     count = torch.get_num_threads()

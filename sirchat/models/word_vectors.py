@@ -2,8 +2,8 @@
 
 The mean of the embeddings is subtracted. Of the principal directions, the first three are left out,
 because all words share them, and the next 256 are kept (after Mu and Viswanath 2018,
-"All-but-the-Top", https://arxiv.org/abs/1702.01417). The vector of a word of several tokens is the
-sum of the tokens' vectors, in which higher token ids, usually of rarer tokens, weigh more.
+"All-but-the-Top", https://arxiv.org/abs/1702.01417). If a word has several tokens, its vector is
+the sum of the tokens' vectors, in which higher token ids, usually of rarer tokens, weigh more.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class WordVectors:
 
     @property
     def dims(self) -> int:
-        """Number D of dimensions of a vector."""
+        """The number D of dimensions of a word vector."""
         return self._directions.shape[1]
 
     def of(self, words: Sequence[str]) -> NDArray[np.float32]:
-        """Vectors [n, D] of length 1 for words [n]; D is 256, or less for small models."""
+        """Make vectors [n, D] of length 1 for n words; D is 256, or less for small models."""
         ids = [self._encode(" " + word) for word in words]
         joined = torch.tensor([one for each in ids for one in each], dtype=torch.int64)
         weights = [
@@ -72,7 +72,10 @@ class WordVectors:
 def word_vectors_of(
     embed: Callable[[Tensor], Tensor], vocab_size: int, tokenizer: Any
 ) -> WordVectors:
-    """A WordVectors object for a model with this tokenizer; `embed` is as in `WordVectors`."""
+    """Make a WordVectors object for a model, whose `tokenizer` gives the token ids of a word.
+
+    `embed` returns the input embeddings [n, d] of token ids [n].
+    """
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
@@ -86,8 +89,8 @@ def word_vectors_of(
 def _principal(centred: Tensor, count: int) -> Tensor:
     """The first `count` principal directions [d, count] of vectors [n, d]; fewer if d is less.
 
-    They are found by iteration from a fixed start, because an exact solution takes a minute for a
-    large d.
+    The directions are found by iteration from a fixed start, because an exact solution takes a
+    minute for a large d.
     """
     count = min(count, *centred.shape)
     start = torch.randn(centred.shape[1], count, generator=torch.Generator().manual_seed(0))

@@ -1,1 +1,1 @@
-"""GGUF files: read once, mapped into memory, and made into a model tensor by tensor."""
+"""Reads GGUF files: maps each file into memory, and makes a model from it tensor by tensor."""

@@ -383,4 +383,4 @@ ARCHITECTURES: dict[str, Architecture] = {
         refusal="Falcon is read with rotary positions and without biases, not with ALiBi",
     ),
 }
-"""The architectures that are read here, by their names in GGUF files."""
+"""For each architecture that sirchat reads, by its name in GGUF files: how such a file is read."""

@@ -1,6 +1,6 @@
 """Translates a GGUF file to transformers: the values of its config, and the names of its tensors.
 
-The module does not import torch, so that files can be listed quickly.
+The module does not import torch, so that `sirchat models` lists files quickly.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _MOST = 1 << 40  # values of this size or more count as invalid
 
 
 class Target(NamedTuple):
-    """Where a tensor goes in the transformers model.
+    """Where a tensor of a GGUF file goes in the transformers model.
 
     Attributes:
-        name: the parameter's name; empty for a tensor that is not a weight of the model.
+        name: the parameter's name in transformers; empty for a tensor that is not a weight of the
+            model.
         change: how the converter changed the weights; None if they are as in transformers.
     """
 
@@ -35,7 +36,7 @@ class Target(NamedTuple):
 
 
 def is_supported(file: GgufFile) -> bool:
-    """Whether `load_module` can read the file: its architecture, sizes and all tensors."""
+    """Whether sirchat itself can read a GGUF file: its architecture, settings and all tensors."""
     return config_values(file) is not None and all(
         target_of(name, file) is not None and tensor.type in BLOCKS
         for name, tensor in file.tensors.items()
@@ -43,7 +44,11 @@ def is_supported(file: GgufFile) -> bool:
 
 
 def refuse_misread(file: GgufFile) -> None:
-    """Raise ModelError for a file with unknown tensors or settings that transformers misreads."""
+    """Raise ModelError for a GGUF file that transformers would read wrongly.
+
+    The file has tensors or settings that sirchat does not know, and its architecture has a
+    `refusal`.
+    """
     known = ARCHITECTURES.get(file.architecture)
     if known is None or not known.refusal:
         return
@@ -56,12 +61,15 @@ def refuse_misread(file: GgufFile) -> None:
 
 
 def has_blocks(file: GgufFile) -> bool:
-    """Whether any weights of the file are stored in blocks of few bits, not as plain floats."""
+    """Whether a GGUF file stores any weights in blocks of few bits, not as plain floats."""
     return any(BLOCKS[one.type][1] > 1 for one in file.tensors.values())
 
 
 def config_values(file: GgufFile) -> Mapping[str, Any] | None:
-    """The values of the model's config; None if the file has a setting that is not supported."""
+    """The values of transformers' config for the model in a GGUF file, by name.
+
+    Returns None if the architecture or a setting of the file is not supported.
+    """
     known, metadata = ARCHITECTURES.get(file.architecture), file.metadata
     if known is None:
         return None
@@ -90,7 +98,7 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
 
 
 def _said(file: GgufFile) -> dict[str, Any]:
-    """The header's settings of the model, by key without the architecture's name."""
+    """The model's settings in a GGUF header; the keys are without the architecture's name."""
     prefix = file.architecture + "."
     return {
         key.removeprefix(prefix): value
@@ -100,7 +108,10 @@ def _said(file: GgufFile) -> dict[str, Any]:
 
 
 def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add to `values` the header's settings `said`; returns False if one is not supported."""
+    """Translate the settings `said` of a GGUF header, and add them to the config's `values`.
+
+    Returns False if a setting is not supported.
+    """
     sizes = {**SIZES, **known.sizes}
     elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
     for key, value in said.items():
@@ -138,9 +149,9 @@ def _has_two_norms(file: GgufFile) -> bool:
 
 
 def expands_keys(file: GgufFile) -> bool:
-    """Whether the model caches keys and values for each query head, though they share them.
+    """Whether the model in a GGUF file caches keys and values for every query head.
 
-    So do the larger forms of Falcon in transformers.
+    The larger forms of Falcon do this in transformers, although query heads share keys and values.
     """
     known = ARCHITECTURES.get(file.architecture)
     if known is None or not known.of_two_norms:
@@ -149,21 +160,28 @@ def expands_keys(file: GgufFile) -> bool:
 
 
 def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
-    """Whether this layer only predicts further tokens (multi-token prediction)."""
+    """Whether layer number `layer` of a GGUF file only predicts further tokens.
+
+    Such layers are for multi-token prediction, and are not read.
+    """
     said = _said(file) if known.extra_layers else {}
     return bool(said.get(known.extra_layers)) and layer >= _count_layers(said, known)
 
 
 def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
-    """The number of layers, except those that predict further tokens; 0 if it is not given."""
+    """The number of a model's layers, from the settings of a GGUF header; 0 if unknown.
+
+    Layers that only predict further tokens (multi-token prediction) do not count.
+    """
     layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
     return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
 
 
 def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add to `values` those that depend on the size of a head.
+    """Add the values that depend on the size of an attention head to the config's `values`.
 
-    Returns False if only a part of each head rotates, and the architecture does not allow this.
+    Returns False if the architecture does not support the head's size, or the part of a head that
+    RoPE rotates.
     """
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
@@ -194,15 +212,15 @@ _BY_LAYER = (
     "feed_forward_length",
     "rope.dimension_count_swa",
 )
-"""Keys with a value for each layer, or one value for all layers with a sliding window."""
+"""Header keys with one value for each layer, or one value for all sliding-window layers."""
 
 _OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
 def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
-    """Replace the lists of sizes by layer in `values`, as Gemma 4 has them.
+    """Replace the header's sizes of each layer in `values` by the config values that Gemma 4 has.
 
-    Returns False if the lists are not supported.
+    Returns False if Gemma 4's config can't express these sizes.
     """
     for key in _BY_LAYER[1:]:
         values.pop(key, None)
@@ -242,9 +260,10 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
 
 
 def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
-    """Add the part of a head of `size` numbers that rotates; returns False if it can't be found.
+    """Add to the config's `values` which part of a head RoPE rotates; `size` is the head's size.
 
-    It is found by the frequencies, which are almost 0 for the numbers that do not rotate.
+    A tensor of the file shows the part: it divides the frequencies of the numbers that do not
+    rotate by more than 1e20. Returns False if the file has no valid tensor of this kind.
     """
     slowed = file.tensors.get("rope_freqs.weight")
     if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
@@ -256,7 +275,10 @@ def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
 
 
 def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
-    """Add the RoPE settings that the file has as tensors; returns False if not supported."""
+    """Add to the config's `values` the RoPE settings that a GGUF file stores as tensors.
+
+    Returns False if these settings are not supported.
+    """
     tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
     if any(tensors.values()):
         for name, tensor in tensors.items():
@@ -281,11 +303,14 @@ _LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Settings of the rotation in all models since Llama 3.1; a file has only their results."""
+"""RoPE settings of all models since Llama 3.1.
+
+A GGUF file does not state them, but has a tensor that is computed from them.
+"""
 
 
 def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:
-    """The numbers [size / 2] by which Llama 3.1 divides the frequencies of a head's rotation."""
+    """The numbers [size / 2] by which Llama 3.1 divides the RoPE frequencies of a head."""
     wave = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)  # tokens of a full turn
     fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)  # 0 for slow ones, 1 for fast ones
     out: NDArray[np.float64] = 1 / ((1 - fast) / max(factor, 1) + fast)
@@ -297,7 +322,7 @@ def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in nested dictionaries: `a.b` becomes the value b of the dictionary a."""
+    """Turn dotted names into nested dictionaries: `a.b` becomes the key b of the dictionary a."""
     out: dict[str, Any] = {}
     for name, value in values.items():
         *path, last = name.split(".")
@@ -309,7 +334,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def target_of(name: str, file: GgufFile) -> Target | None:
-    """The place of a GGUF tensor in the transformers model; None for an unknown tensor."""
+    """Find where a tensor of a GGUF file goes in the transformers model; None if it is unknown."""
     known = ARCHITECTURES[file.architecture]
     if name in known.lists or name == known.slowed:
         return Target("")

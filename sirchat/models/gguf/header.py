@@ -1,8 +1,8 @@
 """The header of a GGUF file: its metadata, and where each tensor lies in the mapped file.
 
-Reads versions 2 and 3, little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md),
-but not the tensors themselves. A file is not trusted: every length is checked against the file's
-size before memory is allocated for it.
+This module reads versions 2 and 3, little-endian
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but not the tensors themselves. A file
+is not trusted: every length is checked against the file's size before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ BLOCKS = {
     "BF16": (30, 1, 2),
     "MXFP4": (39, 32, 17),
 }
-"""For each known tensor type: its number, the values in a block, and the bytes of a block."""
+"""For each known tensor type: its number in a file, the weights per block, the bytes per block."""
 
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
-"""The types whose matrices stay in four bits."""
+"""The types of tensors whose matrices sirchat can keep in four bits."""
 
 _TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """A tensor as it is stored in the file.
+    """A tensor as a GGUF file stores it: in blocks of few bits, or as plain floats.
 
     Attributes:
-        shape: in torch's order, the fastest-changing dimension last.
+        shape: the dimensions in torch's order; the fastest-changing dimension is the last.
         type: a key of `BLOCKS`, or text such as `type 19` for an unknown type.
-        data: its bytes [n], a view of the mapped file; empty for an unknown type.
+        data: the tensor's bytes [n], a view of the mapped file; empty for an unknown type.
     """
 
     shape: tuple[int, ...]
@@ -78,11 +78,11 @@ class GgufTensor:
 
     @property
     def blocks(self) -> NDArray[np.uint8]:
-        """The bytes, one row for each block: [number of blocks, bytes of a block]."""
+        """The tensor's bytes with one row for each block: [number of blocks, bytes of a block]."""
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
     def row_blocks(self, most: int) -> Iterator[GgufTensor]:
-        """Yield the tensor in parts, each with at most `most` rows."""
+        """Split this tensor into parts of at most `most` rows, and yield each part as a tensor."""
         by_row = self.data.reshape(self.shape[0], -1)
         for start in range(0, self.shape[0], most):
             part = by_row[start : start + most]
@@ -95,8 +95,8 @@ class GgufFile:
 
     Attributes:
         metadata: the keys and values of the header; arrays are lists.
-        tensors: by name, in the file's order.
-        mapped: the file in memory, if the tensors are views of it; otherwise None.
+        tensors: each tensor by its name, in the file's order.
+        mapped: the file as mapped into memory, if the tensors are views of it; otherwise None.
     """
 
     metadata: Mapping[str, Any]
@@ -105,13 +105,13 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The model's architecture, such as `llama`."""
+        """The name of the model's architecture, such as `llama`."""
         return str(self.metadata.get("general.architecture", ""))
 
     def leave_pages(self) -> None:
-        """Release the pages of the file that were read into memory (Linux, macOS).
+        """Give back the memory of those pages of the file that were read (Linux, macOS).
 
-        They then no longer count as memory of this process. The tensors can still be read: the
+        The pages then no longer count as memory of this process. The tensors can still be read: the
         system reads the file again, mostly from its own cache.
         """
         if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -137,7 +137,11 @@ def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
 
 
 class _Entry(NamedTuple):
-    """The header's entry for a tensor; `type` is a number as in `BLOCKS`, `offset` is in bytes."""
+    """What a GGUF header says of one tensor.
+
+    `type` is the type's number, as in `BLOCKS`. `offset` is where the tensor begins, in bytes from
+    the beginning of all tensors.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -146,7 +150,7 @@ class _Entry(NamedTuple):
 
 
 class _Reader:
-    """Reads a header from its beginning to its end."""
+    """Reads the header of a mapped GGUF file from its beginning to its end."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, with_lists_of_text: bool) -> None:
         self._path, self._mapped, self._at = path, mapped, 0
@@ -154,14 +158,17 @@ class _Reader:
         self._with_lists_of_text = with_lists_of_text
 
     def broken(self, why: str) -> ModelError:
-        """The ModelError for an invalid file; `why` says what is wrong."""
+        """Make the ModelError for an invalid GGUF file; `why` says what is wrong with the file."""
         return ModelError(
             f"{self._path} is not a valid GGUF file: {why}",
             hint="the file may be incomplete: compare its size with that of the original",
         )
 
     def file(self) -> GgufFile:
-        """Read the whole header; returns the file. Raises ModelError if the header is invalid."""
+        """Read the whole header; returns a `GgufFile` with metadata and tensors.
+
+        Raises ModelError if the header is invalid.
+        """
         if self._mapped[:4] != b"GGUF":
             raise self.broken("it does not begin with GGUF")
         self._at = 4
@@ -188,7 +195,7 @@ class _Reader:
         return value
 
     def _count(self, least: int) -> int:
-        """Read the number of the entries that follow, each of at least `least` bytes.
+        """Read the number of entries that follow in the header, each of at least `least` bytes.
 
         Raises ModelError if the file is too short for so many entries.
         """
@@ -226,7 +233,10 @@ class _Reader:
         return list(values)
 
     def _texts(self, count: int) -> list[str]:
-        """Read `count` texts, in one loop: calls of `_string` would take three times as long."""
+        """Read `count` texts from the header.
+
+        One loop reads all of them, because calls of `_string` would take three times as long.
+        """
         at, data, length_of, texts = self._at, self._mapped, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             start = at + 8

@@ -40,7 +40,7 @@ from sirchat.models.progress import Progress, switch_off_bars
 
 
 class FourBit(NamedTuple):
-    """A matrix [N, K] of weights `q * scale + minimum`.
+    """A matrix [N, K] in four bits: each weight is `q * scale + minimum`.
 
     Attributes:
         nibbles: uint8 [N, K / 32, 16], two values q of 0 to 15 in each byte. The low four bits are
@@ -55,12 +55,12 @@ class FourBit(NamedTuple):
 
     @property
     def q(self) -> Tensor:
-        """The values q, uint8 [N, K]."""
+        """The four-bit values q of all weights, uint8 [N, K]."""
         return _nibbles(self.nibbles).flatten(1)
 
 
 def four_bit(tensor: GgufTensor) -> FourBit:
-    """Split a matrix of a type in `FOUR_BIT` into values, scales and minima, without loss."""
+    """Split a four-bit matrix of a GGUF file into its values, scales and minima, without loss."""
     rows, columns = tensor.shape
     blocks = torch.from_numpy(np.array(tensor.blocks))  # [b, bytes of a block]
     taken = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}[tensor.type](blocks)
@@ -69,7 +69,7 @@ def four_bit(tensor: GgufTensor) -> FourBit:
 
 
 def floats(tensor: GgufTensor) -> Tensor:
-    """Unpack a tensor of any known type to float32; F16 and BF16 tensors keep their own type."""
+    """Unpack a GGUF tensor of any known type to float32; F16 and BF16 keep their number type."""
     if tensor.type == "BF16":
         return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).reshape(tensor.shape)
     if tensor.type in ("F32", "F16"):
@@ -92,12 +92,12 @@ def floats(tensor: GgufTensor) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 number at byte `at` of each block [b, bytes], as float32 [b, 1]."""
+    """Read the float16 number at byte `at` of each block [b, bytes]; returns float32 [b, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """The low four bits of n bytes [..., n], then their high four bits: [..., 2 n]."""
+    """Split n bytes [..., n] into their low four bits, then their high four bits: [..., 2 n]."""
     return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
 
 
@@ -111,7 +111,10 @@ def _q4_1(blocks: Tensor) -> FourBit:
 
 
 def _q4_k(blocks: Tensor) -> FourBit:
-    """Split blocks of eight groups of 32; scales and minima are six-bit multiples of two floats."""
+    """Split Q4_K blocks [b, bytes], of eight groups of 32 weights, into values, scales and minima.
+
+    Each scale and each minimum is a six-bit multiple of a float that the block has.
+    """
     packed = blocks[:, 4:16].view(-1, 3, 4)
     low, high, mixed = packed.unbind(1)  # [b, 4] each
     scale = torch.cat((low & 63, (mixed & 15) | (low >> 6 << 4)), -1)
@@ -122,7 +125,10 @@ def _q4_k(blocks: Tensor) -> FourBit:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Unpack blocks of sixteen groups of 16; a scale is an eight-bit multiple of one float."""
+    """Unpack Q6_K blocks [b, bytes], of sixteen groups of 16 weights, to floats.
+
+    The scale of each group is an eight-bit multiple of a float that the block has.
+    """
     low = _nibbles(blocks[:, :128].view(-1, 2, 64))  # [b, 2, 128]
     pairs = blocks[:, 128:192].view(-1, 2, 32)
     high = torch.cat([pairs >> shift & 3 for shift in (0, 2, 4, 6)], -1)  # [b, 2, 128]
@@ -165,7 +171,7 @@ def load_module(
 
 
 class _Loader:
-    """An empty model, to which the tensors of a file are added one by one."""
+    """Makes an empty model for a GGUF file, and puts the file's tensors into it one by one."""
 
     def __init__(
         self, file: GgufFile, dtype: torch.dtype, keep_packed: bool, for_hub: bool
@@ -181,7 +187,7 @@ class _Loader:
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        """Put a tensor into the model; parts of a layer's experts wait until all are read."""
+        """Put a tensor into the model; the experts' matrices wait until a layer has all of them."""
         target, change = target_of(name, self._file) or Target("")
         if not target:
             return
@@ -197,7 +203,7 @@ class _Loader:
             _put(self._module, target, weight.to(self._dtype))
 
     def finished(self) -> Any:
-        """The module with all weights; raises ModelError if some are missing."""
+        """Return the module with all its weights; raises ModelError if a weight is missing."""
         module = self._module
         if not isinstance(module.get_input_embeddings(), SharedEmbedding):
             module.tie_weights()
@@ -210,7 +216,7 @@ class _Loader:
         return module
 
     def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
-        """Whether a tensor becomes a packed layer: true for a linear layer's matrix in blocks."""
+        """Whether a tensor stays packed: only blocks of a linear layer or of embeddings can."""
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
@@ -220,7 +226,7 @@ class _Loader:
         return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
-        """Add the weights or biases of a layer's experts for the part `part`, such as `gate`."""
+        """Add a tensor of a layer's experts: the weights or biases of `part`, such as `gate`."""
         path = target.rpartition(".")[0]
         if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
             waiting = self._waiting[path]
@@ -250,7 +256,7 @@ class _Loader:
         return ARCHITECTURES[self._file.architecture].swaps_experts
 
     def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
-        """Pack `parts` layers of each expert; the rows of its matrix are divided among them."""
+        """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
         rows = -(-tensor.shape[1] // parts) or 1
         for one in tensor.row_blocks(1):
             for matrix in GgufTensor(one.shape[1:], one.type, one.data).row_blocks(rows):
@@ -261,11 +267,12 @@ class _Loader:
     def _packed(
         self, tensor: GgufTensor, change: Change | None, wants_four: bool, is_alone: bool
     ) -> PackedLinear:
-        """A matrix in blocks as a packed layer without bias, of four bits if possible and wanted.
+        """Make a packed layer without bias from a matrix in blocks.
 
-        `is_alone` means that the layer is not joined with others. Its eight-bit weights are then
-        written directly into the `WeightStore`, because a copy of a large layer, such as the output
-        head, would take much memory.
+        The layer has four bits if `wants_four` is true and the matrix allows it, else eight.
+        `is_alone` means that the layer is not joined with others. The eight-bit weights of such a
+        layer are written directly into the `WeightStore`, because a copy of a large layer, such as
+        the output head, would take much memory.
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
@@ -286,7 +293,7 @@ class _Loader:
 
 
 def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A model of transformers without weights."""
+    """Make a model of transformers without weights from the values of its config."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -297,7 +304,7 @@ def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
-    """Raise ModelError if the config's sizes do not fit the tensors, before a model is made."""
+    """Raise ModelError if sizes in a GGUF file's config contradict the shapes of its tensors."""
     layers, hidden = values.get("num_hidden_layers"), values.get("hidden_size")
     last = f"blk.{(layers or 0) - 1}."
     embedding = file.tensors.get("token_embd.weight")
@@ -320,7 +327,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
 
 
 def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
-    """Undo the change that llama.cpp's converter made; `values` are those of the config.
+    """Undo the change that llama.cpp's converter made to a weight; `values` are the config's.
 
     If the change is an order of rows, `weight` may also be scales or another tensor with one entry
     for each row.
@@ -352,7 +359,7 @@ def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) 
 
 
 def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """Put the value heads that share a key head beside each other; `weight` is [H D, ...]."""
+    """Reorder the value heads in `weight` [H D, ...]: those of a key head become neighbours."""
     keys = values["linear_num_key_heads"]
     per_key = values["linear_num_value_heads"] // keys
     heads = weight.reshape(per_key, keys, -1, *weight.shape[1:])
@@ -360,12 +367,12 @@ def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
 
 
 def _may_have_four_bits(name: str) -> bool:
-    """Whether a matrix may keep its four bits; not embeddings and output head, which get eight."""
+    """Whether the matrix `name` may keep its four bits; embeddings and output head get eight."""
     return not name.endswith("token_embd.weight") and name != "output.weight"
 
 
 def _can_pack_experts(name: str, file: GgufFile) -> bool:
-    """Whether all matrices of the experts in the layer of the tensor `name` are in blocks."""
+    """Whether all experts' matrices in the layer of the tensor `name` are stored in blocks."""
     layer = name.rpartition(".ffn_")[0]
     names = (f"{layer}.ffn_{one}_exps.weight" for one in (*_EXPERT_PARTS, "gate_up"))
     parts = [file.tensors[one] for one in names if one in file.tensors]
@@ -373,7 +380,7 @@ def _can_pack_experts(name: str, file: GgufFile) -> bool:
 
 
 def _most_packed(file: GgufFile) -> int:
-    """An upper bound for the bytes that all packed layers of the file take in memory."""
+    """An upper bound for the bytes that all packed layers of a GGUF file take in memory."""
     size = 0
     for name, one in file.tensors.items():
         if len(one.shape) > 1 and BLOCKS[one.type][1] > 1:
@@ -388,10 +395,10 @@ def _most_packed(file: GgufFile) -> int:
 def _replace(
     module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
 ) -> None:
-    """Put `packed` in place of the layer with the weight `name`, and give it that layer's bias.
+    """Replace the layer that has the weight `name` by the packed layer, and keep its bias.
 
-    The packed weights go into `store`. Packed embeddings return vectors of type `dtype`; they
-    also become the output head if that has the same weights.
+    The packed weights go into `store`. Packed embeddings return vectors of type `dtype`; they also
+    become the output head if that has the same weights.
     """
     path = name.removesuffix(".weight")
     before = module.get_submodule(path)
@@ -412,7 +419,7 @@ def _replace(
 
 
 def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[PackedLinear]]) -> None:
-    """Put packed layers in place of the experts at `path`; raises ModelError for wrong shapes."""
+    """Replace the experts at `path` by packed layers; raises ModelError for wrong shapes."""
     experts = module.get_submodule(path)
     down = experts.down_proj
     sizes = down.shape[1:][::-1] if experts.is_transposed else down.shape[1:]  # of down: [N, K]
@@ -425,7 +432,7 @@ def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[Packed
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
-    """Set the parameter `name`; raises ModelError if the model lacks it or its shape differs."""
+    """Set a model's parameter; raises ModelError if the model lacks it or its shape differs."""
     owner_name, _, own = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)

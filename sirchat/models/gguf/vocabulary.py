@@ -1,6 +1,7 @@
-"""The tokenizer of a GGUF file.
+"""Makes the tokenizer of a GGUF file.
 
-A byte-pair tokenizer is made with the library `tokenizers` alone, any other one with transformers.
+A byte-pair tokenizer is made with the library `tokenizers` alone, any other tokenizer with
+transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sirchat.text.tokenizer import SPECIAL, FastTokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # numbers of kinds of tokens
 _UNNAMED = "<|endoftext|>"
-"""A token that transformers adds to every vocabulary of byte pairs."""
+"""A token that transformers adds to every byte-pair vocabulary; sirchat adds it, too."""
 
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,20 +36,23 @@ _PATTERNS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _ONE_DIGIT),
     "tekken": _TEKKEN,
 }
-"""By value of `tokenizer.ggml.pre`, the pattern of the parts into which text is split."""
+"""For each value of `tokenizer.ggml.pre`: the regular expression for the parts of a text."""
 
 _PLAIN = ("gpt-2", "default", "None")
-"""Names of GPT-2's way to split text; the last stands for a file without a name."""
+"""Values of `tokenizer.ggml.pre` that stand for GPT-2's way to split text into parts.
+
+`None` stands for a file that does not have this key.
+"""
 
 
 def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Load the tokenizer of a GGUF file for which `is_supported` is true."""
+    """Load the tokenizer of a GGUF file whose model sirchat itself can read."""
     found = byte_pair_tokenizer(file.metadata)
     return hub_tokenizer(folder, name, file) if found is None else found
 
 
 def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """The tokenizer that transformers makes from the file, an object of one of its own classes."""
+    """Make the tokenizer of a GGUF file with transformers; returns a tokenizer of transformers."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     switch_off_bars()
@@ -63,9 +67,10 @@ def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
 
 
 def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
-    """The tokenizer of a byte-pair vocabulary, made from the metadata of a GGUF file.
+    """Make the tokenizer for a byte-pair vocabulary from the metadata of a GGUF file.
 
-    None for another kind of vocabulary, or if the way to split text is not known here.
+    Returns None for another kind of vocabulary, or if sirchat does not know the file's way to split
+    text into parts.
     """
 
     def said(key: str) -> Any:
@@ -107,7 +112,10 @@ def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
 
 
 def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
-    """A post-processor that puts the tokens `bos` and `eos` before and after a text."""
+    """Make a post-processor that puts the token `bos` before a text and the token `eos` after it.
+
+    None stands for no token.
+    """
     before, after = f"{bos}:0 " if bos else "", f" {eos}:0" if eos else ""
     second = f"{bos}:1 " if bos else "", f" {eos}:1" if eos else ""
     return processors.TemplateProcessing(
@@ -118,7 +126,10 @@ def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
 
 
 def _spelled(token: str, alphabet: set[str]) -> str:
-    """A token in the letters of `alphabet`, which stand for bytes; most tokens already are."""
+    """Spell a token in the letters of `alphabet`, where each letter stands for a byte.
+
+    Most tokens consist of these letters already, and are returned unchanged.
+    """
     if alphabet.issuperset(token):
         return token
     split = splits.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -126,9 +137,9 @@ def _spelled(token: str, alphabet: set[str]) -> str:
 
 
 def _split_of(name: str) -> Any:
-    """The pre-tokenizer called `name`, which splits text before byte pairs are merged.
+    """The pre-tokenizer called `name`, which splits text into parts before byte pairs are merged.
 
-    None for an unknown name.
+    Returns None for an unknown name.
     """
     if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
         return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
