@@ -61,9 +61,9 @@ def own_pins(session: Session) -> Positions:
 
 
 def pinned_text(session: Session, pinned: Positions | None = None) -> list[PinnedText]:
-    """The parts of the chat's text that the tokens at the stream positions `pinned` spell.
+    """The parts of the chat's text that consist of the tokens at the stream positions `pinned`.
 
-    If `pinned` is None, these are the tokens that the user pinned.
+    If `pinned` is None, the positions of the tokens that the user pinned are used.
     """
     at = own_pins(session) if pinned is None else pinned
     found = []

@@ -115,7 +115,7 @@ class Session:
         return self._engine.store.rows(limit)
 
     def attention(self, positions: Positions) -> AttentionCheckpoint:
-        """The counted attention that the tokens at `positions` received, to be saved in a file."""
+        """The attention that the tokens at `positions` have received so far, to be saved."""
         return self._engine.ledger.attention.checkpoint(positions)
 
     def load(

@@ -240,7 +240,8 @@ def _template_ids(ids: Sequence[int]) -> TurnIds:
 OPEN, CLOSE = "<think>", "</think>"
 
 _THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
-"""Finds the reasoning in a reply, tags included; some templates, not the reply, have `<think>`."""
+"""Finds the reasoning in a reply, with its tags; if the template wrote `<think>`, only the end tag.
+"""
 
 
 def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:

@@ -358,7 +358,7 @@ class _Lengths(NamedTuple):
 
 
 class _Near(NamedTuple):
-    """A word's vector, and its cosines to the nearest of the index's first `compared` words."""
+    """A word's vector, and its cosines to the nearest of `compared` words of the index."""
 
     vector: Floats
     compared: int

@@ -370,9 +370,10 @@ def tokens_to_erase(
 
 
 def erase_text(target: str, now: Conversation, system: str | None) -> str | None:
-    """Remove the words, or the turn, that `target` names from the stored text of all turns.
+    """Erase certain words, or a whole turn, from the stored texts of the turns.
 
-    Returns the system prompt `system` after the removal; None if it is empty then.
+    `target` names them. Words are erased from the system prompt `system`, too. Returns what is left
+    of the system prompt, or None if nothing is left.
     """
     turn = turn_of_target(target, now.roles)
     if turn is not None:

@@ -140,8 +140,8 @@ _NAME = "endless chat with local language models, under a budget of memory"
 _ABOUT = """\
 A causal language model remembers by its key/value (KV) cache, which grows with every token. sirchat
 holds the cache under a budget of tokens: a policy chooses which tokens the model still remembers.
-Alone, it opens a chat, in which /help lists the commands. Where standard input is a file or a pipe,
-it replays that as a transcript.
+Without a command, sirchat opens a chat, in which /help lists the commands. If standard input is a
+file or a pipe, sirchat replays it as a transcript.
 """
 
 _STATUS = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))

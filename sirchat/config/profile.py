@@ -104,8 +104,8 @@ class Profile(BaseModel):
     )
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Number type of keys and values in the cache; auto is that of dtype, or with "
-        "packed weights float16 or bfloat16, whichever is measured to be faster here.",
+        description="Number type of keys and values in the cache; auto is that of dtype. If the "
+        "weights are packed, auto is float16 or bfloat16, whichever is measured to be faster here.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",

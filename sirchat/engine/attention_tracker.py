@@ -82,7 +82,9 @@ class HighestWeights:
         self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float64] | None:
-        """The highest weight that each row received [k], as the mean over the observed layers.
+        """For each of the k rows, the highest attention weight that it received in a layer [k].
+
+        It is the mean over the observed layers.
 
         Returns None if the model has exposed no attention weights of these layers.
         """

@@ -9,8 +9,8 @@ scores of all older rounds are multiplied by threshold / surprisal, but by no le
 Otherwise the factor is 1, so that early facts outlive any amount of small talk.
 
 The factors for words and neighbours are one number for each token (row) in the cache. They depend
-on the tokens of the same word, or on the tokens right before and after. These factors are
-logarithms, because products of many decays would underflow.
+on the scores of the tokens of the same word, or of the tokens right before and after. Scores and
+these factors are logarithms, because a score is multiplied by many decays and would underflow.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def load_model(
         elif target.type == "cpu" and not for_hub and Path(source).is_dir():
             found = folder_parts(Path(source), kind, progress)
         if quantize == "packed" and not (gguf and found):
-            why = f"the weights of {name!r} can't stay packed"
+            why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
             raise ModelError(why, hint="--quantize int8 works with any model")
         if found is None:
             options = {"trust_remote_code": trust_remote_code, **gguf}

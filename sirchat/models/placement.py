@@ -210,7 +210,7 @@ class Spread:
                 )
             inside = next((one for one in layers if name != one and is_within(name, one)), None)
             if inside:
-                raise ModelError(f"the device map splits {inside}", hint="name the whole layer")
+                raise ModelError(f"the device map splits {inside}", hint="give it the whole layer")
         found = Placement()
         for part in parts:
             outer = max((one for one in said if is_within(part, one)), key=len, default=None)
@@ -255,6 +255,9 @@ def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
         elif not any(is_within(name, layer) for layer in layers):
             own = (*one.parameters(recurse=False), *one.buffers(recurse=False))
             if own and any(is_within(layer, name) for layer in layers):
-                raise ModelError(f"a model with weights in {name or 'its root'} can't be spread")
+                whose = name or "its root"
+                raise ModelError(
+                    f"the model can't be spread: {whose} has weights beside its layers"
+                )
             if own:
                 yield name

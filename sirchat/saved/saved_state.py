@@ -230,8 +230,8 @@ _STATE = "state."
 def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
     """The tensors to save for the keys and values `rows`, by name.
 
-    Keys and values have the names "0", "1", ...; the tensors `positions` and `written_at` have
-    their stream positions and rotary positions.
+    The tensors of `rows.tensors`, in their order, are named "0", "1", ... The tensor `positions`
+    has the stream positions of the rows, and `written_at` their rotary positions.
     """
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))

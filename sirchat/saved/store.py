@@ -185,7 +185,10 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace the saved head (state); no token may have been read since that was saved."""
+        """Replace only the saved head, which is the session's state without its tokens.
+
+        Raises ValueError if tokens have been read since the session was saved.
+        """
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(

@@ -84,11 +84,11 @@ class _WaitingQuestion(WaitingReply):
     show: Callable[[list[Printed]], None] = lambda printed: None
 
     def generate(self, conversation: ServedConversation) -> Generator[None]:
-        """Answer the question, and send the items to print to the client.
+        """Answer the question, and send the client what it is to print.
 
-        Yields None after each step. The answer is generated in a separate session, not in
-        `conversation`. While the question is being answered, `conversation` takes one of the places
-        for conversations in memory; then it is dropped.
+        Yields None after each step, so that the server can do other work. The answer is generated
+        in a separate session. `conversation` remains empty: it only takes one of the places for
+        conversations in memory until the question is answered, and is then dropped.
         """
         conversation.is_exact = False
         for printed in self.answer(self.is_gone):

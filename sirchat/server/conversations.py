@@ -96,8 +96,8 @@ class ServedConversation:
         saving: writes the conversation to its file; None if the conversation has no file yet.
         is_busy: whether a reply is being generated in this conversation, or the conversation is
             being saved.
-        is_exact: whether the session has read exactly the messages that have `keys`; if not, the
-            conversation is not continued.
+        is_exact: whether the session has read exactly the messages for which `keys` has hashes,
+            and nothing else. If not, because an undo failed, the conversation is dropped.
         is_outdated: whether the conversation's file lacks the newest part, because writing it
             failed.
     """

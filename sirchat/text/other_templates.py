@@ -51,7 +51,7 @@ class ToolTemplate(Template):
             found = Counter(self._control_ids(self._render(question, prompt=True)))
             given, self._tools = self._tools, neutral
             if found - Counter(self._control_ids(self._render(question, prompt=True))):
-                raise ModelError("the model's chat template turns a tool into control tokens")
+                raise ModelError("a tool's description would become control tokens")
             self._tools = given
 
     def opening(self, content: str, system: str | None = None) -> tuple[TurnIds | None, TurnIds]:

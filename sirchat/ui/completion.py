@@ -34,7 +34,7 @@ _PANEL = (
     ("full", "show all held tokens now"),
     ("live", "show some held tokens while the model writes"),
     ("turn", "show some held tokens after each reply"),
-    ("on", "the same as live"),
+    ("on", "another name for live"),
     ("off", "never show the panel"),
 )
 _TOKENS = (

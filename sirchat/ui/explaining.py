@@ -356,7 +356,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/model NAME": "go on with another model",
         "/policy NAME": "choose how tokens are evicted",
         "/budget N": "set how many tokens are held",
-        "/decay": "set how fast surprisal fades",
+        "/decay": "set how fast old tokens lose score",
         "/sinks, /recent": "first, newest tokens to keep",
         "/system TEXT": "set the system prompt",
         "/profile NAME": "apply a set of settings",

@@ -22,7 +22,10 @@ from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme
 
 _RANKING_WIDTH = 60
-"""Largest width of a ranking in cells; it is small, so that a token is near its numbers."""
+"""Largest width of a table of ranked tokens, in columns of the terminal.
+
+It is small, so that a token is near its numbers.
+"""
 
 
 def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None) -> RenderableType:

@@ -123,7 +123,7 @@ def _measure(side: _Searched, options: BenchOptions) -> Ratio:
     found: list[Positions] = []
     exact: list[Positions] = []
     ratio = compare(
-        f"search by {side.recall.retriever} with an index against without",
+        f"search by {side.recall.retriever} with an index, against one without",
         lambda: side.seconds(found, index=True),
         lambda: side.seconds(exact, index=False),
         options,

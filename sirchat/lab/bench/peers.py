@@ -63,7 +63,7 @@ class Worker:
             pipes.stdin.flush()
         answer = pipes.stdout.readline()
         if not answer:
-            raise ChildProcessError(f"it ended with exit code {pipes.wait()} at {command[0]!r}")
+            raise ChildProcessError(f"it ended with exit code {pipes.wait()} during {command[0]!r}")
         return float(answer)
 
     def restart(self) -> None:

@@ -61,7 +61,7 @@ def bench_recall(
 
 
 def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
-    """Compare the times of turns with the retriever `name` and without recall; returns the ratio.
+    """Measure turns with the retriever `name` and without recall; returns the ratio of their times.
 
     The turns are the user messages `asked`. After each reply the turn is undone.
     """

@@ -163,7 +163,7 @@ def retrieval(
 ) -> "Study":
     """Compare retrievers, which choose the evicted tokens that recall restores for a question.
 
-    The report has the share of exact answers with the tokens that each retriever restores.
+    The report says, for each retriever, what share of the answers is exact.
     """
     from sirchat.lab.studies.retrieval import Retrieval
 
