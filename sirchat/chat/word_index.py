@@ -80,10 +80,10 @@ class TurnIndex(ABC):
     def _named(
         self, asked: Mapping[str, list[str]], terms: Set[str], counts: Mapping[str, int]
     ) -> tuple[str, ...]:
-        """Up to three words of `asked`, the rarest first, with more than half of their terms known.
+        """Up to three words of `asked`, the rarest first.
 
-        `asked` maps each word to its terms (`terms_of`). Known are the terms in `terms`; `counts`
-        maps each of these to the number of turns that have it.
+        `asked` maps each word to its terms. More than half of a word's terms must be in `terms`;
+        `counts` maps each of these terms to the number of turns that have it.
         """
         rarity = dict[str, int]()
         for word, own in asked.items():
@@ -376,7 +376,7 @@ class _Sums:
         self._order = np.zeros(turns + 2, np.int64)
 
     def of(self, found: Sequence[tuple[_Fields, float]]) -> tuple[NDArray[np.int64], Floats]:
-        """The turns [k], unordered, that have or are beside a word of `found`; their counts [k]."""
+        """The turns [k] with a word of `found`, or beside one that has it; the words' counts."""
         at = np.concatenate([fields.turns for fields, _ in found]).astype(np.int64) + 1
         told, asked = (
             np.concatenate([np.array(fields[of]) * np.float32(own) for fields, own in found])

@@ -326,7 +326,7 @@ def models_families(
             raise UsageError(
                 f"there is no family {format_value(name)} in transformers "
                 f"{transformers.__version__}",
-                hint=nearest(name, known) or "sirchat models families checks all",
+                hint=nearest(name, known) or "`sirchat models families` checks all of them",
             )
     found = []
     for one in check_families(names or None):

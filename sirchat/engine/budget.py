@@ -119,7 +119,7 @@ class Budget:
 
     @property
     def policy_bound(self) -> int:
-        """Maximum number of rows for tokens that recall has not restored, even within a turn.
+        """Maximum number of rows, at any time, for tokens that recall has not restored.
 
         It is `hard_bound` minus the rows that are reserved for recall.
         """

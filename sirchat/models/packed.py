@@ -279,7 +279,7 @@ class Int8Head(Int8Linear):
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """Return None: the output head, used for few tokens at once, shares no unpacked weights."""
+        """Return None: passes do not share the head's unpacked weights; it reads few tokens."""
 
     def of_vector(self, x: Tensor) -> Tensor:
         """Compute float32 logits [V] from one float32 hidden state [K]."""

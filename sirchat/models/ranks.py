@@ -89,7 +89,7 @@ class Ranks:
         self._links = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._watches: list[threading.Thread] = []
         self.root = self.share(root)
-        """The first shared object, from which all other shared objects are made."""
+        """The first object that all ranks share; its methods make the other shared objects."""
         for rank in range(1, self.count if self.rank == 0 else 1):
             watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
             self._watches.append(watch)

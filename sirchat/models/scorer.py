@@ -29,11 +29,11 @@ class Scorer:
     """Predicts a score for each token from its hidden states, for the policy `learned`.
 
     Attributes:
-        layers: numbers, ascending, from 1, of the layers after which the states are taken; empty
-            for a model without a scorer.
+        layers: the layers whose output states are used, in ascending order; the first layer is
+            number 1. Empty for a model without a scorer.
         weight: float32 [layers x d], for the states of all layers, side by side.
-        bias: the number added to the product; NaN for a model without a scorer, so that every score
-            is NaN.
+        bias: the number added to the product of states and `weight`; NaN, as are then all
+            scores, for a model without a scorer.
         about: facts about the training, as text, by name.
     """
 

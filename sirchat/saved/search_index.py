@@ -162,7 +162,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
                         connection.execute(table)
                     found = connection.execute(names).fetchall()
         if [sql for (sql,) in found] != list(_TABLES):
-            raise sqlite3.DatabaseError("tables of another version")
+            raise sqlite3.DatabaseError("made by another version")
         yield connection
 
 

@@ -265,7 +265,7 @@ def print_fit(fit: ModelFit, console: Console) -> None:
 
 _LEGEND = (
     "loading: the most that the weights take while they are loaded",
-    "reading: what is unpacked for a short time while a text is read",
+    "reading: weights that are unpacked for a short time while a text is read",
     "archive: keys and values that are evicted in an hour of talk, {hour:,} tokens,",
     "  at most --archive-limit",
     "fits up to: the largest budget, in tokens, for which the free memory suffices",

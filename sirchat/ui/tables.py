@@ -110,10 +110,10 @@ def _rank_table(
     numbers: Mapping[str, Sequence[str]],
     above: Sequence[Table],
 ) -> Table:
-    """Draw a table of tokens with the columns `numbers`, which are texts by title.
+    """Draw a table of ranked tokens.
 
-    The table also has the turn and the state of each token, unless there already is a table
-    `above`.
+    `numbers` has more columns: for each title, a text for each token. The table also has
+    the turn and the state of each token, unless there already is a table `above`.
     """
     table, short = _table(theme), bool(above)
     _columns(table, "position", *["turn"] * (not short))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import timeit
 from pathlib import Path
 from random import Random
 
@@ -73,6 +74,5 @@ def test_an_error_shows_no_control_character_of_a_value() -> None:
 
 @pytest.mark.parametrize("text", ["[" * 3000, "{" * 3000, "[{a: " * 3000])
 def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
-    started = time.process_time()
-    parse_option(text)
-    assert time.process_time() - started < 0.05
+    taken = timeit.repeat(lambda: parse_option(text), time.process_time, number=1, repeat=3)
+    assert min(taken) < 0.05  # the garbage collector may run in one of them

@@ -190,7 +190,9 @@ def start(
     quantize: Quantize = "auto",
     compile: Compile = "auto",
     tokens: Annotated[int, typer.Option(help="Number of tokens in the long text.", min=1)] = 1000,
-    chat: Annotated[bool, typer.Option(help="Start a chat in a terminal, too.")] = True,
+    chat: Annotated[
+        bool, typer.Option(help="Measure the start of a chat in a terminal, too.")
+    ] = True,
     llama_cpp: LlamaCppPython = None,
     json: Json = False,
     debug: Debug = False,

@@ -129,11 +129,11 @@ class RockPaperScissors(Grid):
         return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table of the share of rounds that the model won, by setting, and the paper's table.
+        """A table of the share of rounds that the model won, and SirLLM's table beside it.
 
-        There is a column for each player. The last column compares each setting with the last
-        setting. It has the mean difference between their shares won, over pairs of matches in which
-        the player makes the same moves.
+        There is a row for each setting, and a column for each player. One more column compares each
+        setting with the setting of the last row: the mean difference between their shares, over
+        pairs of matches in which the player makes the same moves.
         """
         findings = self.findings(found)
         columns = (

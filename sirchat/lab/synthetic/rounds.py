@@ -28,9 +28,9 @@ class Message:
     Attributes:
         role: who writes the message.
         text: the text of the message.
-        recall: what a reply must recall: a fact (the name of its kind), `two` facts, words to
-            `repeat`, the right option of a `quiz`, or that a fact is `untold`; None for any other
-            message.
+        recall: what a reply must recall: the name of a fact's kind for one fact; "two" for two
+            facts; "repeat" for words to repeat; "quiz" for the right option; "untold" if the user
+            never told the fact. None for any other message.
         fact: kind and subject of the one fact that a user tells or a reply recalls, else None.
         value: the value of the one fact that a user tells, else empty.
     """

@@ -184,7 +184,7 @@ class Harness:
     chat: bool = False
 
     def check(self, tasks: tuple[str, ...]) -> None:
-        """Raise UsageError if lm-eval is missing, SettingError for an unknown folder or task."""
+        """Raise UsageError without lm-eval, SettingError if the folder or a task does not exist."""
         if find_spec("lm_eval") is None:
             raise UsageError("lm-eval is not installed", hint="pip install 'sirchat[lm-eval]'")
         if self.folder is not None and not Path(self.folder).is_dir():
