@@ -84,9 +84,8 @@ class HighestWeights:
     def mean(self) -> NDArray[np.float64] | None:
         """For each of the k rows, the highest attention weight that it received in a layer [k].
 
-        It is the mean over the observed layers.
-
-        Returns None if the model has exposed no attention weights of these layers.
+        It is the mean over the observed layers. Returns None if the model has exposed no
+        attention weights of these layers.
         """
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 

@@ -27,7 +27,7 @@ from sirchat.models.shape import (
     archive_bytes,
     cache_bytes,
     load_config,
-    packs_four_bits,
+    packed_rows,
     precision,
     uses_cpu,
 )
@@ -189,7 +189,7 @@ def _others(
     wanted = [("dtype", "float32"), ("dtype", "bfloat16")]
     if uses_cpu(profile):
         packed = [("quantize", "packed")] if shape.stays_packed else []
-        four = [("quantize", "int4")] if packs_four_bits() else []
+        four = [("quantize", "int4")] if packed_rows() else []
         wanted = [*packed, *wanted, ("quantize", "int8"), *four]
     for name, value in wanted:
         changes = {"dtype": "auto", "quantize": "auto", name: value}
@@ -360,7 +360,8 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
     rows, columns = tensor.shape[-2:]
     if ".ffn_gate_up_exps." in tensor.name:  # becomes two layers
         rows //= 2
-    fits = rows % 64 == 0 and columns % 32 == 0 and packs_four_bits()
+    block = packed_rows()
+    fits = block > 0 and rows % block == 0 and columns % 32 == 0
     return 4 if wants_four and fits else 8
 
 

@@ -433,9 +433,9 @@ def four_bit_block() -> int:
     processors the layout is another one, and `Int4Linear` can't be used.
     """
     q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
-    for block in (64, 32):
-        with suppress(RuntimeError, AttributeError):
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+    with suppress(RuntimeError, AttributeError):
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+        for block in (64, 32):
             half = packed.view(-1, GROUP, block // 2)
             unpacked = torch.cat((half & 15, half >> 4), -1).transpose(1, 2)  # [64 / block, ...]
             if torch.equal(unpacked.reshape(64, GROUP).long(), q):

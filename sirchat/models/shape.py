@@ -287,7 +287,7 @@ def precision(shape: ModelShape, profile: Profile) -> str:
     if profile.quantize in ("packed", "int8", "int4"):
         return profile.quantize
     unasked = profile.quantize == "auto" and profile.dtype == "auto" and on_cpu
-    if unasked and shape.stays_packed and packs_four_bits():
+    if unasked and shape.stays_packed and packed_rows():
         return "packed"
     if profile.dtype == "auto":
         return "float32" if on_cpu else "bfloat16"
@@ -319,8 +319,12 @@ def _has_accelerator() -> bool:
     return False
 
 
-def packs_four_bits() -> bool:
-    """Whether this CPU can compute with four-bit weights, as `packed.four_bit_block` tests."""
+def packed_rows() -> int:
+    """What `packed.four_bit_block` returns here, read from the system without loading torch.
+
+    The number of rows of four-bit weights that are packed together; 0 if they can't be packed.
+    """
     with suppress(OSError):
-        return "avx2" in Path("/proc/cpuinfo").read_text("ascii", "replace")
-    return False
+        found = Path("/proc/cpuinfo").read_text("ascii", "replace")
+        return 64 if "avx512f" in found else 32 if "avx2" in found else 0
+    return 0

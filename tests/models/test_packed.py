@@ -36,7 +36,7 @@ from sirchat.models.packed import (
     set_products,
 )
 from sirchat.models.packing import WeightStore, pack_module
-from sirchat.models.shape import packs_four_bits
+from sirchat.models.shape import packed_rows
 
 FEW_AND_MANY = [1, 5, 32, 33, 200]
 
@@ -300,7 +300,7 @@ def test_by_default_weights_stay_packed_unless_a_type_is_asked_for(file: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not packs_four_bits(), reason="needs a processor with AVX2")
+@pytest.mark.skipif(not packed_rows(), reason="needs a processor with AVX2")
 def test_on_processors_without_avx512_four_bits_are_packed_as_their_kernel_needs_them() -> None:
     chosen = "four_bits_multiply_like or stays_packed"
     code = f"""
