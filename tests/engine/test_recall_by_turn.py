@@ -83,6 +83,21 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     assert np.isin(engine.ledger.recalled, found.positions).all()
 
 
+def test_by_itself_recall_leaves_out_turns_that_fit_much_less_than_the_best() -> None:
+    engine, model = listened("sink", "bm25")
+    words = [0.0, 60.0, 0.0, 0.0, 46.0, 0.0, 0.0, 44.0]  # half goes to the turns beside
+    turns = engine.ledger.column("turn")
+
+    def found_turns() -> set[int]:
+        found = find(engine, model, words)
+        assert found is not None
+        return set(turns[found.positions].tolist())
+
+    assert found_turns() > {1, 4}  # as many as are needed for 30 tokens
+    engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
+    assert found_turns() == {1, 4}  # 44 is less than three quarters of 60
+
+
 def test_by_words_nothing_is_read() -> None:
     engine, model = listened("sink", "bm25")
     with pytest.MonkeyPatch.context() as patch:
