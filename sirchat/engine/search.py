@@ -140,7 +140,8 @@ def _fitting(scores: NDArray[np.float64]) -> NDArray[np.bool_]:
     beside = np.zeros_like(scores)
     beside[:-1] = scores[1:]
     beside[1:] = np.maximum(beside[1:], scores[:-1])
-    return (scores >= _LEAST_SHARE * scores.max(initial=0.0)) & (scores >= _BESIDE * beside)
+    is_high: NDArray[np.bool_] = scores >= _LEAST_SHARE * scores.max(initial=0.0)
+    return is_high & (scores >= _BESIDE * beside)
 
 
 def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
