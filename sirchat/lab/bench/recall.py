@@ -51,7 +51,12 @@ def bench_recall(
     if model.tokenizer is None:
         raise UsageError(f"recall compares text, and {model.name} has no tokenizer")
     profile = changed(
-        Profile(), "bench", budget=options.cache, max_new_tokens=_REPLY, temperature=0.0
+        Profile(),
+        "bench",
+        budget=options.cache,
+        max_new_tokens=_REPLY,
+        temperature=0.0,
+        archive_limit="1TiB",  # a full archive drops tokens, and a turn that evicts can't be undone
     )
     for size in sizes:
         session = long_chat(model, profile, size)
