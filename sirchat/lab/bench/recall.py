@@ -56,7 +56,7 @@ def bench_recall(
         budget=options.cache,
         max_new_tokens=_REPLY,
         temperature=0.0,
-        archive_limit="1TiB",  # a full archive drops tokens, and a turn that evicts can't be undone
+        archive_limit="16GiB",  # a full archive drops tokens, which an undo would need
     )
     for size in sizes:
         session = long_chat(model, profile, size)
