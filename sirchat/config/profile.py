@@ -231,7 +231,7 @@ class Profile(BaseModel):
     recall_n: Annotated[int, Field(ge=1, le=_MANY)] | Literal["auto"] = Field(
         default="auto",
         description="How many tokens of the budget are reserved for restored tokens; auto chooses "
-        "by the budget, and words and bm25 then restore only turns that fit nearly as well as the "
+        "by the budget, and words and bm25 then leave out turns that fit much less well than the "
         "best one.",
     )
     recall_weight: Literal["none", "surprisal"] = Field(
