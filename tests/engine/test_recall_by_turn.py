@@ -83,21 +83,37 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     assert np.isin(engine.ledger.recalled, found.positions).all()
 
 
+def found_turns(engine: Engine, model: LoadedModel, words: list[float]) -> set[int]:
+    """The turns that a search finds; turns 0 to 4 are archived, and those without words get 0."""
+    found = find(engine, model, words + [0.0] * (ROUNDS - len(words)))
+    return set() if found is None else set(engine.ledger.column("turn")[found.positions].tolist())
+
+
 def test_by_itself_recall_leaves_out_turns_that_fit_much_less_well() -> None:
     engine, model = listened("sink", "bm25")
-    turns = engine.ledger.column("turn")
-    words = [0.0, 60.0, 0.0, 0.0, 40.0, 0.0, 0.0, 34.0]  # turns 0, 2, 3, 5 and 6 get half of these
-    close = [60.0, 36.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]  # 78, 66, 18
-
-    def found_turns(words: list[float]) -> set[int]:
-        found = find(engine, model, words)
-        assert found is not None
-        return set(turns[found.positions].tolist())
-
-    assert found_turns(words) > {1, 4}  # as many as are needed for 30 tokens
+    words = [35.0, 0.0, 0.0, 0.0, 60.0]  # turns beside these get half of their scores
+    assert found_turns(engine, model, words) > {0, 4}  # as many as are needed for 30 tokens
     engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
-    assert found_turns(words) == {1, 4}  # 34 is less than 0.6 of 60
-    assert found_turns(close) == {0, 1}  # a turn beside the best one that fits nearly as well
+    assert found_turns(engine, model, words) == {4}  # 35 is less than 0.6 of 60
+    assert found_turns(engine, model, [37.0, *words[1:]]) == {0, 4}
+    close = [60.0, 36.0]  # 78, 66
+    assert found_turns(engine, model, close) == {0, 1}  # beside the best, and fits nearly as well
+
+
+def test_by_itself_recall_finds_a_correction_that_fits_less_well_than_what_it_corrects() -> None:
+    engine, model = listened("sink", "bm25")
+    engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
+    assert found_turns(engine, model, [60.0, 0.0, 0.0, 0.0, 31.0]) == {0, 4}
+    assert found_turns(engine, model, [60.0, 0.0, 0.0, 0.0, 29.0]) == {0}
+    beside_a_better_one = [90.0, 0.0, 0.0, 31.0, 40.0]  # turns 3 and 4 get 51 and 55.5
+    assert found_turns(engine, model, beside_a_better_one) == {0, 4}
+
+
+def test_by_itself_recall_finds_nothing_if_no_word_matches() -> None:
+    engine, model = listened("sink", "bm25")
+    assert found_turns(engine, model, [0.0] * ROUNDS)
+    engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
+    assert not found_turns(engine, model, [0.0] * ROUNDS)
 
 
 def test_by_words_nothing_is_read() -> None:
