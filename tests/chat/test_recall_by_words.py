@@ -74,6 +74,17 @@ def test_a_turn_beside_the_one_that_has_the_words_is_named_with_them() -> None:
     assert any(each.words == ("Quixbert",) for each in beside)
 
 
+def test_a_correction_in_other_words_comes_back_with_what_it_corrects() -> None:
+    one = session(babbler(), policy="sink", budget=256, recall="bm25")
+    told, correction = "My train leaves at nine.", "Sorry, I was wrong: the train goes at ten."
+    weather = ["What a rainy day it is.", "Tell me a joke.", "I like soup."] * 3
+    for text in (told, *weather, correction, *weather):
+        list(one.read_user(text))
+        list(one.read_reply("Fine, thank you."))
+    list(one.read_user("When does my train leave?"))
+    assert {told, correction} <= {one.turns[each.turn].text for each in one.recalled_turns}
+
+
 def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> None:
     one = chat("bm25")
     ask(one, "Quixbert")

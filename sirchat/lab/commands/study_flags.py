@@ -56,16 +56,24 @@ Out = Annotated[
 Ray = Annotated[
     str | None,
     typer.Option(
-        help="Run on the Ray cluster at this address; auto finds a cluster; local uses "
-        "processes of this machine, without Ray.",
+        help="Run on the Ray cluster at this address; auto finds a cluster; local means "
+        "processes of this machine, without Ray, as --workers alone does.",
         metavar="ADDRESS",
     ),
 ]
 Workers = Annotated[
-    int, typer.Option(help="Number of workers (on the Ray cluster) or processes.", min=1)
+    int | None,
+    typer.Option(
+        help="Run in this number of processes, or with --ray on this number of workers; each has "
+        "its own model. Without --workers and --ray, one process runs all.",
+        min=1,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
+
+_WORKERS = 2
+"""Number of workers if only --ray is given."""
 
 _POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
 """Those settings of a profile that some policies use and others ignore."""
@@ -265,7 +273,7 @@ def _run(
     profile: Profile,
     out: Path | None,
     ray: str | None,
-    workers: int,
+    workers: int | None,
     trust_remote_code: bool,
     json: bool,
     debug: bool,
@@ -277,11 +285,12 @@ def _run(
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
     remote, again = None, partial(_load_again, typed, profile, trust_remote_code, for_hub)
-    if ray == "local":
-        remote = partial(run_in_processes, load=again, workers=workers)
-    elif ray is not None:
-        cluster = Cluster(address=ray, workers=workers, gpus=float(model.device.type == "cuda"))
+    if ray not in (None, "local"):
+        gpus = float(model.device.type == "cuda")
+        cluster = Cluster(address=ray, workers=workers or _WORKERS, gpus=gpus)
         remote = partial(run_on_ray, load=again, cluster=cluster)
+    elif ray == "local" or workers is not None:
+        remote = partial(run_in_processes, load=again, workers=workers or _WORKERS)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 
@@ -310,7 +319,7 @@ _COMMON = {
     for name, annotation, default in (
         ("out", Out, None),
         ("ray", Ray, None),
-        ("workers", Workers, 2),
+        ("workers", Workers, None),
         ("trust_remote_code", Trust, False),
         ("json", Json, False),
         ("debug", Debug, False),

@@ -108,7 +108,7 @@ def family(pid: int) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed on Linux only")
 def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sirchat", "eval", "recall", "--ray", "local"]
+    command = [sys.executable, "-m", "sirchat", "eval", "recall", "--workers", "2"]
     environ = os.environ | {"SIRCHAT_HOME": str(tmp_path)}
     with subprocess.Popen(
         [*command, "--limit", "50"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
