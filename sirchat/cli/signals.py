@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from contextlib import suppress
 from types import FrameType
@@ -58,19 +59,24 @@ def end_in_order() -> None:
 
 
 class _Leave:
-    """Signal handler: the first signal raises SystemExit, the next one ends the program at once."""
+    """Signal handler: the first signal raises SystemExit, a later one ends the program at once.
+
+    Signals in the second after the first are ignored: a terminal that is closed sends several.
+    """
 
     def __init__(self) -> None:
         self._is_leaving = False
+        self._first = 0.0  # time of the first signal, in seconds
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
             signal.signal(number, signal.SIG_IGN)
         if self._is_leaving:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            if time.monotonic() > self._first + _SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
-        self._is_leaving = True
+        self._is_leaving, self._first = True, time.monotonic()
         watch = threading.Timer(_SECONDS, self._insist, (number,))
         watch.daemon = True
         with suppress(RuntimeError):  # no thread can be started: Python is ending

@@ -198,16 +198,12 @@ class Keyboard:
         self._typed: list[KeyPress] = []
         self._last = 0.0  # time of the last key, in seconds
         self._before: list[Any] | None = None
-        self._handlers: dict[int, Any] = {}
+        self._suspended: Any = None  # the handler of Ctrl-Z before
 
     def __enter__(self) -> Keyboard:
         if sys.platform != "win32":
             self._before = termios.tcgetattr(self._keys.fileno())
-            self._handlers = {
-                signal.SIGTSTP: signal.signal(signal.SIGTSTP, self._suspend),
-                signal.SIGTERM: signal.signal(signal.SIGTERM, self._end),
-                signal.SIGHUP: signal.signal(signal.SIGHUP, self._end),
-            }
+            self._suspended = signal.signal(signal.SIGTSTP, self._suspend)
             self._quiet()
             # In what was typed before, the terminal has turned Enter into a newline.
             self._typed = [_as_enter(press) for press in self._keys.read_keys()]
@@ -219,8 +215,8 @@ class Keyboard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        if sys.platform != "win32":
+            signal.signal(signal.SIGTSTP, self._suspended)
         self._restore()
         if kind is not None:  # a signal may have come while a prompt was being drawn
             with suppress(OSError):
@@ -313,12 +309,6 @@ class Keyboard:
         """
         if self._out is not None:
             os.write(self._out.fileno(), sequence.encode())
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM, SIGHUP: raise SystemExit, so that every context manager can clean up."""
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
-            signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
 
 
 def _as_enter(press: KeyPress) -> KeyPress:

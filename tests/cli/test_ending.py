@@ -204,6 +204,29 @@ finally:
     assert (done.returncode, done.stdout, done.stderr) == (143, b"closed\n", b"")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("pause", "out"), [(0.0, b"closed\n"), (1.2, b"")])
+def test_a_signal_that_comes_twice_at_once_is_one_and_a_later_one_ends_at_once(
+    pause: float, out: bytes
+) -> None:
+    program = f"""
+import os, signal, time
+from sirchat.cli.signals import end_in_order
+end_in_order()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+finally:
+    time.sleep({pause})
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
+    assert done.stdout == out
+    assert done.returncode == (143 if out else -signal.SIGTERM)
+
+
 def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

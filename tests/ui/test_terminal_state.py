@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -130,6 +131,25 @@ def test_sigterm_ends_a_reply(warm_shell: _Shell) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("has_shell")
+def test_sigterm_ends_a_reply_though_a_library_has_caught_its_exception(
+    tmp_path: Path, endless: str
+) -> None:
+    catching = tmp_path / "catching.py"
+    catching.write_text(
+        "import time\nimport sirchat.__main__ as program\nfrom sirchat.ui.live import LiveView\n"
+        "usual, caught = LiveView.show, []\n\n\ndef show(view, event):\n"
+        "    try:\n        usual(view, event)\n        time.sleep(0.02)\n"
+        "    except SystemExit as error:\n        if caught:\n            raise\n"
+        "        caught.append(error)\n\n\nLiveView.show = show\nprogram.main()\n"
+    )
+    with _Shell(tmp_path, endless, *warm_python(), program=str(catching)) as shell:
+        shell.begin_reply()
+        shell.signal(signal.SIGTERM)
+        assert shell.code() == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
 def test_sigterm_ends_a_prompt(warm_shell: _Shell) -> None:
     warm_shell.wait_prompt()
     warm_shell.signal(signal.SIGTERM)
@@ -207,15 +227,22 @@ def test_a_pager_that_cannot_be_started_costs_nothing(tmp_path: Path) -> None:
         assert chat.leave() == 0
 
 
+def read_up_to(side: int, end: bytes) -> bytes:
+    """What comes out of one side of a pseudo-terminal, which takes a moment, until it has `end`."""
+    found = b""
+    while end not in found and select.select([side], [], [], 10)[0]:
+        found += os.read(side, 100)
+    return found
+
+
 def test_ctrl_c_drops_nothing_that_is_on_its_way() -> None:
     """A frame of which a part was dropped left the panel on the screen."""
     terminal, program = os.openpty()
-    os.set_blocking(terminal, False)
     with open(program, encoding="utf-8") as line, Keyboard(Vt100Input(line)):
         os.write(program, b"a frame")
         os.write(terminal, b"next\x03")
-        assert os.read(terminal, 100) == b"a frame"
-        assert os.read(program, 100) == b"next"
+        assert read_up_to(terminal, b"frame") == b"a frame"
+        assert read_up_to(program, b"next") == b"next"
     os.close(terminal)
 
 
@@ -233,7 +260,6 @@ def test_ctrl_z_while_a_frame_is_written_is_no_error(monkeypatch: pytest.MonkeyP
     stopped: list[int] = []
     monkeypatch.setattr(os, "kill", lambda process, number: stopped.append(number))
     terminal, program = os.openpty()
-    os.set_blocking(terminal, False)
     raw = _Suspending(os.dup(program), "w")
     with (
         io.TextIOWrapper(io.BufferedWriter(raw)) as out,
@@ -242,7 +268,7 @@ def test_ctrl_z_while_a_frame_is_written_is_no_error(monkeypatch: pytest.MonkeyP
     ):
         out.write("a frame")
         out.flush()
-        assert os.read(terminal, 100).endswith(b"\x1b[Ja frame")
+        assert read_up_to(terminal, b"frame").endswith(b"\x1b[Ja frame")
         raw.close()
     os.close(terminal)
     assert stopped == [signal.SIGTSTP]
