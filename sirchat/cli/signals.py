@@ -65,18 +65,17 @@ class _Leave:
     """
 
     def __init__(self) -> None:
-        self._is_leaving = False
-        self._first = 0.0  # time of the first signal, in seconds
+        self._since: float | None = None  # time of the first signal, in seconds; None: not leaving
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
             signal.signal(number, signal.SIG_IGN)
-        if self._is_leaving:
-            if time.monotonic() > self._first + _SECONDS:
+        if self._since is not None:
+            if time.monotonic() > self._since + _SECONDS:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self._is_leaving, self._first = True, time.monotonic()
+        self._since = time.monotonic()
         watch = threading.Timer(_SECONDS, self._insist, (number,))
         watch.daemon = True
         with suppress(RuntimeError):  # no thread can be started: Python is ending
@@ -94,7 +93,7 @@ class _Leave:
             if isinstance(error, SystemExit):
                 return
             error = error.__context__
-        self._is_leaving = False
+        self._since = None
         os.kill(os.getpid(), number)
 
     def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
@@ -105,7 +104,7 @@ class _Leave:
         code = getattr(ignored.exc_value, "code", None)
         if _is_ending(code):
             number = int(code)  # type: ignore[arg-type]
-            self._is_leaving = False
+            self._since = None
         elif isinstance(ignored.exc_value, KeyboardInterrupt):
             number = 128 + signal.SIGINT
         else:  # an error of a library that was interrupted; it would print a traceback

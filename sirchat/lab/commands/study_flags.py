@@ -285,12 +285,12 @@ def _run(
 
     typed = sorted({one.policy for one in (profile, *getattr(made, "settings", ()))})
     remote, again = None, partial(_load_again, typed, profile, trust_remote_code, for_hub)
+    count = workers or _WORKERS
     if ray not in (None, "local"):
-        gpus = float(model.device.type == "cuda")
-        cluster = Cluster(address=ray, workers=workers or _WORKERS, gpus=gpus)
+        cluster = Cluster(address=ray, workers=count, gpus=float(model.device.type == "cuda"))
         remote = partial(run_on_ray, load=again, cluster=cluster)
     elif ray == "local" or workers is not None:
-        remote = partial(run_in_processes, load=again, workers=workers or _WORKERS)
+        remote = partial(run_in_processes, load=again, workers=count)
     run(made, model, command=command_line(), out=out, as_json=json, remote=remote)
 
 
