@@ -216,8 +216,8 @@ def bench_model(
     kind = pick_dtype(dtype, where)
     config = AutoConfig.for_model(**SHAPES[name], max_position_embeddings=8192)
     torch.manual_seed(0)
-    module: Any = AutoModelForCausalLM.from_config(config)
-    module = module.to(where, kind).eval()
+    with where:  # 8b in float32 on the CPU first would take minutes, and 32 GB
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=kind).eval()
     if quantize in ("int8", "int4"):
         pack_module(module, 8 if quantize == "int8" else 4)
     return wrap_model(f"{name} (random weights)", module, None)
