@@ -1,10 +1,10 @@
 """Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
 
 The process reads the graph, pickled by `compiled_step.without_weights`, from standard input, and
-writes the compiled program to FILE. N is the process's niceness: a higher one means lower priority.
-The process ends when its parent process ends. The exit status is 0 after success, `TEMPORARY` after
-an error that may not recur (the disk was full, memory was short), and 1 if this program can't be
-compiled.
+writes the compiled program to FILE if it can be loaded. N is the process's niceness: a higher one
+means lower priority. The process ends when its parent process ends. The exit status is 0 after
+success, `TEMPORARY` after an error that may not recur (the disk was full, memory was short), and 1
+if this program can't be compiled.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def main(path: Path, niceness: int) -> None:
     watch = threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True)
     watch.start()
     try:
-        from sirchat.models.compiled_step import build
+        from sirchat.models.compiled_step import build, load_program
 
-        build(sys.stdin.buffer.read(), Path(folder) / path.name)
-        os.replace(Path(folder) / path.name, path)
+        made = Path(folder) / path.name
+        build(sys.stdin.buffer.read(), made)
+        load_program(made)  # one that crashes ends this process, and not a chat
+        os.replace(made, path)
     except Exception as error:
         if is_temporary(error):
             traceback.print_exc()

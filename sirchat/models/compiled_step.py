@@ -51,8 +51,7 @@ class CompiledStep:
         written = path.read_bytes()  # loading an incomplete file can kill the process
         if hashlib.sha256(written[:-_DIGEST]).digest() != written[-_DIGEST:]:
             raise DamagedProgramError
-        # Unlike `aoti_load_package`, this needs no temporary files.
-        self._program: Any = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+        self._program = load_program(path)
         weights = graph.state_dict(prefix="step.")
         # The only other constant is the size of the groups, an argument of the four-bit products.
         self._weights = {
@@ -168,6 +167,12 @@ def build(pickled: bytes, path: Path) -> None:
         (library,) = (name for name in files.namelist() if name.endswith(".so"))
         code = files.read(library)
     path.write_bytes(code + hashlib.sha256(code).digest())
+
+
+def load_program(path: Path) -> Any:
+    """Load the compiled program in the file `path`, without weights; it may crash the process."""
+    # Unlike `aoti_load_package`, this needs no temporary files.
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
 
 
 def _with_parameters_only(graph: nn.Module) -> nn.Module:

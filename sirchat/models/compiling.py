@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -228,9 +229,14 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
         raise
     if process.returncode == 0 and path.exists():
         return ""
-    said = stderr.decode(errors="replace").strip().splitlines()
-    problem = f"compiling fails: {said[-1] if said else f'exit status {process.returncode}'}"
-    if process.returncode != TEMPORARY and process.returncode >= 0:  # below 0: it was killed
+    code = process.returncode
+    ended_from_outside = code in (-signal.SIGKILL, -signal.SIGTERM)
+    if code < 0 and not ended_from_outside:
+        said = [f"the process crashed ({signal.Signals(-code).name})"]
+    else:
+        said = stderr.decode(errors="replace").strip().splitlines()
+    problem = f"compiling fails: {said[-1] if said else f'exit status {code}'}"
+    if code != TEMPORARY and not ended_from_outside:
         _fail(path, problem)
     return problem
 

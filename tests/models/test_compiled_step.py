@@ -236,6 +236,26 @@ def test_a_full_disk_or_a_killed_compiler_is_no_reason_not_to_try_again(
     assert compiling.compiled_in_words(model) == "not yet"
 
 
+def test_a_program_that_crashes_while_it_is_loaded_ends_no_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    crash = tmp_path / "crash.cpp"
+    crash.write_text("__attribute__((constructor)) void crash() { __builtin_trap(); }")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *" -shared "*) exec g++ "$@" -x c++ {crash};; *) exec g++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    model = small()
+    with pytest.raises(ModelError, match="--compile on: compiling fails: the process crashed"):
+        compiling.use_compiled(model, "on")
+    assert "the process crashed" in compiling.compiled_in_words(model)
+    assert compiling.compile_in_background(model) is None  # it would crash again
+
+
 def test_a_lack_of_memory_is_temporary_and_a_fault_of_the_program_is_not() -> None:
     killed = "g++: fatal error: Killed signal terminated program cc1plus"
     assert all(map(is_temporary, (MemoryError(), OSError(30, "Read-only"), RuntimeError(killed))))
