@@ -274,7 +274,7 @@ def watch() -> None:
 
 load = {"device_map": sys.argv[2], "dtype": "float32"}
 over = []
-for _ in range(5):
+for _ in range(3):
     taken, is_loaded = [], Event()
     watching = Thread(target=watch)
     watching.start()
@@ -287,7 +287,7 @@ for _ in range(5):
     del model
     gc.collect()
     trim_memory()
-print(json.dumps([stays, min(over)]))  # about one load in 30 takes far more, on busy machines
+print(json.dumps([stays, min(over)]))  # about one load in 40 takes far more, on busy machines
 """
 
 
