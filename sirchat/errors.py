@@ -8,7 +8,6 @@
     │   └── DamagedSessionError  the session's file is damaged
     ├── UndoError           a turn can't be undone
     ├── ModelError          the model can't be loaded, or no tokens can be evicted from its cache
-    ├── LostRankError       a process that runs a part of the model has ended
     └── ContextFullError    no more tokens fit in the model's context, and none may be evicted
 
 An error's message is one line. It names the bad value and the allowed values; the attribute `hint`
@@ -96,10 +95,6 @@ class UndoError(SirchatError):
 
 class ModelError(SirchatError):
     """A model can't be loaded, or it has no KV cache from which single tokens can be evicted."""
-
-
-class LostRankError(SirchatError):
-    """One of the processes among which a model is split has ended, so the model can't run."""
 
 
 class ContextFullError(SirchatError):

@@ -5,7 +5,6 @@ inside the functions that need them, so that `--help` and completion are fast.
 """
 
 import os
-import signal
 import sys
 from contextlib import suppress
 from functools import cached_property
@@ -152,42 +151,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies a
 
 
 def main() -> None:
-    """Run the command that the user typed, and exit with its exit code.
-
-    If torchrun has started several processes, only the first process runs the command; the others
-    compute their parts of the model for it. The exception is `train`, which runs in each process,
-    with different data.
-    """
-    ranks = False
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from sirchat.models.ranks import by_torchrun
-
-        ranks = by_torchrun()
-    if ranks and os.environ["RANK"] != "0":
-        from sirchat.models.sharded import follow
-
-        sys.exit(follow())
+    """Run the command that the user typed, and exit with its exit code."""
     try:
         _run()
     except SystemExit as leaving:
         leave_opening(leaving)
-        if ranks:
-            _end_ranks()
         raise
     finally:
         leave_terminal()
-
-
-def _end_ranks() -> None:
-    """End the other processes that torchrun has started.
-
-    If one of them has failed or ended too early, print this, and exit with code 1.
-    """
-    from sirchat.models.sharded import end
-
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a process has ended
-    if failure := end():
-        _fail(failure, 1)
 
 
 def _run() -> None:

@@ -68,8 +68,6 @@ class _Leave:
         self._since: float | None = None  # time of the first signal, in seconds; None: not leaving
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sends it, too, when a process has ended
-            signal.signal(number, signal.SIG_IGN)
         if self._since is not None:
             if time.monotonic() > self._since + _SECONDS:
                 signal.signal(number, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sirchat.memory.attention import AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
-from sirchat.models.attention_hook import AttentionCall, OfAllHeads
+from sirchat.models.attention_hook import AttentionCall
 
 
 class AttendingModel(Protocol):
@@ -43,9 +43,6 @@ class PassWeights:
         if call.layer in self._layers:
             weights = call.mean_weights()  # [m, n]
             self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
-
-    def combine(self, heads: OfAllHeads) -> None:
-        self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float32] | None:
         """The attention weights [m, n] from the pass's m queries to n cache rows.
@@ -77,9 +74,6 @@ class HighestWeights:
             weights = call.weights()[:, :, self._slots.to(call.keys.device)]  # [H_q, m, k]
             highest = weights.amax(1).mean(0).cpu()
             self._sum = highest if self._sum is None else self._sum + highest
-
-    def combine(self, heads: OfAllHeads) -> None:
-        self._sum = None if self._sum is None else heads.mean(self._sum)
 
     def mean(self) -> NDArray[np.float64] | None:
         """For each of the k rows, the highest attention weight that it received in a layer [k].

@@ -57,7 +57,7 @@ class Archive:
         self._segments: list[Segment | None] = []
         self._arriving: list[tuple[Transfer, list[tuple[int, int, int]]]] = []
         self.transfers = Transfers()
-        self._nbytes, self.parts = 0, 1
+        self._nbytes = 0
         self.clear()
 
     @property
@@ -82,13 +82,10 @@ class Archive:
     @property
     def nbytes(self) -> int:
         """Size of all archived keys and values, in bytes."""
-        return self._nbytes * self.parts
+        return self._nbytes
 
     def bytes_by_device(self) -> Counter[str]:
-        """Size in bytes of the archive's segments: key `cpu` for RAM, key `disk` for files.
-
-        If several processes each store a part of every row, only this process's part is counted.
-        """
+        """Size in bytes of the archive's segments: key `cpu` for RAM, key `disk` for files."""
         sizes = Counter[str]()
         for one in self._segments:
             if one is not None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.archive import Archive
 from sirchat.memory.cache_layers import (
     CachedTensor,
     CacheState,
@@ -96,13 +94,6 @@ class BoundedCache:
     def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
         """Make the cache's empty layers; `rows` has the arguments of each layer's constructor."""
         return [RowLayer(*one) for one in rows]
-
-    def new_archive(self, limit: int, folder: Path | None) -> Archive:
-        """An empty archive for rows that are evicted from this cache.
-
-        `limit` is its maximum size in bytes; `folder` is the folder for its files, None for RAM.
-        """
-        return Archive(limit, folder)
 
     @property
     def length(self) -> int:

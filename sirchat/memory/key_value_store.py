@@ -72,7 +72,7 @@ class KeyValueStore:
         self.cache = cache
         self.ledger = ledger
         self._problems: list[str] = []
-        self._archive = cache.new_archive(limit or UNDO_BYTES, folder)
+        self._archive = Archive(limit or UNDO_BYTES, folder)
         self._archiving = limit > 0
         self._folder = folder
         self._is_full_reported = self._is_disk_reported = False
@@ -107,7 +107,7 @@ class KeyValueStore:
             old.limit = self._bounded(limit)
             self._shrink()
             return
-        self._archive = self.cache.new_archive(limit or UNDO_BYTES, folder)
+        self._archive = Archive(limit or UNDO_BYTES, folder)
         self._folder = folder
         if self._archiving:
             self._archive.add_all(old)
@@ -248,7 +248,7 @@ class KeyValueStore:
 
         Rows are in ascending order of stream position. If all rows together are larger than `limit`
         bytes, returns only the rows in the cache; if the rows in the cache are larger, too, returns
-        None. Raises LostRankError if a process that has a part of the rows has ended.
+        None.
         """
         positions = self.reachable()
         held = self.ledger.held_positions

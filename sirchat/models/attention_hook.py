@@ -70,23 +70,6 @@ class AttentionCall:
         return self.weights().mean(0)
 
 
-class OfAllHeads(Protocol):
-    """Combines the tensors that several processes compute, each for its own attention heads."""
-
-    @property
-    def count(self) -> int:
-        """The number of processes among which the attention heads are divided."""
-
-    def mean(self, one: Tensor) -> Tensor:
-        """Average the tensors `one` of all processes elementwise; every process gets the mean."""
-
-    def joined(self, one: Tensor, dim: int) -> Tensor:
-        """Join the tensors `one` of all processes along the dimension `dim`.
-
-        Process 0 gets the joined tensor; every other process gets its own `one`.
-        """
-
-
 class AttentionObserver(Protocol):
     """Protocol of an object that receives each layer's queries, keys and attention weights."""
 
@@ -94,13 +77,6 @@ class AttentionObserver(Protocol):
         """Receive the attention of one layer in one forward pass.
 
         An observer that needs a tensor of `call` later must copy the tensor.
-        """
-
-    def combine(self, heads: OfAllHeads) -> None:
-        """Combine what several processes recorded in a forward pass that they shared.
-
-        Before, this process has recorded only its own attention heads; `heads` exchanges tensors
-        among the processes.
         """
 
 
@@ -125,12 +101,6 @@ class QueryRecorder:
         start = call.keys.shape[2] - call.queries.shape[2]
         self._parts.setdefault(call.layer, []).append((call.queries[0].clone(), start))
         self._shape[call.layer] = call.scale, call.keys.shape[1]
-
-    def combine(self, heads: OfAllHeads) -> None:
-        for layer, parts in self._parts.items():
-            scale, own = self._shape[layer]
-            self._parts[layer] = [(heads.joined(one, 0), start) for one, start in parts]
-            self._shape[layer] = scale, own * heads.count
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
         """The recorded queries of each layer, with their rotation (RoPE) undone.

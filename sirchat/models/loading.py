@@ -32,7 +32,6 @@ from sirchat.models.probe import (
     refuse_foreign_tokenizer,
 )
 from sirchat.models.progress import Progress, no_warnings
-from sirchat.models.ranks import by_torchrun
 from sirchat.models.threads import use_threads
 
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
@@ -67,16 +66,9 @@ def load_model(
     Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
     those of transformers, which can generate and be saved. `device`, `dtype`, `threads`, `quantize`
     and `device_map` are settings of `Profile`; `unpack` is the setting `unpack_dtype`, `cache_type`
-    is `cache_dtype`. A device map leaves room for the KV cache of `rows` tokens. If torchrun
-    started the program, each process loads its part of the model (see `sharded.py`). Raises
+    is `cache_dtype`. A device map leaves room for the KV cache of `rows` tokens. Raises
     ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
     """
-    if by_torchrun():
-        from sirchat.models.sharded import load_sharded
-
-        return load_sharded(
-            name, device, dtype, quantize, threads, cache_type, trust_remote_code, progress
-        )
     target, spread = pick_device(device), None
     if device_map != "off":
         spread = spread_of(name, device_map, rows, dtype, device=device, quantize=quantize)

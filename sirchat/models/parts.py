@@ -32,13 +32,11 @@ def hub_parts(
     dtype: torch.dtype,
     progress: Progress | None,
     options: dict[str, Any],
-    ranks: int = 1,
     spread: Spread | None = None,
 ) -> tuple[Any, Any]:
     """Load module and tokenizer of a folder, a GGUF file or a hub id with transformers.
 
-    If `ranks` is above 1, this process reads only its part of the weights. With `spread`, the
-    module's parts are on the devices that `spread` names; otherwise all are on `device`.
+    The module is on `device`; with `spread`, its parts are on the devices that `spread` names.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -51,10 +49,6 @@ def hub_parts(
         refuse_unsupported_layers(config.get_text_config(decoder=True), name)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     placed: dict[str, Any] = {}
-    if ranks > 1:
-        from transformers.distributed import DistributedConfig
-
-        placed["distributed_config"] = DistributedConfig(tp_size=ranks)
     if spread is not None and not is_gguf:
         trusts = options["trust_remote_code"]
         with torch.device("meta"):

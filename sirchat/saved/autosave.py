@@ -27,7 +27,7 @@ from sirchat.chat.conversation import Turn
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.engine.records import EngineState
-from sirchat.errors import LostRankError, SessionError
+from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.ledger import ROW
@@ -237,10 +237,7 @@ class Autosave:
         if self._store is None or mode == "off" or not self._session.seen:
             return False
         limit = KV_BYTES if mode == "auto" else None
-        try:
-            rows = self._session.rows(limit)
-        except LostRankError:  # a process has ended, so its keys and values are lost
-            rows = None
+        rows = self._session.rows(limit)
         if rows is None:
             self._store.drop_kv()
             return False
