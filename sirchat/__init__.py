@@ -7,13 +7,13 @@ example. They are imported when they are first used, because importing torch tak
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sirchat.version import __version__
+
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
     from sirchat.config.profile import Profile
     from sirchat.models.loading import load_model
     from sirchat.models.model import LoadedModel
-
-__version__ = "0.1.0"
 
 __all__ = ("LoadedModel", "Profile", "Session", "__version__", "load_model")
 

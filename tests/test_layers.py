@@ -10,7 +10,7 @@ from import_graph import SOURCES, below, imports, loaded_with, ours, within
 
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors")
 
-TOP = {"errors", "paths"}
+TOP = {"errors", "paths", "version"}
 MODELS = {"models", "text", "config", "memory"}
 CHAT = {"engine", *MODELS}
 SAVED = {"saved", "chat", *CHAT}
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "cli": {"server", "ui", *SAVED},
     "lab": {"cli", "ui", *SAVED},
 }
-"""The packages that each package may import, beside itself, `errors` and `paths`."""
+"""The packages that each package may import, beside itself, and those of `TOP`."""
 
 
 EXAMPLE = """

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sirchat import __version__
-from sirchat.chat.conversation import Conversation, TurnStats
 from sirchat.chat.events import (
     Ended,
     Event,
@@ -22,7 +20,8 @@ from sirchat.chat.events import (
     TurnDone,
 )
 from sirchat.chat.settings import has_effect
-from sirchat.chat.snapshot import policy_scores, token_rows
+from sirchat.chat.state import ConversationState, TurnStats
+from sirchat.chat.token_rows import policy_scores, token_rows
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
@@ -31,6 +30,7 @@ from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.text.anchors import Anchors
 from sirchat.text.detokenizer import Texts
+from sirchat.version import __version__
 
 _LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
 
@@ -140,7 +140,7 @@ class EventBuilder:
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
 
-    def ended(self, now: Conversation) -> Ended:
+    def ended(self, now: ConversationState) -> Ended:
         """The event `Ended`, which ends a session, with the totals of the conversation `now`."""
         return Ended(
             turns=len(now.turns),

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import torch
 
-from sirchat.chat.conversation import Turn
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Event, Notice, RecalledTurn
+from sirchat.chat.state import Turn
 from sirchat.chat.turn import OpenTurn
 from sirchat.chat.word_index import TurnIndex, WideIndex, WordIndex
 from sirchat.engine.engine import Engine

@@ -14,9 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from sirchat.chat.conversation import Turn
-from sirchat.chat.last_reply import SUMMARY
 from sirchat.chat.session import Session
+from sirchat.chat.state import SUMMARY, Turn
 from sirchat.chat.summary import pin_last_summary
 from sirchat.chat.words import said
 from sirchat.config.profile import Profile

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from sirchat.chat.conversation import Conversation, Turn, TurnStats, UndoPoint, undo_depth
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, RecalledTurn, TokenRow, Undone
-from sirchat.chat.last_reply import AttentionPaid, Reply, attention_paid, reply_at_end
+from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.recall import Recall
 from sirchat.chat.settings import (
     all_or_nothing,
@@ -30,9 +29,18 @@ from sirchat.chat.settings import (
     switched,
     undone,
 )
-from sirchat.chat.snapshot import Snapshot, TokenRank, take_snapshot, token_ranks
+from sirchat.chat.state import (
+    ConversationState,
+    Reply,
+    Turn,
+    TurnStats,
+    UndoPoint,
+    reply_at_end,
+    undo_depth,
+)
+from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
 from sirchat.chat.turn import Interrupted, OpenTurn
-from sirchat.chat.words import Target, erase_text, positions_of, tokens_to_erase
+from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
 from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
@@ -90,14 +98,14 @@ class Session:
         settings = build_cache_settings(self.profile, self._folder)
         self._engine = build_engine(self.model, settings, self.profile.seed)
         self.epoch += 1
-        self._now = Conversation()
+        self._now = ConversationState()
         self._undo_points: list[UndoPoint] = []  # oldest first
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
         self._recall = Recall(self._engine, self.model, self._events)
         self._at_reply = 0, self._engine.ledger.held_positions  # seen and held at a reply's end
 
     @property
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ConversationState:
         """Turns, token counts and times of this session; callers must not change them."""
         return self._now
 
@@ -121,7 +129,7 @@ class Session:
     def load(
         self,
         saved: EngineState,
-        conversation: Conversation,
+        conversation: ConversationState,
         rows: Rows | None,
         attention: AttentionCheckpoint | None = None,
         undo_points: Sequence[UndoPoint] = (),

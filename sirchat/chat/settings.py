@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed
@@ -262,14 +262,6 @@ def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
         )
 
 
-if TYPE_CHECKING:  # a list of models needs no torch
-    from sirchat.models.model import LoadedModel
-
-
-if TYPE_CHECKING:  # that module imports this one
-    from sirchat.chat.session import Session
-
-
 def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
     """A copy of the settings `before`, with the new values `updates`.
 
@@ -316,19 +308,3 @@ def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
         finally:
             engine.contents.switch(settings)
             engine.undo(checkpoint)
-
-
-@contextmanager
-def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: the settings `updates` hold inside the `with` block, the old ones after it.
-
-    Error messages begin with `source`, the command that changes the settings.
-    """
-    before = {name: getattr(session.profile, name) for name in updates}
-    if updates:
-        session.switch(source, **updates)
-    try:
-        yield
-    finally:
-        if updates:
-            session.switch(source, **before)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.chat.events import Delta, Event, Notice, Reading, TokenRow, TurnDone
-from sirchat.chat.last_reply import SUMMARY
 from sirchat.chat.session import Interrupted, Session
+from sirchat.chat.state import SUMMARY
 from sirchat.chat.turn import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.word_index import words_of
 from sirchat.chat.words import STOP_WORDS, spelled, split_words

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from sirchat.chat.conversation import Conversation, TurnStats
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
+from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
 from sirchat.engine.records import (
     ChosenToken,
@@ -48,7 +48,7 @@ class OpenTurn:
 
     def __init__(
         self,
-        now: Conversation,
+        now: ConversationState,
         engine: Engine,
         events: EventBuilder,
         stats: TurnStats,

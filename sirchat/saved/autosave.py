@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from sirchat import __version__, paths
-from sirchat.chat.conversation import Turn
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint

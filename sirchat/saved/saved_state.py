@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 
-from sirchat.chat.conversation import Conversation, Turn, TurnStats
 from sirchat.chat.events import Finish
 from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
+from sirchat.chat.state import ConversationState, Turn, TurnStats
 from sirchat.config.profile import Profile, with_new_names
 from sirchat.engine.records import EngineState
 from sirchat.errors import SessionError
@@ -115,7 +115,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
 
 def decode_state(
     store: SessionStore, head: Head, vocabulary: int
-) -> tuple[EngineState, Conversation, str]:
+) -> tuple[EngineState, ConversationState, str]:
     """Read a saved session; returns the engine's state, the conversation, and a stamp.
 
     The stamp identifies the saved keys and values. Raises SessionError if the saved data is damaged
@@ -146,7 +146,7 @@ def decode_state(
             round=fields.round,
             recalled=recalled,
         )
-        conversation = Conversation(
+        conversation = ConversationState(
             turns=[Turn(t.role, t.text, t.finish) for t in turns],  # type: ignore[arg-type]
             round=now.round,
             in_round=now.in_round,

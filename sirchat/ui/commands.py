@@ -16,7 +16,7 @@ from rich.text import Text
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.summary import WAYS
-from sirchat.chat.words import without_quotes
+from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.memory.recall import retriever_names

@@ -18,7 +18,7 @@ from rich.style import Style
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import HeldShare, Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.chat.words import is_mark, said, split_words
 from sirchat.config.values import short
 from sirchat.ui.cells import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sirchat import paths
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
-from sirchat.chat.words import turn_of_target, whole_words, without_quotes
+from sirchat.chat.targets import turn_of_target, whole_words, without_quotes
 from sirchat.errors import UsageError, format_value
 from sirchat.ui.cells import drop_measured
 from sirchat.ui.saved_chat import SavedChat

@@ -11,19 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import RecalledTurn
-from sirchat.chat.last_reply import AttentionPaid, last_round, related_turn
+from sirchat.chat.evicted_text import evicted_turns
 from sirchat.chat.session import Session
-from sirchat.chat.snapshot import TokenRank
+from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.turn import thought
-from sirchat.chat.words import (
-    STOP_WORDS,
-    around,
-    evicted_turns,
-    said,
-    turn_of_target,
-    without_quotes,
-    words_at,
-)
+from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
+from sirchat.chat.words import STOP_WORDS, around, said, words_at
 from sirchat.errors import UsageError
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_evicted, draw_token_ranks

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from sirchat.chat.conversation import Turn
 from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
 from sirchat.errors import UsageError, format_value, nearest
 from sirchat.paths import write_private
 from sirchat.text.text_file import last_fenced, path_named, without_surrogates

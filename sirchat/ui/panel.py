@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import Snapshot
+from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.ui.cells import StyledRun, cut, lay_out, line_of, shown
 from sirchat.ui.compact_panel import gap, gauge, headline
 from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading, score_text

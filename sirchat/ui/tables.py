@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import RecalledTurn, TokenRow
-from sirchat.chat.snapshot import EDGES, HeldShare, Histogram, TokenRank
-from sirchat.chat.words import EvictedText
+from sirchat.chat.evicted_text import EvictedText
+from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram
+from sirchat.chat.why import TokenRank
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted, significant
 from sirchat.ui.compact_panel import share_glyph
 from sirchat.ui.text import displayable_line

@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sirchat.chat.conversation import UndoPoint
 from sirchat.chat.events import Event, Notice, Undone
-from sirchat.chat.last_reply import retriever_for_retry, retry_under, settings_for_full
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS
 from sirchat.chat.rereading import pins_note, read_before_last, read_whole, undo_summaries
+from sirchat.chat.retry import retriever_for_retry, retry_under, settings_for_full, temporarily
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.settings import temporarily
+from sirchat.chat.state import UndoPoint
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest

@@ -22,9 +22,10 @@ import torch
 
 from attacking import MANY, attack
 from shadow import WatchedModel, check, follow, logits_gap, shadow_of, watching
-from sirchat.chat.last_reply import Reply, retry_under
 from sirchat.chat.rereading import copied
+from sirchat.chat.retry import retry_under
 from sirchat.chat.session import Session
+from sirchat.chat.state import Reply
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Role

@@ -27,8 +27,8 @@ from attacking import attack, odd_text, refuse_odd_display
 from chatting import babbler, hub_tokenizer, save_babbler
 from command import run
 from saved_chats import Chat
-from sirchat.chat.conversation import Turn
 from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError, SirchatError
 from sirchat.models.loading import load_model

@@ -7,8 +7,8 @@ from typing import Any
 
 from chatting import session, tiny
 from sirchat.chat.events import Evicted
+from sirchat.chat.evicted_text import evicted_turns, evicted_words
 from sirchat.chat.session import Session
-from sirchat.chat.words import evicted_turns, evicted_words
 
 SINK: dict[str, Any] = {"policy": "sink", "sinks": 2, "budget": 64, "recent": 16}
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.", "Tell me a story.")

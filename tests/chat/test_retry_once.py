@@ -10,7 +10,7 @@ import pytest
 from cache_contents import contents, same, state
 from chatting import answer, babbler, session, tiny
 from sirchat.chat.events import Notice, TurnDone
-from sirchat.chat.last_reply import settings_for_full
+from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SettingError, SirchatError, UndoError, UsageError

@@ -11,8 +11,8 @@ import pytest
 from chatting import babbler, session, tiny
 from event_count import Count
 from sirchat.chat.events import Evicted
+from sirchat.chat.panel_snapshot import EDGES
 from sirchat.chat.session import Session
-from sirchat.chat.snapshot import EDGES
 
 _POLICIES = ("window", "sink", "entropy", "random", "interval", "reservoir", "anchor")
 

@@ -10,9 +10,9 @@ import pytest
 
 from chatting import babbler, session, tiny
 from sirchat.chat.events import Event, Notice, Reading
-from sirchat.chat.last_reply import SUMMARY
 from sirchat.chat.rereading import undo_summaries
 from sirchat.chat.session import Session
+from sirchat.chat.state import SUMMARY
 from sirchat.chat.summary import WAYS, pin_summary, summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel

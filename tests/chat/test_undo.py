@@ -9,9 +9,9 @@ import torch
 
 from cache_contents import state
 from chatting import answer, babbler, session
-from sirchat.chat.conversation import undo_depth
 from sirchat.chat.events import TurnDone, Undone
 from sirchat.chat.session import Session
+from sirchat.chat.state import undo_depth
 from sirchat.errors import ContextFullError, UndoError
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}

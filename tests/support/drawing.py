@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import EDGES, HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram, Snapshot
 from sirchat.chat.words import said, words_at
 from sirchat.ui.theme import theme_named
 

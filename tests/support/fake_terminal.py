@@ -15,7 +15,7 @@ import pytest
 
 from emulator import Emulator
 from sirchat.chat.events import Delta, TokenRow
-from sirchat.chat.snapshot import HeldShare, Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.config.profile import Profile
 from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from saved_chats import Chat
-from sirchat.chat.words import EvictedText
+from sirchat.chat.evicted_text import EvictedText
 from terminal import Terminal
 
 TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")

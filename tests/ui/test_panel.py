@@ -33,7 +33,7 @@ from drawing import (
     styles,
 )
 from sirchat.chat.events import TokenRow
-from sirchat.chat.snapshot import HeldShare, Histogram, Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Histogram, Snapshot
 from sirchat.ui.cells import BASE, StyledRun, grid_safe, lay_out, shown, significant
 from sirchat.ui.compact_panel import draw_compact_panel, strip
 from sirchat.ui.panel import draw_panel

@@ -14,9 +14,9 @@ import pytest
 
 from chatting import random_model
 from saved_chats import SAYINGS, Chat
-from sirchat.chat.conversation import Turn
 from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.models.loading import load_model
 from sirchat.models.model import wrap_model

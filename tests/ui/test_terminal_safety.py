@@ -14,7 +14,7 @@ from chatting import save_babbler
 from command import run
 from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply, stub_session
 from sirchat.chat.events import Evicted, Reading
-from sirchat.chat.snapshot import EDGES, Histogram
+from sirchat.chat.panel_snapshot import EDGES, Histogram
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen

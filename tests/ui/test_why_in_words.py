@@ -14,8 +14,8 @@ import torch
 
 from cache_contents import state
 from chatting import answer, babbler, session, tiny
-from sirchat.chat.last_reply import AttentionPaid
 from sirchat.chat.session import Session
+from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
 from sirchat.ui.explaining import describe_use, explain, show_why

@@ -19,9 +19,9 @@ from random import Random
 import numpy as np
 import torch
 
-from sirchat.chat.conversation import Conversation, Turn
 from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
+from sirchat.chat.state import ConversationState, Turn
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.records import EngineState
@@ -138,7 +138,7 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
     logits = np.zeros(model.vocab_size, np.float32)
     rounds = int(rows["round"][-1])
     state = EngineState(rows, held, 0.0, 1.0, logits, rounds, np.zeros(0, np.int64))
-    session.load(state, Conversation(turns=turns, round=rounds), _zeros(model, count))
+    session.load(state, ConversationState(turns=turns, round=rounds), _zeros(model, count))
     return session
 
 

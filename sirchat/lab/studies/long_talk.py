@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.chat.conversation import Turn
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.settings import build_cache_settings, build_engine
+from sirchat.chat.state import Turn
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import followed_by_reply, read, read_ids

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sirchat.chat.events import Event, Evicted, Recalled, Restored
-from sirchat.chat.snapshot import HeldShare
+from sirchat.chat.panel_snapshot import HeldShare
 from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn

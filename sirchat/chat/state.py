@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from sirchat.chat.events import Finish
 from sirchat.engine.records import EngineCheckpoint
+from sirchat.memory.ledger import Ledger, Role
 
 UNDO_DEPTH = 64
 """The most user turns that can be undone; without an archive, only the last user turn can be."""
@@ -25,6 +27,10 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
     if not has_archive:
         return 1
     return max(1, min(UNDO_DEPTH, UNDO_STATE_BYTES // max(1, state_bytes)))
+
+
+SUMMARY = "Summary of our conversation so far, by the assistant: "
+"""The first words of every summary; a summary is a user turn that `/summarize` adds."""
 
 
 @dataclass
@@ -54,7 +60,7 @@ class Turn:
 
 
 @dataclass
-class Conversation:
+class ConversationState:
     """The state of a conversation, but not its tokens and KV cache: the engine stores those.
 
     Attributes:
@@ -127,7 +133,7 @@ class UndoPoint:
     """
 
     checkpoint: EngineCheckpoint
-    state: Conversation
+    state: ConversationState
     turns: int
     text: str
     pin_system: bool
@@ -135,7 +141,11 @@ class UndoPoint:
 
     @staticmethod
     def of(
-        now: Conversation, checkpoint: EngineCheckpoint, text: str, pin_system: bool, budget: int
+        now: ConversationState,
+        checkpoint: EngineCheckpoint,
+        text: str,
+        pin_system: bool,
+        budget: int,
     ) -> UndoPoint:
         """Make an undo point of the present state, before the user turn `text` is read.
 
@@ -149,9 +159,29 @@ class UndoPoint:
         finally:
             now.turns = turns
 
-    def conversation(self, now: Conversation) -> Conversation:
+    def conversation(self, now: ConversationState) -> ConversationState:
         """The conversation as it was at this undo point.
 
         Its turns are the first turns of `now`, which is the present conversation.
         """
         return replace(self.state, turns=now.turns[: self.turns])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply that the model generated: its token ids, and the reason why it ended."""
+
+    ids: tuple[int, ...]
+    finish: Finish
+
+
+def reply_at_end(ledger: Ledger, turns: Sequence[Turn]) -> Reply | None:
+    """The last turn as a `Reply`; None if there is no turn, or if its role is not `assistant`.
+
+    The token ids of the reply are taken from the `ledger`.
+    """
+    if not turns or turns[-1].role != "assistant":
+        return None
+    is_said = ledger.column("role") == Role.ASSISTANT
+    said = is_said & (ledger.column("turn") == len(turns) - 1)
+    return Reply(tuple(ledger.column("token_id")[said].tolist()), turns[-1].finish)
