@@ -19,10 +19,10 @@ from typer.main import get_command
 from attacking import MANY
 from command import run
 from sirchat.cli.app import app
-from sirchat.lab.bench.claims import claims, commands_in_blocks, documents
 
 ROOT = Path(__file__).parents[2]
 _INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*sirchat [a-z][^`]*)`")
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _VARIABLE = re.compile(r"[A-Z_]+=")
 _STANDS_FOR = {
     "N": "20000", "M": "30000", "N,M": "20000,30000", "EARLY,LATE": "2000,3000", "X": "1MiB",
@@ -32,6 +32,18 @@ _STANDS_FOR = {
 
 _ENDLESS = ("serve", "tutorial", "train", "pull", "make-model")
 _WRITES = ("default", "rm", "init")
+
+
+def documents() -> list[Path]:
+    """The repository's README.md and all Markdown documents of the package."""
+    return [ROOT / "README.md", *sorted((ROOT / "sirchat").rglob("*.md"))]
+
+
+def commands_in_blocks(path: Path) -> list[str]:
+    """The commands in the code blocks marked `sh`, one a line; \\ joins a line with the next."""
+    blocks = (code for kind, code in _FENCED.findall(path.read_text("utf-8")) if kind == "sh")
+    lines = (line for code in blocks for line in code.replace("\\\n", "").splitlines())
+    return [" ".join(line.split()) for line in lines if line.strip()]
 
 
 def shown() -> list[str]:
@@ -183,38 +195,14 @@ def test_a_command_in_a_block_of_code_runs(line: str, here: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_figures_are_repeated_beside_those_that_were_written(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[list[str]] = []
-
-    def note(command: list[str], **options: Any) -> Any:
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr("sirchat.lab.bench.claims.subprocess.run", note)
-    listed = run("bench", "claims").stdout
-    assert "bench/RESULTS.md, The index: OMP_NUM_THREADS=1 sirchat bench index" in listed
-    assert not ran
-    shown = run("bench", "claims", "bench index").stdout
-    assert "| `mips` | 0.11 |" in shown
-    assert [one[4:] for one in ran] == [
-        ["bench", "index", "--archived", "1000000", "--rounds", "6"]
-    ]
-    assert "--put DIR=VALUE" in run("bench", "claims", "eval grocery --data").stderr
-    done = run("bench", "claims", "eval grocery --data", "--put", "DIR=here")
-    assert done.returncode == 0
-    assert "--data" in ran[-1]
-    assert "here" in ran[-1]
-    assert run("bench", "claims", "nonsense").returncode == 2
-
-
 def minutes() -> list[str]:
-    """Commands beside figures that need no other model, no data and no other program."""
-    found = {one.command for one in claims() if not one.lacking() and "&&" not in one.command}
+    """Measuring commands within text that need no other model, no data and no other program."""
+    texts = [path.read_text(encoding="utf-8") for path in documents()]
+    commands = {" ".join(line.split()) for text in texts for line in _INLINE.findall(text)}
+    unfit = r"smollm2|\.jsonl|\.gguf|1000000|--out| train |135m|&&|\b(?<!-)[A-Z]{2,}\b(?!=)"
     return sorted(
-        one for one in found
-        if not re.search(r"smollm2|\.jsonl|\.gguf|1000000|--out| train |135m", one)
+        command for command in commands
+        if re.search(r"sirchat (bench|eval) \w", command) and not re.search(unfit, command)
     )  # fmt: skip
 
 

@@ -3,8 +3,7 @@
 Recall restores the archived tokens that fit a message. Here it searches long chats that no model
 has read: their texts and ids are those of generated dialogues, but their surprisals are random
 numbers, and their keys and values are zero. A retriever that compares words takes the same time for
-such a chat as for a real one. A retriever that compares keys may take another time; `sirchat bench
-index` measures it.
+such a chat as for a real one.
 """
 
 from __future__ import annotations

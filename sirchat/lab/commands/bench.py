@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _MOVED = {
     "--panel": "panel",
     "--attention": "attention",
-    "--index": "index",
     "--limits": "archive --tokens N",
     "--training": "training --tokens N",
 }
@@ -289,30 +288,6 @@ def attention(
     from sirchat.lab.bench.ratio import BenchOptions
 
     _measure(bench_attention, BenchOptions(cache=cache, rounds=rounds), _load(profile), json)
-
-
-@bench_app.command()
-def index(
-    archived: Annotated[
-        int, typer.Option(min=10_000, help="Number of archived tokens to search.")
-    ] = 1_000_000,
-    rounds: Rounds = 15,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Compare the time of searching an archive of evicted tokens with an index and without one."""
-    profile = _profile("tiny", device, dtype)
-    from sirchat.lab.bench.index import bench_index
-    from sirchat.lab.bench.ratio import BenchOptions
-
-    _measure(
-        partial(bench_index, rows=archived),
-        BenchOptions(rounds=rounds),
-        _load(profile, for_hub=True),
-        json,
-    )
 
 
 @bench_app.command()

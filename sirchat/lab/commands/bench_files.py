@@ -1,4 +1,4 @@
-"""The `sirchat bench` commands that work on files: records, sirchat's documents, made-up models."""
+"""The `sirchat bench` commands that work on files: records and made-up models."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,43 +22,6 @@ def compare_two(
     from sirchat.lab.bench.report import print_compared
 
     print_compared(read_record(first), read_record(second))
-
-
-@files_app.command("claims")
-def repeat_claims(
-    which: Annotated[
-        str, typer.Argument(help="A part of commands or headings, or all.", metavar="TEXT|all")
-    ] = "",
-    put: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="What a word such as FILE in a command stands for."
-        ),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Repeat the measuring commands in sirchat's documents; show the old figures and the new ones.
-
-    Without TEXT, the commands are only listed. Some commands take hours.
-    """
-    from sirchat.lab.bench.claims import claims, repeat
-
-    given = dict(one.partition("=")[::2] for one in put or ())
-    found = [
-        one.put(given)
-        for one in claims()
-        if which in ("", "all") or which.casefold() in f"{one.command} {one.place}".casefold()
-    ]
-    if not found:
-        raise UsageError(f"no README's command contains {which!r}", hint="sirchat bench claims")
-
-    for claim in found:
-        typer.echo(f"{claim.place}: {claim.command}")
-        if which:
-            typer.echo(f"\nas written:\n\n{claim.text}\n\nnow:\n")
-            if status := repeat(claim):
-                typer.echo(f"(it ended with exit code {status})", err=True)
-            typer.echo("")
 
 
 @files_app.command()

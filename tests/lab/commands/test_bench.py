@@ -132,7 +132,6 @@ def test_without_json_a_table_is_printed() -> None:
     [
         (["--panel", "--rounds", "24"], ["--panel", "sirchat bench panel"]),
         (["--attention"], ["--attention", "sirchat bench attention"]),
-        (["--index", "--archived", "1000"], ["--index", "sirchat bench index"]),
         (["--json", "--limits=9", "--archive-limit", "1MiB"], ["sirchat bench archive --tokens"]),
         (["--training", "4096"], ["--training", "sirchat bench training --tokens"]),
         (["--rounds", "5", "panel"], ["--rounds", "panel"]),
@@ -142,7 +141,6 @@ def test_without_json_a_table_is_printed() -> None:
         (["--seen", "100,300"], ["--seen", "--cache", "1024"]),
         (["--cache", "63"], ["--cache", "64"]),
         (["attention", "--rounds", "1"], ["--rounds", "2"]),
-        (["index", "--archived", "9"], ["--archived", "10000"]),
         (["archive"], ["--tokens"]),
         (["archive", "--tokens", "9", "--archive-limit", "much"], ["--archive-limit", "much"]),
         (["training", "--tokens", "1"], ["--tokens", "2"]),
