@@ -1,0 +1,68 @@
+"""Chats of an older sirchat open and go on as they did there.
+
+`golden/saved-chats` was written by version 0.1.0 in November 2026: two chats with evictions, recall
+and pins, and the search index. That of `tiny` has a name and a summary, that of `babbler` has keys
+and values.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatting import answer, babbler, tiny
+from sirchat.chat.session import Session
+from sirchat.saved.autosave import resume_session
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.search import search_sessions
+from sirchat.saved.session_list import find_session, list_sessions, remove_session
+from sirchat.saved.store import SessionStore
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "saved-chats"
+CHATS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "expected.json").read_text("utf-8"))
+MODELS = {"tiny": tiny, "babbler": babbler}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with zipfile.ZipFile(GOLDEN / "chats.zip") as files:
+        files.extractall(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", CHATS)
+def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
+    folder: Path, model: str
+) -> None:
+    expected = CHATS[model]
+    with SessionStore.open(folder / f"{expected['id']}.sqlite") as store:
+        head = store.head()
+        assert head is not None
+        assert (store.load_kv(head.fields["kv"]) is not None) == (model == "babbler")
+        session = Session(MODELS[model](), saved_profile(store))
+        resume_session(session, store)
+    assert [[turn.role, turn.text] for turn in session.turns] == expected["turns"]
+    assert session.seen == expected["seen"]
+    rows = session.snapshot().rows
+    assert [row.position for row in rows] == expected["held"]
+    assert [row.position for row in rows if "pinned" in row.flags] == expected["pinned"]
+    assert answer(list(session.ask("Where does Anna live now?"))) == expected["next"]
+    assert [row.position for row in session.snapshot().rows] == expected["held_after"]
+
+
+def test_older_chats_are_listed_and_found_by_their_names_and_words(folder: Path) -> None:
+    ids = {chat["id"] for chat in CHATS.values()}
+    assert {one.id for one in list_sessions(folder).sessions} == ids
+    assert find_session(folder, "anna's BOAT").stem == CHATS["tiny"]["id"]
+    assert {hit.session.id for hit in search_sessions(folder, "boat apples").hits} == ids
+    assert search_sessions(folder, "cafe").hits[0].session.id == CHATS["tiny"]["id"]
+
+
+def test_text_that_is_deleted_stays_in_no_older_index(folder: Path) -> None:
+    for chat in CHATS.values():
+        remove_session(folder / f"{chat['id']}.sqlite")
+    assert not any(b"breakfast" in file.read_bytes() for file in folder.iterdir())
