@@ -91,7 +91,6 @@ def test_policies_see_nothing_but_ledger_rows(module: str) -> None:
         "key_value_stats",
         "ledger",
         "random_numbers",
-        "factors",
         "policies",
         "registry",
     )

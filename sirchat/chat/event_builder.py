@@ -25,7 +25,7 @@ from sirchat.chat.token_rows import policy_scores, token_rows
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import EvictedRows, RestoredRows
+from sirchat.engine.types import EvictedRows, RestoredRows
 from sirchat.memory.segments import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.text.anchors import Anchors
@@ -115,7 +115,7 @@ class EventBuilder:
         `released` are the stream positions of the tokens that recall had restored for the turn
         before. The other arguments are the fields of `Recalled` with the same names.
         """
-        positions = self.engine.contents.recalled_positions
+        positions = self.engine.residency.recalled_positions
         return Recalled(
             turn=turn,
             retriever=retriever,
@@ -135,7 +135,7 @@ class EventBuilder:
             text=text,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
-            recalled=self.engine.contents.recalled,
+            recalled=self.engine.residency.recalled,
             tokens=self._wanted(self.engine.ledger.held_positions),
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
@@ -179,7 +179,7 @@ class EventBuilder:
         `recall_n` is the setting for how many tokens recall may restore. The list is empty if
         `recall_n` is `auto`, if recall is off, or if recall has enough room.
         """
-        settings, reserve = self.engine.settings, self.engine.contents.budget.reserve
+        settings, reserve = self.engine.settings, self.engine.residency.budget.reserve
         if settings.recall is None or not settings.policy.bounded:
             return []
         if isinstance(recall_n, str) or reserve >= recall_n:

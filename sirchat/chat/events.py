@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
-    from sirchat.engine.records import ChosenToken
+    from sirchat.engine.types import ChosenToken
 
 Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
 """Why a turn ended.

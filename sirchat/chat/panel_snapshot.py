@@ -132,7 +132,7 @@ def take_snapshot(
     """
     ledger = engine.ledger
     held = ledger.held_positions
-    leaving = engine.contents.next_evicted(in_round=in_round)
+    leaving = engine.residency.next_evicted(in_round=in_round)
     scores = policy_scores(engine, held)
     order = ledger.log_decayed_surprisal_of(held) if scores is None else scores
     slots = _slots(ledger, order, held, strongest)
@@ -143,7 +143,7 @@ def take_snapshot(
         budget=engine.budget,
         resident=engine.resident,
         seen=ledger.seen,
-        recalled=engine.contents.recalled,
+        recalled=engine.residency.recalled,
         speed=speed,
         threshold=_threshold(engine, scores, held, leaving),
         unit=score_unit(engine),

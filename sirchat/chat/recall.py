@@ -13,8 +13,8 @@ from sirchat.chat.state import Turn
 from sirchat.chat.turn import OpenTurn
 from sirchat.chat.word_index import TurnIndex, WideIndex, WordIndex
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import SearchResult
 from sirchat.engine.search import search
+from sirchat.engine.types import SearchResult
 from sirchat.memory.recall import retriever
 from sirchat.memory.recall.base import Retriever, WordRetriever
 from sirchat.memory.segments import Positions
@@ -41,7 +41,7 @@ class Recall:
         """
         return {
             at: self._scores.get(at, 0.0)
-            for at in self._engine.contents.recalled_positions.tolist()
+            for at in self._engine.residency.recalled_positions.tolist()
         }
 
     @property
@@ -51,7 +51,7 @@ class Recall:
         Each record also has the words that this turn and the new turn have in common. These words
         are not saved, so there are none after an undo, or after a saved chat was loaded.
         """
-        of_rows = self._engine.ledger.column("turn")[self._engine.contents.recalled_positions]
+        of_rows = self._engine.ledger.column("turn")[self._engine.residency.recalled_positions]
         turns, counts = np.unique(of_rows, return_counts=True)
         return tuple(
             RecalledTurn(turn, count, self._shared.get(turn, ()))
@@ -83,11 +83,11 @@ class Recall:
         if recall is None:
             return []
         events: list[Event] = []
-        released, start = engine.contents.recalled_positions, time.perf_counter()
+        released, start = engine.residency.recalled_positions, time.perf_counter()
         words, found, needs = None, None, retriever(recall.retriever)
         by_words = isinstance(needs, WordRetriever)
         if not by_words:  # words may find the same rows again, which then stay
-            engine.contents.clear_reserve()
+            engine.residency.clear_reserve()
         self._shared = {}
         try:
             holds_all = engine.resident == engine.ledger.seen
@@ -101,10 +101,10 @@ class Recall:
                 Notice(f"no token can be restored: {error}; choose another retriever with /recall")
             )
         if found is not None:
-            engine.contents.fill_reserve(found)
+            engine.residency.fill_reserve(found)
         elif by_words:
-            engine.contents.clear_reserve()
-        chosen = engine.contents.recalled_positions
+            engine.residency.clear_reserve()
+        chosen = engine.residency.recalled_positions
         scores = _scores(found, chosen)
         self._scores = dict(zip(chosen.tolist(), scores, strict=True))
         if words is not None:

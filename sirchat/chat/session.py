@@ -43,8 +43,8 @@ from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
 from sirchat.engine.budget import Budget
-from sirchat.engine.records import ContinuationScore, EngineState, RestoredRows
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
+from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.segments import Positions, Rows
@@ -170,7 +170,7 @@ class Session:
     @property
     def limits(self) -> Budget:
         """How many tokens the cache may hold: in all, pinned, and restored by recall."""
-        return self._engine.contents.budget
+        return self._engine.residency.budget
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -313,7 +313,7 @@ class Session:
         if (self._now.prompt, point.pin_system) != now and self.seen:
             self.profile = self.profile.model_copy(update={"system": self._now.prompt})
             self._engine.ledger.pin(self._now.system, self.profile.pin_system)
-            self._engine.contents.exclude(np.asarray(self._now.system), excluded=False)
+            self._engine.residency.exclude(np.asarray(self._now.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
 
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
@@ -323,7 +323,7 @@ class Session:
         SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
-        events = self._events.moved(self._now.last, self._engine.contents.pin(positions, pinned))
+        events = self._events.moved(self._now.last, self._engine.residency.pin(positions, pinned))
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} ignores pins"))
@@ -371,9 +371,9 @@ class Session:
         with all_or_nothing(self._engine):
             if replaced or profile.pin_system != before.pin_system:
                 self._engine.ledger.pin(self._now.system, profile.pin_system and not replaced)
-            moves = self._engine.contents.switch(settings, size if profile.pin_system else 0)
+            moves = self._engine.residency.switch(settings, size if profile.pin_system else 0)
             if replaced:
-                moves += self._engine.contents.exclude(np.asarray(self._now.system))
+                moves += self._engine.residency.exclude(np.asarray(self._now.system))
             self._engine.require(size)
         self.profile = profile
         if replaced:
@@ -447,7 +447,7 @@ class Session:
         """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
         before = len(system.ids) if system is not None else 0
         if system is not None and self.profile.pin_system:
-            self._engine.contents.check_pins(before)
+            self._engine.residency.check_pins(before)
         self._engine.require(before + len(ids.ids) + len(self.template.closing))
 
     def _begin(self, role: str) -> OpenTurn:

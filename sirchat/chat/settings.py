@@ -11,8 +11,8 @@ from typing import Any
 from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EngineCheckpoint
 from sirchat.engine.sampling import Sampling
+from sirchat.engine.types import CacheSettings, EngineCheckpoint
 from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
@@ -115,7 +115,7 @@ def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheS
         folder=folder if profile.archive == "disk" else None,
         protect=profile.protect,
         evict=profile.evict,
-        in_stream=profile.positions == "stream",
+        absolute_positions=profile.positions == "stream",
         recall=_recall(profile),
         count_attention=profile.attention == "on",
     )
@@ -290,7 +290,7 @@ def all_or_nothing(engine: Engine) -> Iterator[None]:
         yield
     except Exception:  # a policy of the user's own may raise anything
         engine.ledger.pin_only(pinned)
-        engine.contents.switch(settings)
+        engine.residency.switch(settings)
         raise
 
 
@@ -306,5 +306,5 @@ def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
         try:
             yield checkpoint
         finally:
-            engine.contents.switch(settings)
+            engine.residency.switch(settings)
             engine.undo(checkpoint)

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from sirchat.chat.events import Finish
-from sirchat.engine.records import EngineCheckpoint
+from sirchat.engine.types import EngineCheckpoint
 from sirchat.memory.ledger import Ledger, Role
 
 UNDO_DEPTH = 64

@@ -91,7 +91,7 @@ def _as_if_held(
         here = unknown & np.isin(positions, among)
         if here.any():
             at = np.searchsorted(among, positions[here])
-            for name, one in compute(engine.contents.view_of(among)).items():
+            for name, one in compute(engine.residency.view_of(among)).items():
                 values = found.setdefault(name, np.zeros(len(positions)))
                 values[here] = one.double().numpy()[at]
             unknown &= ~here

@@ -17,7 +17,7 @@ from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
 from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import (
+from sirchat.engine.types import (
     ChosenToken,
     EvictedRows,
     Generated,
@@ -66,7 +66,7 @@ class OpenTurn:
 
         Returns an event for each eviction.
         """
-        records = self._engine.contents.make_room_for_turn(count, max_new_tokens, self.ref)
+        records = self._engine.residency.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
     def read(
@@ -87,7 +87,7 @@ class OpenTurn:
         self._note_pending(turn, done, after)
         while done < end:
             ids, roles = turn.ids[done:], turn.roles[done:]
-            records = self._engine.feed(ids, roles, self.ref, pinned=pinned)
+            records = self._engine.prefill(ids, roles, self.ref, pinned=pinned)
             begun, skip = done, False
             while not skip:
                 start = time.perf_counter()
@@ -185,7 +185,7 @@ class OpenTurn:
         if self._evicts_thinking:
             thought = reasoning(self._engine.ledger, self._events.texts, self.ref.turn)
             if len(thought):
-                moves = self._engine.contents.exclude(thought)
+                moves = self._engine.residency.exclude(thought)
                 events += self._events.moved(self.ref.turn, moves)
         return [event for event in events if not isinstance(event, Reading)]
 

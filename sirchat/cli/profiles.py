@@ -100,7 +100,7 @@ def policies_check(
     name: Annotated[str, typer.Argument(help="A policy's name, or package.module:Class.")],
 ) -> None:
     """Check that a policy obeys the rules for all policies; tests it on random tables of tokens."""
-    from sirchat.memory.contract import contract_violations
+    from sirchat.memory.policies.check import contract_violations
 
     import_typed(name)
     broken = contract_violations(policy_class(name)())

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.engine.records import CacheSettings
+from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError
 from sirchat.memory.ledger import Flag, HeldRows, Ledger
 
@@ -85,7 +85,7 @@ class Budget:
 
         If the setting `recall_n` is a number, the reserve is always `full_reserve`. If `recall_n`
         is `auto`, the reserve is 0 until a token has been evicted and `full_reserve` rows are free;
-        rows that recall has restored count as free. `CacheContents.make_room_for_turn` frees these
+        rows that recall has restored count as free. `Residency.make_room_for_turn` frees these
         rows when a new turn and all earlier tokens together do not fit in the budget.
         """
         recall, size = self.settings.recall, self.full_reserve

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Budget
-from sirchat.engine.cache_contents import CacheContents, CacheUpdate
 from sirchat.engine.reader import CausalModel, Reader
-from sirchat.engine.records import (
+from sirchat.engine.residency import CacheUpdate, Residency
+from sirchat.engine.sampling import PromptLookup, Sampler
+from sirchat.engine.types import (
     CacheSettings,
     EngineCheckpoint,
     EngineState,
@@ -34,12 +35,11 @@ from sirchat.engine.records import (
     Stopped,
     TurnRef,
 )
-from sirchat.engine.sampling import PromptLookup, Sampler
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.factors import automatic_decay
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import Flag, Ledger, Role
+from sirchat.memory.policies.scores import automatic_decay
 from sirchat.memory.segments import Positions, Rows
 
 _REBUILT_AT_ONCE = 256  # ids in one pass
@@ -79,20 +79,20 @@ class Engine:
         self.ledger = Ledger(seed, unknown_surprisal=self._no_surprisal)
         budget = Budget(settings, self.ledger, model.context_length)
         self.cache = model.new_cache(min(budget.total, 1024) if budget.unbounded else budget.total)
-        self.cache.set_positions(in_stream=settings.in_stream)
+        self.cache.set_positions(absolute_positions=settings.absolute_positions)
         self.store = KeyValueStore(self.cache, self.ledger, settings.archive, settings.folder)
-        self.contents = CacheContents(budget, self.cache, self.store)
+        self.residency = Residency(budget, self.cache, self.store)
         self.reader = Reader(model, self.cache, self.ledger)
 
     @property
     def settings(self) -> CacheSettings:
         """The settings in force of the KV cache, the eviction policy, the archive and recall."""
-        return self.contents.budget.settings
+        return self.residency.budget.settings
 
     @property
     def budget(self) -> int:
         """Maximum number of tokens in the cache: the context length if the policy never evicts."""
-        return self.contents.budget.total
+        return self.residency.budget.total
 
     @property
     def resident(self) -> int:
@@ -104,7 +104,7 @@ class Engine:
         """Raw logits [V] for the next token; None before the first token."""
         return self.reader.logits
 
-    def feed(
+    def prefill(
         self, ids: Sequence[int], roles: Sequence[Role], at: TurnRef, *, pinned: bool = False
     ) -> Iterator[ReadProgress | EvictedRows]:
         """Read the ids of turn `at`; yields a record after each eviction and each part read.
@@ -114,18 +114,18 @@ class Engine:
         any record. Raises ContextFullError, before any id is read, if the ids do not fit and
         nothing may be evicted.
         """
-        self.contents.round = at.round
+        self.residency.round = at.round
         self.require(len(ids))
         whole = self._chunk(ids, roles, at, pinned)
-        done, budget = 0, self.contents.budget
+        done, budget = 0, self.residency.budget
         shared: AbstractContextManager[None] = nullcontext()
         if len(ids) > budget.max_prefill(pinned):
-            shared = self._model.several_passes(len(ids) // budget.chunk_size)
+            shared = self._model.share_unpacked(len(ids) // budget.chunk_size)
         while done < len(ids):
-            budget = self.contents.budget
+            budget = self.residency.budget
             most = min(len(ids), done + budget.max_prefill(pinned))
             end = budget.end_at_anchor(whole.flags, done, most)
-            yield from self.contents.make_room(end - done)
+            yield from self.residency.make_room(end - done)
             with shared:  # not around a yield: another conversation may run then
                 self._read(whole.part(done, end))
             done = end
@@ -153,7 +153,7 @@ class Engine:
         conversations. Raises ContextFullError if nothing may be evicted and fewer than `closing`
         rows would stay free for the ids that end the turn.
         """
-        self.contents.round = at.round
+        self.residency.round = at.round
         self.reader.drop_ahead()
         for left in range(max_new_tokens, 0, -1):
             if interrupted():
@@ -166,9 +166,9 @@ class Engine:
                 yield Stopped("stop", token_id)
                 return
             self.require(1 + closing)
-            budget = self.contents.budget
+            budget = self.residency.budget
             if not budget.unbounded and budget.policy_rows >= budget.policy_bound:
-                yield from self.contents.make_room(budget.eviction_block)
+                yield from self.residency.make_room(budget.eviction_block)
             if lookup is not None and self._may_look_ahead:
                 self._look_ahead(lookup, token_id, left - 1)
             if together() and self._may_look_ahead and not self.reader.is_ahead(token_id):
@@ -189,7 +189,7 @@ class Engine:
         sentence or round). False, too, if the model has recurrent or convolution layers, because a
         wrong guess can't be removed from their state.
         """
-        budget = self.contents.budget
+        budget = self.residency.budget
         is_plain = self.settings.attention_stats is None and not self.cache.has_state
         return is_plain and not budget.compacts_at_anchors
 
@@ -204,16 +204,16 @@ class Engine:
         used = self.reader.drop_ahead()
         if used is not None:
             lookup.learn(used - 1)
-        budget, cache = self.contents.budget, self.cache
+        budget, cache = self.residency.budget, self.cache
         room = min(cache.capacity - cache.length, budget.policy_bound - budget.policy_rows)
-        if cache.in_stream:
+        if cache.absolute_positions:
             room = min(room, self._model.context_length - self.ledger.seen)
         guess = lookup.guess(self.ledger.column("token_id"), token_id, min(most, room - 1))
         if guess:
             self.reader.look_ahead([token_id, *guess])
 
     def _compact_at_anchor(self) -> list[EvictedRows]:
-        return self.contents.make_room(0) if self.contents.budget.compacts_at_anchors else []
+        return self.residency.make_room(0) if self.residency.budget.compacts_at_anchors else []
 
     def close_round(self) -> None:
         """End a round: multiply the surprisal and the attention of tokens by the setting `decay`.
@@ -225,23 +225,23 @@ class Engine:
         decay, ledger = self.settings.decay, self.ledger
         layers = self.settings.policy.repeat_layers
         if layers is not None:
-            in_round = ledger.column("round")[ledger.held_positions] == self.contents.round
+            in_round = ledger.column("round")[ledger.held_positions] == self.residency.round
             rows = torch.from_numpy(np.flatnonzero(in_round))
-            self.reader.repeat(rows, layers, self.contents.budget.chunk_size)
+            self.reader.repeat(rows, layers, self.residency.budget.chunk_size)
         if decay is not None:
             ledger.close_round(decay)
         else:
             factor = automatic_decay(ledger.column("surprisal"), ledger.column("round"))
-            ledger.close_round(factor, spared=self.contents.round)
+            ledger.close_round(factor, spared=self.residency.round)
 
     def checkpoint(self) -> EngineCheckpoint:
         """Return the engine's present state, to which `undo` can go back.
 
         Call this at the beginning of a turn.
         """
-        selection = self.contents.selection
+        selection = self.residency.selection
         return EngineCheckpoint(
-            self.store.checkpoint(), self.logits, self.contents.round, selection
+            self.store.checkpoint(), self.logits, self.residency.round, selection
         )
 
     def undo(self, to: EngineCheckpoint, *, keep_pins: bool = False) -> CacheUpdate:
@@ -253,7 +253,7 @@ class Engine:
         Raises LookupError, changing nothing, if a row that the cache held at the checkpoint is now
         neither in the cache nor in the archive.
         """
-        moves = self.contents.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
+        moves = self.residency.undo(to.cache, to.selection, to.round, keep_pins=keep_pins)
         self.reader.logits = to.logits
         if not self.ledger.seen:
             self.ledger.unknown_surprisal = self._no_surprisal
@@ -264,7 +264,7 @@ class Engine:
 
         Then the state of recurrent and convolution layers is computed again without these tokens.
         """
-        self.contents.erase(positions)
+        self.residency.erase(positions)
         self.rebuild_state()
 
     def rebuild_state(self) -> None:
@@ -277,20 +277,22 @@ class Engine:
         if not self.cache.has_state:
             return
         self.cache.state = ()
-        flags, total = self.ledger.column("flags"), self.contents.budget.total
+        flags, total = self.ledger.column("flags"), self.residency.budget.total
         stay = np.flatnonzero(flags & np.uint8(Flag.ERASED) == 0)
-        sinks = min(self.contents.budget.sinks, total // 2)
+        sinks = min(self.residency.budget.sinks, total // 2)
         size = 1 if self.cache.reads_singly else max(1, min(total // 4, _REBUILT_AT_ONCE))
         cache = self._model.new_cache(min(total, len(stay)))
-        cache.set_positions(in_stream=self.cache.in_stream)
-        with self._model.several_passes(len(stay) // size):
+        cache.set_positions(absolute_positions=self.cache.absolute_positions)
+        with self._model.share_unpacked(len(stay) // size):
             for start in range(0, len(stay), size):
                 at = stay[start : start + size]
                 leaving = max(0, cache.length + len(at) - total)  # rows to remove after the sinks
                 slots = torch.arange(cache.length)
                 cache.keep(slots[(slots < sinks) | (slots >= sinks + leaving)])
                 ids, positions = self.ledger.column("token_id")[at].tolist(), at.tolist()
-                self._model.read(ids, cache, positions=positions if cache.in_stream else None)
+                self._model.read(
+                    ids, cache, positions=positions if cache.absolute_positions else None
+                )
                 cache.commit(len(at), at)
         self.cache.state = cache.state
 
@@ -303,7 +305,7 @@ class Engine:
             log_decay=ledger.log_decay,
             unknown_surprisal=ledger.unknown_surprisal,
             logits=None if logits is None else logits.float().cpu().numpy(),
-            round=self.contents.round,
+            round=self.residency.round,
             recalled=ledger.recalled.copy(),
             state=self.cache.state,
         )
@@ -324,7 +326,7 @@ class Engine:
             attention: statistics of the attention that the tokens of `rows` had received.
         """
         self.ledger.load(saved.rows, saved.held, saved.log_decay, saved.recalled)
-        self.ledger.unknown_surprisal, self.contents.round = saved.unknown_surprisal, saved.round
+        self.ledger.unknown_surprisal, self.residency.round = saved.unknown_surprisal, saved.round
         self.reader.logits = None if saved.logits is None else torch.from_numpy(saved.logits)
         if rows is not None and np.isin(saved.held, rows.positions).all():
             self.store.load(rows)
@@ -345,8 +347,8 @@ class Engine:
         rotated to stream positions, they also can't be read if a position would exceed the model's
         context length.
         """
-        self.contents.require(count)
-        if self.cache.in_stream and self.ledger.seen + count > self._model.context_length:
+        self.residency.require(count)
+        if self.cache.absolute_positions and self.ledger.seen + count > self._model.context_length:
             raise ContextFullError(
                 f"the model's context is full: {self.ledger.seen} tokens read, and with positions "
                 "stream, evicted tokens count, too",
@@ -379,9 +381,9 @@ class Engine:
         return PrefillChunk(ids, roles, flags, at)
 
     def _read(self, chunk: PrefillChunk) -> None:
-        budget = self.contents.budget
+        budget = self.residency.budget
         self._grow_for(len(chunk))
-        self.contents.note_pass()
+        self.residency.note_pass()
         opening = budget.chunk_size if self.ledger.seen == 0 else 0
         visible = budget.visible_to_anchor if budget.compacts_at_anchors else None
         self.reader.read(chunk, visible, self.settings.attention_stats)
@@ -392,4 +394,4 @@ class Engine:
         """Enlarge the cache's buffers, if necessary, so that `count` more rows fit."""
         if self.resident + count > self.cache.capacity:  # the budget is no hard bound
             wanted = max(2 * self.cache.capacity, self.resident + count)
-            self.cache.grow_to(min(self.contents.budget.hard_bound, wanted))
+            self.cache.grow_to(min(self.residency.budget.hard_bound, wanted))

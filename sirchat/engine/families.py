@@ -31,7 +31,7 @@ from transformers.cache_utils import (
 )
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
@@ -197,17 +197,17 @@ def _largest_difference(model: LoadedModel) -> tuple[float, float]:
     _feed(engine, first, 0)
     own.read(first)
     rows = np.arange(len(first))
-    engine.contents.exclude(rows)
+    engine.residency.exclude(rows)
     _feed(engine, second, 1)
     pairs = [(_logits(engine), own.read_alone(second)[-1])]
-    engine.contents.exclude(rows, False)
-    engine.contents.switch(replace(roomy, budget=300))
+    engine.residency.exclude(rows, False)
+    engine.residency.switch(replace(roomy, budget=300))
     for number, layer in enumerate(own.row_layers()):
         pairs.append((engine.cache.layer_keys(number).clone(), layer.keys))
         pairs.append((engine.cache.layer_values(number).clone(), layer.values))
     few = third[: 1 if model.reads_singly else 3]
     pairs.append((model.forward(few, engine.cache), own.read(few)))
-    engine.contents.switch(CacheSettings(Sink(), budget=_BUDGET))
+    engine.residency.switch(CacheSettings(Sink(), budget=_BUDGET))
     _feed(engine, third, 2)
     if engine.resident > _BUDGET or not _logits(engine).isfinite().all():
         raise RuntimeError(f"a budget of {_BUDGET} tokens is not kept")
@@ -270,7 +270,7 @@ class _OwnCache:
 
 
 def _feed(engine: Engine, ids: list[int], turn: int) -> None:
-    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn, turn)))
+    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(turn, turn)))
 
 
 def _logits(engine: Engine) -> Tensor:

@@ -22,7 +22,7 @@ from sirchat.engine.attention_tracker import (
     HighestWeights,
     PassWeights,
 )
-from sirchat.engine.records import ChosenToken, ContinuationScore, PrefillChunk
+from sirchat.engine.types import ChosenToken, ContinuationScore, PrefillChunk
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger
@@ -84,7 +84,7 @@ class CausalModel(AttendingModel, Protocol):
         Returns only the surprisals of all ids but the first, and the logits after the last id.
         """
 
-    def several_passes(self, count: int) -> AbstractContextManager[None]:
+    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         """A context manager that makes a series of `count` long forward passes faster.
 
         Use it around each of these passes: work that is the same for all passes is done only once.
@@ -168,7 +168,7 @@ class Reader:
         def accept(logits: Tensor, score: float) -> None:
             self._ahead = _Ahead([token_id], logits, [score], self._cache.length)
 
-        at = self._ledger.seen if self._cache.in_stream else self._cache.length
+        at = self._ledger.seen if self._cache.absolute_positions else self._cache.length
         return ChosenToken(token_id, at, self._cache, accept)
 
     def read(
@@ -225,7 +225,7 @@ class Reader:
                 at = positions[start : start + len(part)]
                 observer = tracker.observer()
                 self._model.read(
-                    part, self._cache, positions=self._in_stream(at.tolist()), observer=observer
+                    part, self._cache, positions=self._absolute(at.tolist()), observer=observer
                 )
                 self._cache.commit(len(part), at)
                 tracker.add(observer)
@@ -250,7 +250,7 @@ class Reader:
         for start in range(0, len(rows), most):
             part = rows[start : start + most]
             end = self._ledger.seen + len(part)
-            if self._cache.in_stream and end > self._model.context_length:
+            if self._cache.absolute_positions and end > self._model.context_length:
                 return
             self._cache.grow_to(self._cache.length + len(part))
             observer = HighestWeights(wide, self._cache.slots_of(part))
@@ -296,7 +296,7 @@ class Reader:
                 ids[part.numpy()].tolist(),
                 cache,
                 visible=torch.cat([sees, torch.eye(len(part), dtype=torch.bool)], dim=1),
-                positions=held[part.numpy()].tolist() if cache.in_stream else own.tolist(),
+                positions=held[part.numpy()].tolist() if cache.absolute_positions else own.tolist(),
                 observer=observer,
             )
             weights = observer.mean()  # [k, n + k]
@@ -351,7 +351,7 @@ class Reader:
         number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [m]
         own = (number[:, None] == number).tril()  # [m, m]
         visible = torch.cat([torch.ones(len(ids), held, dtype=torch.bool), own], dim=1)
-        start = self._ledger.seen if self._cache.in_stream else held
+        start = self._ledger.seen if self._cache.absolute_positions else held
         positions = [start + at for size in sizes for at in range(size)]
         return self._model.forward(ids, self._cache, visible=visible, positions=positions)
 
@@ -361,7 +361,7 @@ class Reader:
         state, rows = cache.state, torch.arange(cache.length - cache.inserted_count)
         try:
             for at, token_id in enumerate(ids, seen):
-                positions = self._in_stream([at])
+                positions = self._absolute([at])
                 logits.append(self._model.forward([token_id], cache, positions=positions))
                 cache.commit(1, [at])
         finally:
@@ -405,7 +405,7 @@ class Reader:
 
     def _next(self, count: int) -> Sequence[int] | None:
         """Stream positions of the next `count` ids; None if keys are rotated by cache slots."""
-        return self._in_stream(range(self._ledger.seen, self._ledger.seen + count))
+        return self._absolute(range(self._ledger.seen, self._ledger.seen + count))
 
     def _tracker(self, stats: AttentionStatsConfig | None) -> AttentionTracker:
         return AttentionTracker(stats, self._model, self._cache, self._ledger)
@@ -414,9 +414,9 @@ class Reader:
         """How many of the next `count` ids to read in one forward pass, to limit its memory."""
         return tracker.rows_within(min(count, self._rows_per_pass), PASS_BYTES)
 
-    def _in_stream(self, positions: Sequence[int]) -> Sequence[int] | None:
+    def _absolute(self, positions: Sequence[int]) -> Sequence[int] | None:
         """The `positions` if keys are rotated by stream positions, None if by cache slots."""
-        return positions if self._cache.in_stream else None
+        return positions if self._cache.absolute_positions else None
 
     def _record(self, chunk: PrefillChunk, found: PassResult, learned: list[float]) -> None:
         """Add the ids of `chunk`, which the model has read, to the cache's rows and to the ledger.

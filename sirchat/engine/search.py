@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import SearchResult, TurnRef
+from sirchat.engine.types import SearchResult, TurnRef
 from sirchat.memory.archive_search import ArchiveSearch, wants_index
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.ledger import Flag, Role, State
@@ -56,15 +56,15 @@ def search(
         LookupError: the model's queries can't be compared with its KV cache.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    if recall is None or not engine.contents.budget.reserve:
+    if recall is None or not engine.residency.budget.reserve:
         return None
     needs = retriever(recall.retriever)
     if isinstance(needs, WordRetriever):
         if words is None:
             raise ValueError("this retriever needs a score for each turn by its words")
         return _best_turns(engine, needs.score_words(words), is_auto=recall.n is None)
-    longest = engine.budget - engine.contents.budget.reserve
-    fits = engine.resident - engine.contents.recalled + len(ids) <= longest
+    longest = engine.budget - engine.residency.budget.reserve
+    fits = engine.resident - engine.residency.recalled + len(ids) <= longest
     if fits and not engine.store.archived:
         return None
     if not needs.needs_turn or recall.query == "recent":
@@ -74,7 +74,7 @@ def search(
     with engine.store.unlimited():
         try:
             with model.recorded_queries() if needs.needs_queries else unused as recorder:
-                for _ in engine.feed(ids[-longest:], roles[-longest:], at):
+                for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
             query = _query(engine, turn, start, words, recorder.queries(model.rotations))
@@ -97,7 +97,7 @@ def _best_turns(
     content. Only tokens of the added turns are examined, so that the time does not grow with the
     archive. Returns None if no token is found.
     """
-    ledger, reserve = engine.ledger, engine.contents.budget.reserve
+    ledger, reserve = engine.ledger, engine.residency.budget.reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
     found, of_row, count = list[Positions](), list[NDArray[np.float64]](), 0
     which = np.flatnonzero(_fitting(scores)) if is_auto else np.arange(len(scores))

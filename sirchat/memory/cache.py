@@ -63,7 +63,7 @@ class BoundedCache:
     reads_singly = False
     """Whether the model's recurrent or convolution layers read only one token in a forward pass."""
 
-    in_stream = False
+    absolute_positions = False
     """Whether a key's rotary position is its token's index in the whole conversation.
 
     If False, the rotary position is the key's slot in the cache.
@@ -203,7 +203,7 @@ class BoundedCache:
             positions = range(first, first + count)
         end = start + count
         self._stream[start:end] = positions
-        rotary = self._stream if self.in_stream else self._slots
+        rotary = self._stream if self.absolute_positions else self._slots
         self._written_at[start:end] = rotary[start:end]
         self._cursor.length = end
 
@@ -233,7 +233,7 @@ class BoundedCache:
         self.grow_to(end + count)
         slots = torch.arange(start, start + count)
         for layer, rows in zip(self.row_layers, layers, strict=True):
-            new = torch.from_numpy(rows.positions) if self.in_stream else slots
+            new = torch.from_numpy(rows.positions) if self.absolute_positions else slots
             moves = CosSin(torch.from_numpy(rows.written_at), new)
             for tensor, given in zip(layer.tensors, rows.tensors, strict=True):
                 device = tensor.attended.device
@@ -296,7 +296,7 @@ class BoundedCache:
 
         The keys of `rows` must be as first written.
         """
-        new = torch.from_numpy(rows.positions) if self.in_stream else slots
+        new = torch.from_numpy(rows.positions) if self.absolute_positions else slots
         moves = CosSin(torch.from_numpy(rows.written_at), new)
         moved = list[Tensor]()
         for tensor, given in zip(self._tensors, rows.tensors, strict=True):
@@ -326,14 +326,14 @@ class BoundedCache:
         self._cursor.length = count
 
     @torch.inference_mode()
-    def set_positions(self, *, in_stream: bool) -> None:
+    def set_positions(self, *, absolute_positions: bool) -> None:
         """Set which rotary position keys have, and rotate all keys in the cache to it.
 
-        It is the stream position if `in_stream` is true, otherwise the slot in the cache.
+        It is the stream position if `absolute_positions` is true, otherwise the slot in the cache.
         """
-        if in_stream == self.in_stream:
+        if absolute_positions == self.absolute_positions:
             return
-        self.in_stream = in_stream
+        self.absolute_positions = absolute_positions
         if self.length:
             rows, inserted = torch.arange(self.length), self._inserted
             self._inserted = range(0)
@@ -356,7 +356,7 @@ class BoundedCache:
 
     def _rotary_positions(self, slots: Tensor) -> Tensor:
         """The rotary positions [n] of the keys in the cache's slots `slots` [n]."""
-        if not self.in_stream:
+        if not self.absolute_positions:
             return slots
         return torch.from_numpy(self._stream[slots.numpy()].clip(min=0))
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from sirchat.errors import SettingError, nearest
@@ -21,16 +21,24 @@ class Registry:
 
     Args:
         kind: the word for a class of this kind in error messages, for example "policy".
-        package: the package with the built-in classes, one in each module except `base`. The file
-            `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`.
+        package: the package with the built-in classes, one in each module that is not in
+            `others`. The file `cosine_pairwise.py` has the class `CosinePairwise`, named
+            `cosine-pairwise`.
         group: the group of entry points by which other packages add classes.
         aliases: additional names of built-in classes.
+        others: modules of the package that hold no class to be found.
     """
 
     def __init__(
-        self, kind: str, package: str, group: str, aliases: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        package: str,
+        group: str,
+        aliases: Mapping[str, str] | None = None,
+        others: Collection[str] = ("base",),
     ) -> None:
         self._kind, self._package, self._group = kind, package, group
+        self._others = others
         self.aliases = aliases or {}
 
     def names(self) -> list[str]:
@@ -82,4 +90,4 @@ class Registry:
     def _built_in(self) -> list[str]:
         path = sys.modules[self._package].__path__
         names = (module.name for module in pkgutil.iter_modules(path))
-        return sorted(name.replace("_", "-") for name in names if name != "base")
+        return sorted(name.replace("_", "-") for name in names if name not in self._others)

@@ -279,7 +279,7 @@ class LoadedModel:
                 out = self.module(**self._inputs(ids, cache, visible, positions))
             return torch.as_tensor(out.logits[0].float())
 
-    def several_passes(self, count: int) -> AbstractContextManager[None]:
+    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         """Make a context manager within which forward passes share unpacked weights.
 
         Enter the context manager for each of about `count` passes over one text. Packed weights are

@@ -26,7 +26,7 @@ from sirchat import __version__, paths
 from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
-from sirchat.engine.records import EngineState
+from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache_layers import CacheState

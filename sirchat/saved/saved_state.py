@@ -20,7 +20,7 @@ from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
 from sirchat.config.profile import Profile, with_new_names
-from sirchat.engine.records import EngineState
+from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.cache_layers import CacheState

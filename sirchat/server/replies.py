@@ -11,8 +11,8 @@ from typing import Any
 
 from sirchat.chat.events import Choosing, Delta, TurnDone
 from sirchat.chat.session import Interrupted, Session
-from sirchat.engine.records import ChosenToken
 from sirchat.engine.sampling import Allowed
+from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.server.conversations import History, ServedConversation
 from sirchat.server.requests import RequestError

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sirchat.engine.records import ChosenToken
+from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, SirchatError, UsageError
 from sirchat.server.conversations import (
     BusyError,

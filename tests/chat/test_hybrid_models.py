@@ -22,8 +22,8 @@ from chatting import answer, session
 from families import HYBRIDS, build
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
-from sirchat.engine.records import TurnRef
 from sirchat.engine.search import search
+from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.hub_cache import StateLayer
@@ -328,7 +328,7 @@ def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any])
         held = talk._engine.ledger.held_positions
         assert (talk._engine.ledger.attention.totals(held, 0.0)[:-1] > 0).all()
     else:
-        assert talk._engine.contents.recalled == 8
+        assert talk._engine.residency.recalled == 8
 
 
 def test_the_start_says_that_evicted_tokens_leave_a_trace() -> None:

@@ -47,12 +47,12 @@ def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> No
         check_recall(changed(Profile(), "flag", recall="attention"), model, "--recall")
     assert "mips" in str(error.value)
     engine, _ = talked(memory(retriever="mips"), rounds=5, family=family)
-    assert engine.contents.recalled
+    assert engine.residency.recalled
 
 
 def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
     engine, model = talked(memory(retriever="mips"), rounds=6, family="deepseek-mla")
-    list(engine.contents.switch(memory(retriever="attention")))
+    list(engine.residency.switch(memory(retriever="attention")))
     before = contents(engine)
     with pytest.raises(LookupError, match="KV cache"):
         find(engine, model, some_ids(9, 5), 9)

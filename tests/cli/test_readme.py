@@ -11,8 +11,8 @@ from typer.main import get_command
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.lab.commands.eval import eval_app
-from sirchat.memory.contract import contract_violations
 from sirchat.memory.policies import ALIASES, policy_names
+from sirchat.memory.policies.check import contract_violations
 from sirchat.ui.commands import Commands
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from sirchat.chat.events import Event, Notice
 from sirchat.chat.settings import build_policy
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ContextFullError, ModelError, SettingError
 from sirchat.lab.training.anchor import AnchorOptions, prepare
 from sirchat.lab.training.masks import block_mask, position_in_document, visible
@@ -126,13 +126,13 @@ def is_anchor(token_id: int) -> bool:
 def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int) -> None:
     model, rng = heard(family), random.Random(f"{family} {sinks}")
     ids = [rng.randrange(3, 128) for _ in range(FAMILIES[family])]
-    memory = CacheSettings(Anchor(), budget=512, sinks=sinks, in_stream=True)
+    memory = CacheSettings(Anchor(), budget=512, sinks=sinks, absolute_positions=True)
     engine = Engine(model, memory, ends_sequence=is_anchor)
     start = 0
     while start < len(ids):
         end = start + rng.choice((1, 1, 3, 8, 20))
         chunk = ids[start:end]
-        for _ in engine.feed(chunk, [Role.USER] * len(chunk), TurnRef(0, 0)):
+        for _ in engine.prefill(chunk, [Role.USER] * len(chunk), TurnRef(0, 0)):
             pass
         start = end
     anchors = torch.tensor([[is_anchor(one) for one in ids]])
@@ -153,7 +153,7 @@ def test_one_masked_pass_equals_pieces_that_are_reduced(family: str, sinks: int)
 def test_generated_anchors_reduce_what_is_held() -> None:
     engine = Engine(loaded("llama"), CacheSettings(Anchor(), budget=512), ends_sequence=is_anchor)
     ids = [1, 5, 6, 7, 8, 9, 10, 11]
-    list(engine.feed(ids, [Role.USER] * 8, TurnRef(0, 0)))
+    list(engine.prefill(ids, [Role.USER] * 8, TurnRef(0, 0)))
     sampler = Sampler(Sampling(temperature=1.0, seed=2))
     since, held, gone = 6, [0, 1, 2, 3, 5, 6, 7], list[int]()
     reply = engine.generate(sampler, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=60)
@@ -180,9 +180,9 @@ def test_pins_stay_and_a_lazy_policy_waits_until_room_is_needed() -> None:
         engine = Engine(
             loaded("llama"), CacheSettings(policy, budget=64, sinks=1), ends_sequence=is_anchor
         )
-        list(engine.feed(ids[:2], [Role.USER] * 2, TurnRef(0, 0)))
-        list(engine.feed(ids[2:4], [Role.USER] * 2, TurnRef(0, 0), pinned=True))
-        list(engine.feed(ids[4:], [Role.USER] * 12, TurnRef(0, 0)))
+        list(engine.prefill(ids[:2], [Role.USER] * 2, TurnRef(0, 0)))
+        list(engine.prefill(ids[2:4], [Role.USER] * 2, TurnRef(0, 0), pinned=True))
+        list(engine.prefill(ids[4:], [Role.USER] * 12, TurnRef(0, 0)))
         assert engine.ledger.held_positions.tolist() == held
 
 
@@ -191,7 +191,7 @@ def test_more_anchors_than_room_leave_the_oldest_first() -> None:
         loaded("llama"), CacheSettings(Anchor(), budget=32, sinks=1), ends_sequence=is_anchor
     )
     ids = [1, *[9, 10] * 60]
-    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
+    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     held = engine.ledger.held_positions
     assert len(held) <= 32
     assert held[0] == 0
@@ -203,13 +203,13 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Sink(), budget=64, archive=2**20), ends_sequence=is_anchor)
     ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
-    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
+    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     before = engine.cache.layer_keys(0).clone()
-    list(engine.contents.switch(CacheSettings(Anchor(), budget=64, archive=2**20)))
+    list(engine.residency.switch(CacheSettings(Anchor(), budget=64, archive=2**20)))
     last = max(at for at, one in enumerate(ids) if is_anchor(one))
     expected = [at for at, one in enumerate(ids) if at < 4 or at > last or is_anchor(one)]
     assert engine.ledger.held_positions.tolist() == expected
-    list(engine.contents.switch(CacheSettings(Sink(), budget=64, archive=2**20)))
+    list(engine.residency.switch(CacheSettings(Sink(), budget=64, archive=2**20)))
     assert torch.equal(engine.cache.layer_keys(0), before)
 
 
@@ -217,29 +217,29 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
 def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     """Rows that left leave gaps; switched to the cache and back, keys are as they were."""
     model = heard(family)
-    engine = Engine(model, CacheSettings(Sink(), budget=24, in_stream=True))
+    engine = Engine(model, CacheSettings(Sink(), budget=24, absolute_positions=True))
     ids = random.Random(1).choices(range(3, 128), k=60)
-    list(engine.feed(ids, [Role.USER] * 60, TurnRef(0, 0)))
+    list(engine.prefill(ids, [Role.USER] * 60, TurnRef(0, 0)))
     held = engine.ledger.held_positions.copy()
     keys = [engine.cache.layer_keys(layer).clone() for layer in range(4)]
     fresh = model.new_cache(64)
     model.forward([ids[at] for at in held], fresh, positions=held.tolist())
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
-    list(engine.contents.switch(CacheSettings(Sink(), budget=24)))
+    list(engine.residency.switch(CacheSettings(Sink(), budget=24)))
     assert not torch.equal(engine.cache.layer_keys(0), keys[0])
-    list(engine.contents.switch(CacheSettings(Sink(), budget=24, in_stream=True)))
+    list(engine.residency.switch(CacheSettings(Sink(), budget=24, absolute_positions=True)))
     for layer, key in enumerate(keys):
         torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
 
 
 def test_positions_of_the_stream_end_with_the_models_context() -> None:
     model = loaded("llama")
-    engine = Engine(model, CacheSettings(Sink(), budget=24, in_stream=True))
+    engine = Engine(model, CacheSettings(Sink(), budget=24, absolute_positions=True))
     with pytest.raises(ContextFullError, match="positions"):
-        list(engine.feed([5] * 1025, [Role.USER] * 1025, TurnRef(0, 0)))
+        list(engine.prefill([5] * 1025, [Role.USER] * 1025, TurnRef(0, 0)))
     assert engine.ledger.seen == 0
-    list(engine.feed([5] * 1024, [Role.USER] * 1024, TurnRef(0, 0)))
+    list(engine.prefill([5] * 1024, [Role.USER] * 1024, TurnRef(0, 0)))
     with pytest.raises(ContextFullError):
         list(
             engine.generate(

@@ -20,8 +20,8 @@ from sirchat.chat.settings import check_attention
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import CacheSettings, SearchResult, TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
@@ -116,7 +116,7 @@ def talk(
     for number in range(5):
         ids = torch.randint(3, 128, (17,), generator=generator).tolist()
         records = chain(
-            engine.feed(ids, [Role.USER] * len(ids), TurnRef(2 * number, number)),
+            engine.prefill(ids, [Role.USER] * len(ids), TurnRef(2 * number, number)),
             engine.generate(
                 sampler, TurnRef(2 * number + 1, number), stop_ids=frozenset(), max_new_tokens=9
             ),
@@ -133,7 +133,7 @@ def talk(
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            engine.contents.fill_reserve(SearchResult(gone, scores.mean(0), scores))
+            engine.residency.fill_reserve(SearchResult(gone, scores.mean(0), scores))
             assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums
@@ -158,7 +158,7 @@ def test_tracked_attention_is_that_of_an_eager_model(family: str) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"in_stream": True},
+        {"absolute_positions": True},
         {"recall": RecallSettings("mips", n=6, scope="layer"), "of_layers": 6},
         {"evict": "before-turn"},
     ],
@@ -186,10 +186,10 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     own = loaded("llama")
     whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
     for engine, fits in ((whole, 96), (parts, at_a_time)):
-        list(feed(engine, 30, 0))  # before tracking begins
-        list(engine.contents.switch(memory(Snapkv(recent=8, window=6), budget=96)))
+        list(prefill(engine, 30, 0))  # before tracking begins
+        list(engine.residency.switch(memory(Snapkv(recent=8, window=6), budget=96)))
         monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
-        list(feed(engine, 40, 1))
+        list(prefill(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
@@ -207,7 +207,7 @@ def test_a_policy_that_needs_no_attention_has_none_tracked() -> None:
     model = loaded("qwen3")
     engine = Engine(model, memory(Sink()))
     usual = model.module.config._attn_implementation
-    list(feed(engine, 40, 0))
+    list(prefill(engine, 40, 0))
     assert not engine.ledger.attention.is_counted
     assert model.module.config._attn_implementation == usual
 
@@ -219,7 +219,7 @@ def test_tracking_does_not_change_the_logits() -> None:
     )
     for engine in (plain, counting):
         for number in range(4):
-            list(feed(engine, 23, number))
+            list(prefill(engine, 23, number))
     assert plain.logits is not None
     assert counting.logits is not None
     assert torch.equal(plain.logits, counting.logits)
@@ -229,16 +229,16 @@ def test_tracking_does_not_change_the_logits() -> None:
 def test_undo_restores_the_tracked_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
     for number in range(4):
-        list(feed(engine, 23, number))
+        list(prefill(engine, 23, number))
     before, checkpoint = received(engine), engine.checkpoint()
     for number in range(4, 8):
-        list(feed(engine, 23, number))
+        list(prefill(engine, 23, number))
     # archived rows come back, receive attention, and leave again
     archived = np.setdiff1d(np.arange(92), checkpoint.cache.held)[:5]
-    list(engine.contents.pin(archived, True))
-    list(feed(engine, 23, 8))
-    list(engine.contents.pin(archived, False))
-    list(feed(engine, 23, 9))
+    list(engine.residency.pin(archived, True))
+    list(prefill(engine, 23, 8))
+    list(engine.residency.pin(archived, False))
+    list(prefill(engine, 23, 9))
     assert not same(received(engine), before)
     engine.undo(checkpoint)
     assert same(received(engine), before)
@@ -246,22 +246,22 @@ def test_undo_restores_the_tracked_attention() -> None:
 
 def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
-    list(feed(engine, 30, 0))
+    list(prefill(engine, 30, 0))
     checkpoint = engine.checkpoint()
-    list(engine.contents.switch(memory(Snapkv(recent=8, window=6))))
-    list(feed(engine, 23, 1))
+    list(engine.residency.switch(memory(Snapkv(recent=8, window=6))))
+    list(prefill(engine, 23, 1))
     engine.undo(checkpoint)
     assert not any(one.any() for one in received(engine))
-    list(feed(engine, 23, 1))
+    list(prefill(engine, 23, 1))
     assert received(engine)[0].any()
 
 
 def test_rows_read_before_tracking_began_start_with_a_usual_sum() -> None:
     engine = Engine(loaded("llama"), memory(Sink(), budget=200))
-    list(feed(engine, 60, 0))
-    list(engine.contents.switch(memory(H2o(recent=8), budget=200)))
+    list(prefill(engine, 60, 0))
+    list(engine.residency.switch(memory(H2o(recent=8), budget=200)))
     for number in (1, 2):
-        list(feed(engine, 20, number))
+        list(prefill(engine, 20, number))
     counted, _ = received(engine)
     assert counted[:60].min() >= 0.5 * np.median(counted[60:80])
 
@@ -283,9 +283,9 @@ def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
 
 def test_erased_rows_lose_their_attention() -> None:
     engine = Engine(loaded("llama"), memory(Snapkv(recent=8, window=6)))
-    list(feed(engine, 23, 0))
+    list(prefill(engine, 23, 0))
     at = np.array([5, 6])
-    engine.contents.erase(at)
+    engine.residency.erase(at)
     assert not engine.ledger.attention.totals(at, 0).any()
     assert not engine.ledger.attention.recent(at).any()
     assert engine.ledger.attention.totals(np.array([4]), 0).all()
@@ -330,9 +330,9 @@ def memory(policy: Policy, budget: int = 48) -> CacheSettings:
     return CacheSettings(policy=policy, budget=budget, decay=0.8, archive=2**20)
 
 
-def feed(engine: Engine, count: int, number: int) -> Iterator[object]:
+def prefill(engine: Engine, count: int, number: int) -> Iterator[object]:
     ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(number)).tolist()
-    yield from engine.feed(ids, [Role.USER] * count, TurnRef(number, number))
+    yield from engine.prefill(ids, [Role.USER] * count, TurnRef(number, number))
     engine.close_round()
 
 
@@ -356,7 +356,7 @@ def test_a_model_without_attention_weights_is_refused_only_if_a_setting_needs_th
     check_attention(Profile(policy="entropy"), model, "--policy")
     engine = Engine(model, memory(Entropy(recent=8)))
     for number in range(4):
-        list(feed(engine, 23, number))
+        list(prefill(engine, 23, number))
     assert engine.ledger.held_count <= 48
     assert not engine.ledger.attention.is_counted
 

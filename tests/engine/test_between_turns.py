@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from chatting import babbler, session
-from engine_steps import CONTEXT, check_whole, evicted, feed, generate, some_ids, state_of
+from engine_steps import CONTEXT, check_whole, evicted, generate, prefill, some_ids, state_of
 from families import BigramModel
 from sirchat.chat.events import Evicted, TurnDone
 from sirchat.config.profile_files import resolve
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.sink import Sink
 
@@ -65,10 +65,10 @@ def test_what_is_held_is_what_algorithm_1_holds_after_every_turn(seed: int) -> N
     for number in range(25):
         ids = some_ids(draw.randint(1, 2 * size), seed=100 * seed + number)
         reply, turn = draw.randint(1, 60), TurnRef(2 * number, number)
-        gone = evicted(list(engine.contents.make_room_for_turn(len(ids), reply, turn)))
+        gone = evicted(list(engine.residency.make_room_for_turn(len(ids), reply, turn)))
         assert [position for one in gone for position in one] == paper.turn_begins()
         assert engine.resident == len(paper.entropy) <= size
-        within = [*feed(engine, ids, turn.turn), *generate(engine, reply, turn.turn + 1)]
+        within = [*prefill(engine, ids, turn.turn), *generate(engine, reply, turn.turn + 1)]
         assert not evicted(within)
         engine.close_round()
         read = engine.ledger.column("token_id")[len(paper.ids) : engine.ledger.seen].tolist()
@@ -102,52 +102,54 @@ def test_a_chat_under_a_sirllm_profile_exceeds_its_cache_by_one_round_at_most() 
 def test_the_cache_has_room_for_turn_and_reply_before_they_come() -> None:
     engine = Engine(BigramModel(), EXACT)
     for number in range(4):
-        list(engine.contents.make_room_for_turn(60, 30, TurnRef(2 * number, number)))
+        list(engine.residency.make_room_for_turn(60, 30, TurnRef(2 * number, number)))
         room = engine.cache.capacity
-        feed(engine, some_ids(60, number), 2 * number)
+        prefill(engine, some_ids(60, number), 2 * number)
         generate(engine, 30, 2 * number + 1)
         assert engine.cache.capacity == room
         check_whole(engine)
     assert room == 190
-    feed(engine, some_ids(80), 8)  # a turn that nobody announced
+    prefill(engine, some_ids(80), 8)  # a turn that nobody announced
     assert engine.resident == 190 + 80
     check_whole(engine)
 
 
 def test_a_turn_beyond_the_models_context_evicts_to_stay_within_it() -> None:
     engine = Engine(BigramModel(), EXACT)
-    list(engine.contents.make_room_for_turn(500, 20, TurnRef(0, 0)))
-    assert evicted(feed(engine, some_ids(500)))
+    list(engine.residency.make_room_for_turn(500, 20, TurnRef(0, 0)))
+    assert evicted(prefill(engine, some_ids(500)))
     assert engine.resident == CONTEXT
     generate(engine, 20)
     check_whole(engine)
-    list(engine.contents.make_room_for_turn(10, 20, TurnRef(2, 1)))
+    list(engine.residency.make_room_for_turn(10, 20, TurnRef(2, 1)))
     assert engine.resident == 100
 
 
 def test_switching_it_on_evicts_nothing_and_off_keeps_the_budget_at_once() -> None:
     engine = Engine(BigramModel(), replace(EXACT, archive=10**6))
-    feed(engine, some_ids(180))
+    prefill(engine, some_ids(180))
     before = state_of(engine)[:2]
-    assert not list(engine.contents.switch(replace(engine.settings, decay=0.5)))
+    assert not list(engine.residency.switch(replace(engine.settings, decay=0.5)))
     assert state_of(engine)[:2] == before
-    list(engine.contents.switch(replace(engine.settings, evict="when-full")))
+    list(engine.residency.switch(replace(engine.settings, evict="when-full")))
     assert engine.resident == 100
-    list(engine.contents.switch(replace(engine.settings, evict="between-turns", decay=0.7)))
+    list(engine.residency.switch(replace(engine.settings, evict="between-turns", decay=0.7)))
     assert engine.resident == 100
-    list(engine.contents.switch(replace(engine.settings, decay=0.8)))  # as at the last forward pass
+    list(
+        engine.residency.switch(replace(engine.settings, decay=0.8))
+    )  # as at the last forward pass
     assert state_of(engine)[:2] == before
     check_whole(engine)
 
 
 def test_undo_goes_back_to_more_than_the_budget() -> None:
     engine = Engine(BigramModel(), replace(EXACT, archive=10**6))
-    feed(engine, some_ids(180))
+    prefill(engine, some_ids(180))
     engine.close_round()
     before, checkpoint = state_of(engine)[:2], engine.checkpoint()
-    list(engine.contents.make_room_for_turn(30, 10, TurnRef(2, 1)))
-    feed(engine, some_ids(30), 2)
+    list(engine.residency.make_room_for_turn(30, 10, TurnRef(2, 1)))
+    prefill(engine, some_ids(30), 2)
     assert not list(engine.undo(checkpoint))
     assert state_of(engine)[:2] == before
-    list(engine.contents.switch(CacheSettings(Sink(), budget=60)))
+    list(engine.residency.switch(CacheSettings(Sink(), budget=60)))
     check_whole(engine)

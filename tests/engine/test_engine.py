@@ -19,14 +19,14 @@ from engine_steps import (
     check_whole,
     evicted,
     failing,
-    feed,
     generate,
+    prefill,
     some_ids,
     state_of,
 )
 from families import HELD, BigramModel, build, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import (
+from sirchat.engine.types import (
     CacheSettings,
     EngineCheckpoint,
     EvictedRows,
@@ -59,7 +59,7 @@ settings_ = st.fixed_dictionaries(
 )
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("feed"), lengths),
+        st.tuples(st.just("prefill"), lengths),
         st.tuples(st.just("pin"), st.integers(1, 20)),
         st.tuples(st.just("open"), lengths),
         st.tuples(st.just("generate"), lengths),
@@ -110,24 +110,24 @@ def records_of(
     ids = some_ids(what, engine.ledger.seen, model.vocab_size) if isinstance(what, int) else []
     roles = [Role.USER] * len(ids)
     try:
-        if step == "feed":
-            yield from engine.feed(ids, roles, turn)
+        if step == "prefill":
+            yield from engine.prefill(ids, roles, turn)
         elif step == "pin":
-            engine.contents.check_pins(len(ids))
-            yield from engine.feed(ids, roles, turn, pinned=True)
+            engine.residency.check_pins(len(ids))
+            yield from engine.prefill(ids, roles, turn, pinned=True)
         elif step == "open":
-            yield from engine.contents.make_room_for_turn(len(ids), 20, turn)
+            yield from engine.residency.make_room_for_turn(len(ids), 20, turn)
         elif step == "generate" and engine.logits is not None:
             yield from engine.generate(
                 SAMPLER, turn, stop_ids=frozenset([7]), max_new_tokens=what, closing=3
             )
         elif step == "switch":
-            yield from engine.contents.switch(CacheSettings(**what))
+            yield from engine.residency.switch(CacheSettings(**what))
         elif step == "full":
-            yield from engine.contents.switch(replace(engine.settings, policy=Full()))
+            yield from engine.residency.switch(replace(engine.settings, policy=Full()))
         elif step == "fail":
             with failing(model, layer=what % model.layers), pytest.raises(ZeroDivisionError):
-                list(engine.feed(ids[:1], roles[:1], turn))
+                list(engine.prefill(ids[:1], roles[:1], turn))
     except (SettingError, ContextFullError):
         assert step == "generate" or state_of(engine) == before
 
@@ -175,7 +175,7 @@ def whole_of(engine: Engine) -> tuple[Any, ...]:
 def test_chunks_are_a_quarter_of_the_room_and_those_that_find_room_are_read_at_once() -> None:
     model = BigramModel()
     engine = Engine(model, CacheSettings(Entropy(), budget=68, sinks=4))  # E = 64
-    records = feed(engine, some_ids(100))
+    records = prefill(engine, some_ids(100))
     assert [len(ids) for ids in model.passes] == [4 * 16, 16, 16, 4]
     assert [len(gone) for gone in evicted(records)] == [64 + 16 - 68, 16, 4]
     assert [r.done for r in records if isinstance(r, ReadProgress)] == [64, 80, 96, 100]
@@ -190,7 +190,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
         settings = CacheSettings(policy_class(name)(), budget=48, sinks=2)
         engine, gone = Engine(loaded("llama"), settings), []
         for turn, count in enumerate((30, 5, 17, 40, 1, 90, 23)):
-            gone += evicted(feed(engine, some_ids(count), turn=turn))
+            gone += evicted(prefill(engine, some_ids(count), turn=turn))
             engine.close_round()
         return gone, engine.ledger.held_positions.tolist()
 
@@ -201,7 +201,7 @@ def test_what_is_evicted_does_not_depend_on_how_many_chunks_are_read_at_once(
 
 def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=160))
-    feed(engine, some_ids(150))
+    prefill(engine, some_ids(150))
     records = generate(engine, 30)
     kinds = "".join(type(record).__name__[0] for record in records)
     assert kinds == "G" * 10 + ("E" + "G" * 10) * 2 + "S"
@@ -211,7 +211,7 @@ def test_while_generating_room_is_made_in_blocks_only_when_full() -> None:
 def test_a_reply_protects_the_newest_of_its_own_round() -> None:
     """Policy interval, left alone, drops every second row."""
     engine = Engine(BigramModel(), CacheSettings(policy_class("interval")(), budget=32, sinks=0))
-    feed(engine, some_ids(10), turn=0)
+    prefill(engine, some_ids(10), turn=0)
     generate(engine, 40, turn=3)
     assert set(engine.ledger.held_positions.tolist()) >= set(range(50 - 16, 50))
 
@@ -219,22 +219,22 @@ def test_a_reply_protects_the_newest_of_its_own_round() -> None:
 def test_pins_stay_and_take_from_the_room_of_the_others() -> None:
     model = BigramModel()
     engine = Engine(model, CacheSettings(Sink(), budget=48, sinks=4))
-    feed(engine, some_ids(20), pinned=True)
+    prefill(engine, some_ids(20), pinned=True)
     model.passes.clear()
-    feed(engine, some_ids(400), turn=2)
+    prefill(engine, some_ids(400), turn=2)
     assert engine.ledger.held_positions[:20].tolist() == list(range(20))
     assert {len(ids) for ids in model.passes[1:]} == {(48 - 20) // 4, 400 % 7}
 
 
 def test_more_pins_than_half_the_budget_are_refused() -> None:
     engine = Engine(BigramModel(), CacheSettings(Sink(), budget=48, sinks=4))
-    engine.contents.check_pins(4 + 24)  # the first four are sinks anyway
-    feed(engine, some_ids(10))
-    engine.contents.check_pins(24)
+    engine.residency.check_pins(4 + 24)  # the first four are sinks anyway
+    prefill(engine, some_ids(10))
+    engine.residency.check_pins(24)
     with pytest.raises(
         SettingError, match="25 tokens would be pinned, but budget 48 allows only 24"
     ):
-        engine.contents.check_pins(25)
+        engine.residency.check_pins(25)
 
 
 @dataclass(frozen=True)
@@ -255,48 +255,48 @@ def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     rows: Sequence[int],
 ) -> None:
     engine = Engine(BigramModel(), CacheSettings(Careless(tuple(rows)), budget=64, protect=False))
-    feed(engine, some_ids(20))
+    prefill(engine, some_ids(20))
     before = state_of(engine)
     with pytest.raises(SettingError, match="Careless"):
-        list(engine.contents.switch(replace(engine.settings, budget=12)))
+        list(engine.residency.switch(replace(engine.settings, budget=12)))
     assert state_of(engine) == before
     list(
-        engine.contents.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
+        engine.residency.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
     )
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
 def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
     engine = Engine(BigramModel(), CacheSettings(Sink(), budget=64))
-    feed(engine, some_ids(30), pinned=True)
+    prefill(engine, some_ids(30), pinned=True)
     before = state_of(engine)
     with pytest.raises(SettingError):
-        list(engine.contents.switch(replace(engine.settings, budget=40)))
+        list(engine.residency.switch(replace(engine.settings, budget=40)))
     assert state_of(engine) == before
 
 
 def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64, sinks=2))
-    feed(engine, some_ids(60))
+    prefill(engine, some_ids(60))
     engine.close_round()
-    feed(engine, some_ids(1), turn=2)
-    gone = evicted(list(engine.contents.switch(CacheSettings(Sink(), budget=20, sinks=2))))
+    prefill(engine, some_ids(1), turn=2)
+    gone = evicted(list(engine.residency.switch(CacheSettings(Sink(), budget=20, sinks=2))))
     assert gone == [list(range(2, 61 - 18))]
     check_whole(engine)
 
 
 def test_a_larger_budget_is_used() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=32))
-    feed(engine, some_ids(60))
-    assert not list(engine.contents.switch(replace(engine.settings, budget=200)))
-    assert not evicted(feed(engine, some_ids(200 - engine.resident)))
+    prefill(engine, some_ids(60))
+    assert not list(engine.residency.switch(replace(engine.settings, budget=200)))
+    assert not evicted(prefill(engine, some_ids(200 - engine.resident)))
     assert engine.resident == 200
     check_whole(engine)
 
 
 def test_full_evicts_nothing_and_grows_past_its_first_buffers() -> None:
     engine = Engine(BigramModel(context_length=2500), CacheSettings(Full(), budget=32))
-    feed(engine, some_ids(2400))
+    prefill(engine, some_ids(2400))
     generate(engine, 100)
     assert engine.resident == engine.ledger.seen == 2500
     check_whole(engine)
@@ -304,22 +304,22 @@ def test_full_evicts_nothing_and_grows_past_its_first_buffers() -> None:
 
 def test_full_refuses_what_does_not_fit_before_reading_any_of_it() -> None:
     engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
-    feed(engine, some_ids(100))
+    prefill(engine, some_ids(100))
     before = state_of(engine)
     with pytest.raises(ContextFullError):
-        feed(engine, some_ids(201))
+        prefill(engine, some_ids(201))
     assert state_of(engine) == before
-    feed(engine, some_ids(200))
+    prefill(engine, some_ids(200))
     check_whole(engine)
 
 
 def test_a_reply_under_full_stops_while_its_turn_can_still_be_closed() -> None:
     engine = Engine(BigramModel(context_length=300), CacheSettings(Full(), budget=32))
-    feed(engine, some_ids(290))
+    prefill(engine, some_ids(290))
     with pytest.raises(ContextFullError):
         generate(engine, 20, closing=4)
     assert engine.resident == 296
-    feed(engine, some_ids(4))
+    prefill(engine, some_ids(4))
     check_whole(engine)
 
 
@@ -330,12 +330,12 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
         ids = some_ids(30, turn)
         fits = engine.resident + len(ids) + reply <= memory.budget
         gone = evicted(
-            list(engine.contents.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2)))
+            list(engine.residency.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2)))
         )
         assert len(gone) == (0 if fits else 1)
         if gone:
             assert engine.resident == memory.budget - len(ids) - reply
-        assert not evicted(feed(engine, ids, turn) + generate(engine, reply, turn + 1))
+        assert not evicted(prefill(engine, ids, turn) + generate(engine, reply, turn + 1))
         engine.close_round()
         check_whole(engine)
     assert engine.resident == memory.budget
@@ -343,16 +343,16 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
 
 def test_otherwise_nothing_is_evicted_when_a_turn_opens() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
-    feed(engine, some_ids(40))
-    assert not list(engine.contents.make_room_for_turn(10, 20, TurnRef(2, 1)))
+    prefill(engine, some_ids(40))
+    assert not list(engine.residency.make_room_for_turn(10, 20, TurnRef(2, 1)))
     assert engine.resident == 40
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
     memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="before-turn")
     engine = Engine(BigramModel(), memory)
-    list(engine.contents.make_room_for_turn(100, 20, TurnRef(0, 0)))
-    assert evicted(feed(engine, some_ids(100)))
+    list(engine.residency.make_room_for_turn(100, 20, TurnRef(0, 0)))
+    assert evicted(prefill(engine, some_ids(100)))
     check_whole(engine)
 
 
@@ -362,7 +362,7 @@ def test_the_anchor_flag_marks_what_ends_a_sentence(ids: list[int]) -> None:
     engine = Engine(
         BigramModel(), CacheSettings(Sink(), budget=64), ends_sequence=lambda i: i % 3 == 0
     )
-    feed(engine, ids)
+    prefill(engine, ids)
     flags = engine.ledger.column("flags")
     assert [bool(flag & Flag.ANCHOR) for flag in flags] == [i % 3 == 0 for i in ids]
 
@@ -377,7 +377,7 @@ def test_on_a_gpu_the_budget_holds_and_the_draws_are_those_of_the_cpu() -> None:
     ]
     for engine in engines:
         for turn in range(0, 6, 2):
-            for record in [*feed(engine, some_ids(70, turn), turn), *generate(engine, 40)]:
+            for record in [*prefill(engine, some_ids(70, turn), turn), *generate(engine, 40)]:
                 if isinstance(record, EvictedRows):
                     assert record.resident <= 64
             assert engine.resident <= 64

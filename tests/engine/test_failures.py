@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine_steps import check_whole, evicted, failing, feed, some_ids, state_of
+from engine_steps import check_whole, evicted, failing, prefill, some_ids, state_of
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings
+from sirchat.engine.types import CacheSettings
 from sirchat.memory.policies.entropy import Entropy
 
 
@@ -19,14 +19,14 @@ def test_a_failed_pass_leaves_no_trace(layer: int) -> None:
     model, spared = BigramModel(), BigramModel()
     engine, other = (Engine(m, CacheSettings(Entropy(), budget=64)) for m in (model, spared))
     for e in (engine, other):
-        feed(e, some_ids(40))
+        prefill(e, some_ids(40))
     before = state_of(engine)
     with failing(model, layer), pytest.raises(ZeroDivisionError):
-        feed(engine, some_ids(10, seed=9), turn=2)
+        prefill(engine, some_ids(10, seed=9), turn=2)
     assert state_of(engine) == before
     check_whole(engine)
     for e in (engine, other):
-        feed(e, some_ids(30, seed=2), turn=2)
+        prefill(e, some_ids(30, seed=2), turn=2)
     check_whole(engine)
     assert_same_conversation(engine, other)
 
@@ -45,7 +45,7 @@ def test_out_of_memory_halves_the_pass_and_evicts_the_same(fits: int) -> None:
     )
     for turn in range(0, 8, 2):
         ids = some_ids(50, turn)
-        assert evicted(feed(engine, ids, turn)) == evicted(feed(other, ids, turn))
+        assert evicted(prefill(engine, ids, turn)) == evicted(prefill(other, ids, turn))
         check_whole(engine)
     assert max(map(len, small.passes)) <= fits
     assert_same_conversation(engine, other)
@@ -60,7 +60,7 @@ def test_out_of_memory_with_a_single_token_is_an_error() -> None:
     model.before_layer = out_of_memory  # type: ignore[method-assign]
     engine = Engine(model, CacheSettings(Entropy(), budget=64))
     with pytest.raises(torch.OutOfMemoryError):
-        feed(engine, some_ids(20))
+        prefill(engine, some_ids(20))
     assert engine.ledger.seen == engine.resident == 0
 
 

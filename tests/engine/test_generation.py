@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from engine_steps import (
-    feed,
     generate,
+    prefill,
     some_ids,
 )
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import (
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import (
     CacheSettings,
     GeneratedToken,
     Stopped,
 )
-from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.entropy import Entropy
 
 
 def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
     probe = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
-    feed(probe, [5])
+    prefill(probe, [5])
     drawn = [record.id for record in generate(probe, 10) if isinstance(record, GeneratedToken)]
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
-    feed(engine, [5])
+    prefill(engine, [5])
     records = generate(engine, 10, stop_ids=frozenset([drawn[4]]))
     until = drawn.index(drawn[4])
     assert [r.id for r in records if isinstance(r, GeneratedToken)] == drawn[:until]
@@ -34,7 +34,7 @@ def test_generation_ends_at_a_stop_id_which_is_not_read() -> None:
 
 def test_generation_ends_at_its_length_or_when_interrupted() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
-    feed(engine, [5])
+    prefill(engine, [5])
     assert generate(engine, 3)[-1] == Stopped("length")
     assert generate(engine, 0) == [Stopped("length")]
     asked = iter([False, False, True])
@@ -50,7 +50,7 @@ def test_the_same_seed_draws_the_same_conversation() -> None:
         )
         sampler = Sampler(Sampling(temperature=1.0, seed=seed))
         for turn in range(0, 6, 2):
-            feed(engine, some_ids(25, turn), turn)
+            prefill(engine, some_ids(25, turn), turn)
             generate(engine, 15, turn + 1, sampler=sampler)
         ids: list[int] = engine.ledger.column("token_id").tolist()
         return [*ids, *engine.ledger.held_positions.tolist()]

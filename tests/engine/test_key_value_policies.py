@@ -10,7 +10,7 @@ from sirchat.chat.settings import check_key_values
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.keydiff import Keydiff
@@ -21,7 +21,7 @@ from sirchat.memory.policies.sink import Sink
 def talked(settings: CacheSettings, count: int = 60) -> Engine:
     engine = Engine(loaded("llama"), settings)
     ids = torch.randint(3, 128, (count,), generator=torch.Generator().manual_seed(1)).tolist()
-    list(engine.feed(ids, [Role.USER] * count, TurnRef(0, 0)))
+    list(engine.prefill(ids, [Role.USER] * count, TurnRef(0, 0)))
     return engine
 
 
@@ -33,7 +33,7 @@ def test_the_shortest_keys_of_all_that_was_read_stay() -> None:
     engine = talked(bounded(Sink()))
     lengths = torch.stack([engine.cache.layer_keys(at)[0].norm(dim=-1) for at in range(4)])
     wanted = lengths.mean((0, 1))[4:].topk(16, largest=False).indices + 4
-    list(engine.contents.switch(bounded(Knorm(recent=0), budget=20)))
+    list(engine.residency.switch(bounded(Knorm(recent=0), budget=20)))
     assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
 
 
@@ -43,7 +43,7 @@ def test_the_most_distinctive_keys_of_all_that_was_read_stay() -> None:
     anchor = torch.nn.functional.normalize(keys, dim=-1).mean(2, keepdim=True)
     similarity = torch.cosine_similarity(keys, anchor, dim=-1).mean((0, 1))
     wanted = similarity[4:].topk(16, largest=False).indices + 4
-    list(engine.contents.switch(bounded(Keydiff(recent=0), budget=20)))
+    list(engine.residency.switch(bounded(Keydiff(recent=0), budget=20)))
     assert engine.ledger.held_positions.tolist() == [*range(4), *sorted(wanted.tolist())]
 
 

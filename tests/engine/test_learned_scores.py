@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from chatting import tiny
-from engine_steps import feed, generate, some_ids
+from engine_steps import generate, prefill, some_ids
 from families import loaded
 from scorers import predicted, random_scorer
 from sirchat.chat.settings import check_scorer, switched
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings
+from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError
 from sirchat.memory.policies.kvzip import Kvzip
 from sirchat.memory.policies.learned import Learned
@@ -44,7 +44,7 @@ def ids_read(engine: Engine) -> list[int]:
 @pytest.mark.parametrize("policy", [Sink(), Kvzip(), Learned()])
 def test_they_are_recorded_while_text_is_read_in_pieces_and_generated(policy: Any) -> None:
     engine = Engine(scored(), CacheSettings(policy=policy, budget=200))
-    feed(engine, some_ids(90))
+    prefill(engine, some_ids(90))
     engine.close_round()
     generate(engine, 12)
     assert len(scores(engine)) == 102
@@ -54,23 +54,23 @@ def test_they_are_recorded_while_text_is_read_in_pieces_and_generated(policy: An
 def test_tokens_that_were_guessed_ahead_have_the_same_scores() -> None:
     engine = Engine(scored(), CacheSettings(policy=Sink(), budget=100))
     ids = some_ids(30)
-    feed(engine, ids[:25])
+    prefill(engine, ids[:25])
     engine.reader.look_ahead(ids[25:28])
     for token_id in ids[25:]:
-        feed(engine, [token_id])
+        prefill(engine, [token_id])
     assert engine.reader.drop_ahead() is None  # the last two were not guessed
     assert scores(engine) == pytest.approx(predicted(scored(), ids), abs=1e-4)
 
 
 def test_undo_and_erasing_change_no_other_score() -> None:
     engine = Engine(scored(), CacheSettings(policy=Learned(recent=0), budget=40, archive=2**20))
-    feed(engine, some_ids(30))
+    prefill(engine, some_ids(30))
     before, point = scores(engine).copy(), engine.checkpoint()
-    feed(engine, some_ids(60), 2)
+    prefill(engine, some_ids(60), 2)
     assert np.array_equal(scores(engine)[:30], before)
     engine.undo(point)
     assert np.array_equal(scores(engine), before)
-    engine.contents.erase(np.arange(5, 8))
+    engine.residency.erase(np.arange(5, 8))
     assert np.isnan(scores(engine)[5:8]).all()
     assert np.array_equal(scores(engine)[8:], before[8:])
 
@@ -78,18 +78,18 @@ def test_undo_and_erasing_change_no_other_score() -> None:
 def test_a_loaded_state_keeps_them_even_if_the_model_has_no_scorer_now() -> None:
     settings = CacheSettings(policy=Sink(), budget=100)
     engine = Engine(scored(), settings)
-    feed(engine, some_ids(50))
+    prefill(engine, some_ids(50))
     other = Engine(loaded("llama"), settings)
     other.load(engine.save(), None)
     assert np.array_equal(scores(other), scores(engine))
-    feed(other, some_ids(10), 2)
+    prefill(other, some_ids(10), 2)
     assert np.isnan(scores(other)[50:]).all()
 
 
 def test_the_rows_of_highest_predicted_score_stay() -> None:
     engine = Engine(scored(), CacheSettings(policy=Learned(recent=0), budget=40, protect=False))
-    feed(engine, some_ids(40))
-    feed(engine, some_ids(8), 2)
+    prefill(engine, some_ids(40))
+    prefill(engine, some_ids(8), 2)
     best = np.argsort(scores(engine)[4:40])[::-1][:28] + 4  # beside 4 sinks and 8 new tokens
     assert engine.ledger.held_positions[:32].tolist() == [0, 1, 2, 3, *sorted(best.tolist())]
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import tiny
-from engine_steps import feed, generate, some_ids
+from engine_steps import generate, prefill, some_ids
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
+from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.memory.policies import policy_class
 
 few = st.lists(st.integers(0, 2), min_size=1, max_size=60)
@@ -62,7 +62,7 @@ def test_it_rests_longer_with_every_guess_in_vain_until_one_is_right() -> None:
 SETTINGS = [
     pytest.param("entropy", {}, id="evicting"),
     pytest.param("full", {}, id="all held"),
-    pytest.param("entropy", {"in_stream": True}, id="positions of the stream"),
+    pytest.param("entropy", {"absolute_positions": True}, id="positions of the stream"),
     pytest.param("entropy", {"evict": "before-turn"}, id="evicting by turn"),
 ]
 
@@ -87,7 +87,7 @@ def test_the_conversation_is_the_same_and_takes_fewer_passes(
         sampler = Sampler(Sampling(temperature=temperature, repetition_penalty=1.05))
         phrase, events, surprisals = some_ids(9, 5), list[Any](), list[float]()
         for turn in range(0, 6, 2):
-            feed(engine, [*phrase, *some_ids(3, turn), *phrase], turn)
+            prefill(engine, [*phrase, *some_ids(3, turn), *phrase], turn)
             passes.clear()
             records = engine.generate(
                 sampler,
@@ -116,7 +116,7 @@ def test_the_conversation_is_the_same_and_takes_fewer_passes(
 
 def test_rows_whose_attention_counts_are_not_guessed() -> None:
     engine = Engine(loaded("llama"), CacheSettings(policy_class("h2o")(), budget=64))
-    feed(engine, [*some_ids(9, 5), *some_ids(9, 5)])
+    prefill(engine, [*some_ids(9, 5), *some_ids(9, 5)])
     lookup = PromptLookup()
     lookup.guess = lambda *args: pytest.fail("guessed")  # type: ignore[method-assign]
     generate(engine, 5, lookup=lookup)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from cache_contents import contents, same
 from recall_rounds import memory, some_ids, talked
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import SearchResult, TurnRef
 from sirchat.engine.search import search
+from sirchat.engine.types import SearchResult, TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.models.model import LoadedModel
 
@@ -30,8 +30,8 @@ def find(
 def listened(policy: str, retriever: str, family: str = "llama") -> tuple[Engine, LoadedModel]:
     """An engine that has evicted most of its turns, without recall until then."""
     engine, model = talked(memory(policy, retriever="mips"), rounds=ROUNDS, family=family)
-    engine.contents.switch(memory(policy, retriever=retriever))
-    engine.contents.clear_reserve()
+    engine.residency.switch(memory(policy, retriever=retriever))
+    engine.residency.clear_reserve()
     return engine, model
 
 
@@ -42,7 +42,7 @@ def test_the_turn_with_the_words_comes_back_whole(retriever: str, family: str) -
     engine, model = listened("sink", retriever, family)
     found = find(engine, model, [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert found is not None
-    engine.contents.fill_reserve(found)
+    engine.residency.fill_reserve(found)
     recalled = engine.ledger.recalled
     assert len(recalled) == 30
     turns = engine.ledger.column("turn")
@@ -77,8 +77,8 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     turns = rows["turn"][found.positions]
     for turn in np.unique(turns):
         assert len(set(found.scores[turns == turn].tolist())) == 1
-    engine.contents.fill_reserve(found)
-    assert engine.contents.recalled <= engine.contents.budget.reserve
+    engine.residency.fill_reserve(found)
+    assert engine.residency.recalled <= engine.residency.budget.reserve
     assert engine.resident <= engine.budget
     assert np.isin(engine.ledger.recalled, found.positions).all()
 
@@ -93,7 +93,7 @@ def test_by_itself_recall_leaves_out_turns_that_fit_much_less_well() -> None:
     engine, model = listened("sink", "bm25")
     words = [35.0, 0.0, 0.0, 0.0, 60.0]  # turns beside these get half of their scores
     assert found_turns(engine, model, words) > {0, 4}  # as many as are needed for 30 tokens
-    engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
+    engine.residency.switch(memory("sink", budget=200, retriever="bm25", n=None))
     assert found_turns(engine, model, words) == {4}  # 35 is less than 0.6 of 60
     assert found_turns(engine, model, [37.0, *words[1:]]) == {0, 4}
     close = [60.0, 36.0]  # 78, 66
@@ -102,7 +102,7 @@ def test_by_itself_recall_leaves_out_turns_that_fit_much_less_well() -> None:
 
 def test_by_itself_recall_finds_a_correction_that_fits_less_well_than_what_it_corrects() -> None:
     engine, model = listened("sink", "bm25")
-    engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
+    engine.residency.switch(memory("sink", budget=200, retriever="bm25", n=None))
     assert found_turns(engine, model, [60.0, 0.0, 0.0, 0.0, 31.0]) == {0, 4}
     assert found_turns(engine, model, [60.0, 0.0, 0.0, 0.0, 29.0]) == {0}
     beside_a_better_one = [90.0, 0.0, 0.0, 31.0, 40.0]  # turns 3 and 4 get 51 and 55.5
@@ -112,14 +112,14 @@ def test_by_itself_recall_finds_a_correction_that_fits_less_well_than_what_it_co
 def test_by_itself_recall_finds_nothing_if_no_word_matches() -> None:
     engine, model = listened("sink", "bm25")
     assert found_turns(engine, model, [0.0] * ROUNDS)
-    engine.contents.switch(memory("sink", budget=200, retriever="bm25", n=None))
+    engine.residency.switch(memory("sink", budget=200, retriever="bm25", n=None))
     assert not found_turns(engine, model, [0.0] * ROUNDS)
 
 
 def test_by_words_nothing_is_read() -> None:
     engine, model = listened("sink", "bm25")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "feed", None)
+        patch.setattr(Engine, "prefill", None)
         assert find(engine, model, [1.0] * ROUNDS) is not None
 
 

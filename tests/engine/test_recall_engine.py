@@ -18,7 +18,7 @@ from families import loaded
 from recall_rounds import find, memory, say, some_ids, talked
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, RestoredRows, TurnRef
+from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
 from sirchat.memory.retrieval import RecallSettings, Scope
@@ -81,7 +81,7 @@ def are_the_best(scores: list[float], chosen: list[int], n: int) -> bool:
 def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, Rows]:
     """What a search sees: the turn's rows, and what is archived once the turn is read."""
     checkpoint, start = engine.checkpoint(), engine.ledger.seen
-    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(99, 99)))
+    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(99, 99)))
     slots = np.flatnonzero(engine.ledger.held_positions >= start)
     held = engine.ledger.held_positions
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
@@ -106,14 +106,14 @@ def test_what_comes_back_is_what_the_equations_choose(
     family: str, scope: Scope, retriever: str
 ) -> None:
     engine, model = talked(memory(retriever=retriever, scope=scope), rounds=6, family=family)
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     ids = some_ids(99, 6)
     ours, theirs = searched(engine, model, ids)
     positions = theirs.positions.tolist()
     layers = by_the_equations(retriever, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
-    engine.contents.fill_reserve(found)
+    engine.residency.fill_reserve(found)
     if scope == "token":
         mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
         chosen = [positions.index(at) for at in engine.ledger.recalled.tolist()]
@@ -142,7 +142,7 @@ def test_what_comes_back_is_what_the_equations_choose(
 @pytest.mark.parametrize("retriever", ["mips", "cosine", "cosine-pairwise"])
 def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str) -> None:
     engine, model = talked(memory(retriever=retriever, query="recent"), rounds=5)
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     held = engine.ledger.held_positions
     slots = np.flatnonzero(held >= 4)
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
@@ -161,7 +161,7 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
 
 def test_attention_is_what_the_queries_would_look_at() -> None:
     engine, model = talked(memory(retriever="attention"))
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     ids = some_ids(99, 7)
     asked: dict[int, Tensor] = {}
 
@@ -194,7 +194,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
 @pytest.mark.parametrize("policy", ["sink", "entropy", "reservoir"])
 def test_a_search_leaves_everything_as_it_was(policy: str, retriever: str, scope: Scope) -> None:
     engine, model = talked(memory(policy, retriever=retriever, scope=scope))
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     before, rows, logits = contents(engine), engine.ledger.rows(), engine.logits
     assert find(engine, model, some_ids(50, 30), 50) is not None
     assert same(contents(engine), before)
@@ -211,23 +211,23 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
     small, model = talked(memory("sink", 64, n=1), rounds=6)
     never = Engine(model, CacheSettings(policy_class("sink")(), 1000))
     for turn in range(6):
-        list(never.feed(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
+        list(never.prefill(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
     # What was read while rows were missing is not what it would be otherwise: read all, then evict.
     roomy = Engine(model, replace(memory("sink", 1000), recall=None))
     for turn in range(6):
-        list(roomy.feed(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
-    list(roomy.contents.switch(memory("sink", 24, n=1)))
+        list(roomy.prefill(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
+    list(roomy.residency.switch(memory("sink", 24, n=1)))
     assert small.resident <= 64
     assert roomy.resident < 30
-    list(roomy.contents.switch(memory("sink", 700, n=500, retriever=retriever)))
-    list(roomy.contents.switch(memory("sink", 524, n=500, retriever=retriever)))
+    list(roomy.residency.switch(memory("sink", 700, n=500, retriever=retriever)))
+    list(roomy.residency.switch(memory("sink", 524, n=500, retriever=retriever)))
     assert roomy.resident <= 131
     for engine in (roomy, never):
         ids = some_ids(77, 9)
         found = find(engine, model, ids, 77)
         if found is not None:
-            engine.contents.fill_reserve(found)
-        list(engine.feed(ids, [Role.USER] * 9, TurnRef(77, 77)))
+            engine.residency.fill_reserve(found)
+        list(engine.prefill(ids, [Role.USER] * 9, TurnRef(77, 77)))
     assert roomy.resident == never.resident == 129
     assert roomy.logits is not None
     assert never.logits is not None
@@ -239,24 +239,24 @@ def test_what_came_back_displaces_nothing_and_leaves_with_the_next_turn(scope: S
     """Sink goes by position alone: what it holds is the same with and without a reserve."""
     with_recall, _ = talked(memory("sink", 96, n=30, scope=scope), rounds=9)
     without, _ = talked(replace(memory("sink", 66), recall=None), rounds=9)
-    assert with_recall.contents.recalled == 30
+    assert with_recall.residency.recalled == 30
     held = set(with_recall.ledger.held_positions.tolist())
     assert set(without.ledger.held_positions.tolist()) <= held
-    with_recall.contents.clear_reserve()
-    assert with_recall.contents.recalled == 0
+    with_recall.residency.clear_reserve()
+    assert with_recall.residency.recalled == 0
     assert with_recall.resident == with_recall.ledger.held_count <= 66
 
 
 def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
     engine, model = talked(memory("entropy", 96, n=20, scope="layer"))
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     before = contents(engine)
     found = find(engine, model, some_ids(50, 10), 50)
     assert found is not None
-    engine.contents.fill_reserve(found)
+    engine.residency.fill_reserve(found)
     assert engine.resident == engine.ledger.held_count + 20
     assert not same(contents(engine)[1:3], before[1:3])
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     assert same(contents(engine), before)
 
 
@@ -281,38 +281,38 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
             now = replace(now, recall=replace(recall, scope="layer", retriever="cosine"))
         elif change == "off":
             now = replace(now, recall=None)
-        list(engine.contents.switch(now))
+        list(engine.residency.switch(now))
         assert engine.resident <= engine.budget
         say(engine, model, turn, count=data.draw(st.integers(1, 60)))
         assert engine.resident <= engine.budget
         recalled = engine.ledger.recalled
         assert np.isin(recalled, engine.ledger.held_positions).all()
-        assert engine.contents.recalled <= max(engine.contents.budget.reserve, 0)
+        assert engine.residency.recalled <= max(engine.residency.budget.reserve, 0)
 
 
 def test_there_and_back_brings_what_came_back_too() -> None:
     for scope in ("token", "layer"):
         first = memory("sink", 96, scope=scope)
         engine, _ = talked(first)
-        before, recalled = contents(engine), engine.contents.recalled_positions.tolist()
+        before, recalled = contents(engine), engine.residency.recalled_positions.tolist()
         assert recalled
-        list(engine.contents.switch(memory("entropy", 50)))
-        list(engine.contents.switch(replace(first, recall=None)))
-        list(engine.contents.switch(first))
+        list(engine.residency.switch(memory("entropy", 50)))
+        list(engine.residency.switch(replace(first, recall=None)))
+        list(engine.residency.switch(first))
         assert same(contents(engine), before)
-        assert engine.contents.recalled_positions.tolist() == recalled
+        assert engine.residency.recalled_positions.tolist() == recalled
 
 
 def test_undo_brings_what_had_come_back_before_the_turn() -> None:
     for scope in ("token", "layer"):
         engine, model = talked(memory("entropy", 96, scope=scope))
-        before, recalled = contents(engine), engine.contents.recalled_positions.tolist()
+        before, recalled = contents(engine), engine.residency.recalled_positions.tolist()
         checkpoint = engine.checkpoint()
         say(engine, model, 60)
         first = contents(engine)
         engine.undo(checkpoint)
         assert same(contents(engine), before)
-        assert engine.contents.recalled_positions.tolist() == recalled
+        assert engine.residency.recalled_positions.tolist() == recalled
         say(engine, model, 60)
         assert same(contents(engine), first)
 
@@ -323,7 +323,7 @@ def test_the_reserve_leaves_the_conversation_room_to_read() -> None:
     assert most_recalled(200, 16) == 8
     assert most_recalled(200, 8) == 0
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
-    assert engine.contents.budget.reserve == 27
+    assert engine.residency.budget.reserve == 27
 
 
 def test_an_empty_archive_is_not_searched() -> None:
@@ -335,7 +335,7 @@ def test_an_empty_archive_is_not_searched() -> None:
 
 def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
     engine, model = talked(replace(memory("sink", 96), recall=None), rounds=1)
-    list(engine.contents.switch(memory("sink", 96, n=30)))
+    list(engine.residency.switch(memory("sink", 96, n=30)))
     found = find(engine, model, some_ids(5, 300), 5)
     assert found is not None
     assert found.positions.max() < 20
@@ -344,7 +344,7 @@ def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
 
 def test_records_of_a_switch_are_of_what_moved() -> None:
     engine, _ = talked(memory("sink", 96))
-    moved = list(engine.contents.switch(replace(memory("sink", 66), recall=None)))
+    moved = list(engine.residency.switch(replace(memory("sink", 66), recall=None)))
     kinds = {type(one) for one in moved}
     assert kinds <= {EvictedRows, RestoredRows}
-    assert engine.contents.recalled == 0
+    assert engine.residency.recalled == 0

@@ -10,7 +10,7 @@ import torch
 
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.kvzip import Kvzip
 from sirchat.memory.policies.sink import Sink
@@ -24,7 +24,7 @@ def ids_of(count: int, seed: int) -> list[int]:
 
 
 def read(engine: Engine, ids: list[int], number: int) -> None:
-    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(number, number)))
+    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(number, number)))
     engine.close_round()
 
 
@@ -63,7 +63,7 @@ def test_a_long_round_is_read_again_in_pieces() -> None:
     engine = Engine(loaded("llama"), KVZIP)
     ids = ids_of(80, 3)
     read(engine, ids, 1)
-    size = engine.contents.budget.chunk_size
+    size = engine.residency.budget.chunk_size
     assert 0 < size < 80
     parts = [
         expected(ids, start, min(80, start + size), (0, 1, 2, 3)) for start in range(0, 80, size)
@@ -114,9 +114,9 @@ def test_undo_goes_back_to_what_was_known_then() -> None:
 def test_rounds_read_under_another_policy_count_as_the_median() -> None:
     engine = Engine(loaded("llama"), replace(KVZIP, policy=Sink()))
     read(engine, ids_of(20, 1), 1)
-    list(engine.contents.switch(KVZIP))
+    list(engine.residency.switch(KVZIP))
     read(engine, ids_of(21, 2), 2)
-    rows = engine.contents.view(None)
+    rows = engine.residency.view(None)
     score = Kvzip(whole_words=False, template=False).score(rows).exp()
     known = np.sort(received(engine)[20:])
     assert score[:20].tolist() == pytest.approx([known[10]] * 20)

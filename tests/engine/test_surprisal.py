@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from engine_steps import Record, feed, generate, some_ids
+from engine_steps import Record, generate, prefill, some_ids
 from families import BigramModel, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, ReadProgress
+from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, ReadProgress
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
 
@@ -29,7 +29,7 @@ def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass:
     engine.reader._rows_per_pass = rows_per_pass
     shown: list[float] = []
     for turn in (0, 2):
-        feed(engine, some_ids(45, turn), turn)
+        prefill(engine, some_ids(45, turn), turn)
         records = generate(engine, 15, turn + 1)
         shown += [record.surprisal for record in records if isinstance(record, GeneratedToken)]
         engine.close_round()
@@ -53,7 +53,7 @@ def test_evictions_do_not_touch_the_surprisal_of_the_next_token(
     model = BigramModel()
     engine = Engine(model, CacheSettings(Entropy(), budget))
     for turn, count in enumerate(turns):
-        feed(engine, some_ids(count, turn, model.vocab_size), 2 * turn)
+        prefill(engine, some_ids(count, turn, model.vocab_size), 2 * turn)
         generate(engine, 10, 2 * turn + 1)
     ids = engine.ledger.column("token_id").tolist()
     expected = [-float(model.table[a].log_softmax(-1)[b]) for a, b in pairwise(ids)]
@@ -65,7 +65,7 @@ def test_with_evictions_a_model_sees_what_is_held_and_nothing_else() -> None:
     model = loaded("llama")
     engine, oracle = Engine(model, CacheSettings(Entropy(), budget=48)), Oracle(model)
     for turn in range(0, 8, 2):
-        oracle.follow(feed(engine, some_ids(40, turn), turn), engine)
+        oracle.follow(prefill(engine, some_ids(40, turn), turn), engine)
         oracle.follow(generate(engine, 20, turn + 1), engine)
         engine.close_round()
     assert oracle.evictions > 10
@@ -134,7 +134,7 @@ def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: 
     model = BigramModel()
     engine = Engine(model, CacheSettings(Entropy(), budget=64, sinks=0))  # chunks of 16
     engine.reader._rows_per_pass = rows_per_pass
-    feed(engine, some_ids(count))
+    prefill(engine, some_ids(count))
     nats = engine.ledger.column("surprisal")
     assert np.isnan(nats[0])
     expected = max(nats[1:16].tolist(), default=math.log(model.vocab_size))

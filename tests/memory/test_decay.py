@@ -14,8 +14,8 @@ from chatting import session
 from sirchat.config.profile import Profile
 from sirchat.config.values import choices
 from sirchat.memory.attention import PassAttention
-from sirchat.memory.factors import automatic_decay
 from sirchat.memory.ledger import Ledger
+from sirchat.memory.policies.scores import automatic_decay
 
 nats = st.floats(0, 12, width=16)
 rounds_of_nats = st.lists(st.lists(nats, min_size=1, max_size=12), max_size=20)

@@ -39,7 +39,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_search_by_index_changes_nothing(retriever: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_search, "SAMPLE", 5)
     engine, model = talked(memory("entropy", retriever=retriever, index="on"))
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     before, rows = contents(engine), engine.ledger.rows()
     found = find(engine, model, some_ids(50, 60), 50)
     assert found is not None
@@ -61,10 +61,10 @@ def test_rows_held_again_or_undone_are_not_found(monkeypatch: pytest.MonkeyPatch
         engine.undo(checkpoint)
         say(engine, model, turn + 50, count=30)
         again = find(engine, model, some_ids(turn, 10), turn)
-        mine = engine.contents.budget
-        engine.contents.budget = replace(mine, settings=memory("sink", retriever="attention"))
+        mine = engine.residency.budget
+        engine.residency.budget = replace(mine, settings=memory("sink", retriever="attention"))
         exact = find(engine, model, some_ids(turn, 10), turn)
-        engine.contents.budget = mine
+        engine.residency.budget = mine
         assert again is not None
         assert exact is not None
         assert set(again.positions) <= set(exact.positions)
@@ -75,7 +75,7 @@ def test_switching_the_index_off_removes_it() -> None:
     assert engine.store.archive.index is not None
     recall = engine.settings.recall
     assert recall is not None
-    list(engine.contents.switch(replace(engine.settings, recall=replace(recall, index="off"))))
+    list(engine.residency.switch(replace(engine.settings, recall=replace(recall, index="off"))))
     assert engine.store.archive.index is None
     say(engine, model, 30)
     assert engine.store.archive.index is None

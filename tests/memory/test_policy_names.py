@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import SettingError
-from sirchat.memory.contract import contract_violations
 from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies import policy_class
+from sirchat.memory.policies.check import contract_violations
 from sirchat.memory.policies.sink import Sink
 
 

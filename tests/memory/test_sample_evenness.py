@@ -9,11 +9,11 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from engine_steps import SAMPLER, feed
+from engine_steps import SAMPLER, prefill
 from families import BigramModel
 from ledger_rows import append_rows
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, TurnRef
+from sirchat.engine.types import CacheSettings, EvictedRows, TurnRef
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
@@ -65,7 +65,7 @@ def test_the_measurement_evicts_as_the_engine_does(policy: Reservoir) -> None:
     engine = Engine(model, CacheSettings(policy, BUDGET, SINKS), seed=SEED)
     for number, length in enumerate(rounds):
         ids = [5] * length
-        list(engine.feed(ids, [Role.USER] * length, TurnRef(number, number)))
+        list(engine.prefill(ids, [Role.USER] * length, TurnRef(number, number)))
     held, _ = read_stream(policy, rounds, SEED)
     assert engine.ledger.held_positions.tolist() == held.tolist()
 
@@ -82,7 +82,7 @@ def test_start_sample_and_recent_fill_the_budget_as_in_the_papers_figure_4(
     engine, draw = Engine(BigramModel(), settings, seed=seed), Random(seed)
     for number in range(30):
         ids = [5] * draw.randint(1, 150)
-        list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(number, number)))
+        list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(number, number)))
         if engine.resident < budget:
             continue
         seen, held = engine.ledger.seen, engine.ledger.held_positions
@@ -98,7 +98,7 @@ def test_start_sample_and_recent_fill_the_budget_as_in_the_papers_figure_4(
 
 def test_a_reply_takes_room_from_the_recent_window_alone() -> None:
     engine = Engine(BigramModel(), CacheSettings(Reservoir(40, 80), 124, 4), seed=SEED)
-    feed(engine, [5] * 400)
+    prefill(engine, [5] * 400)
     evictions = 0
     for record in engine.generate(SAMPLER, TurnRef(1, 0), stop_ids=frozenset(), max_new_tokens=90):
         if isinstance(record, EvictedRows):

@@ -21,8 +21,8 @@ from families import build, loaded
 from recall_rounds import memory, say
 from scorers import random_scorer
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import CacheSettings, EvictedRows, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.policies import policy_class
 from sirchat.models import compiled_step, compiling
@@ -121,11 +121,11 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
         sampler = Sampler(Sampling(temperature=1.0))
         for turn in range(40):
             if turn == 10:
-                engine.contents.switch(
+                engine.residency.switch(
                     CacheSettings(policy_class("sink")(), budget=48, archive=2**20)
                 )
             if turn == 20:
-                engine.contents.switch(memory("salience"))
+                engine.residency.switch(memory("salience"))
             point = engine.checkpoint()
             for again in range(2 if turn == 30 else 1):
                 if again:

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from families import HELD, LATENT, REFUSED, build, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
@@ -43,7 +43,7 @@ def test_logits_equal_those_over_transformers_own_cache(name: str) -> None:
 def test_greedy_tokens_equal_those_of_generate(name: str) -> None:
     model, ids = loaded(name), random_ids(60)
     engine = Engine(model, CacheSettings(Entropy(), budget=128))
-    list(engine.feed(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
+    list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     reply = engine.generate(
         Sampler(Sampling()), TurnRef(1, 0), stop_ids=frozenset([EOS]), max_new_tokens=24
     )

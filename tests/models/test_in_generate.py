@@ -27,7 +27,7 @@ def test_with_room_for_all_generate_says_what_it_says_without_the_cache() -> Non
     model = load_model("tiny", device="cpu", for_hub=True)
     ids = torch.tensor([[1, 5, 40, 300, 17, 9]])
     cache, seen = model.new_cache(64), 0
-    cache.in_stream = True
+    cache.absolute_positions = True
 
     def hold(read: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         nonlocal seen

@@ -16,7 +16,7 @@ from chatting import answer, session, tiny
 from families import build
 from gguf_file import write_gguf
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
@@ -239,12 +239,12 @@ def test_a_text_that_is_being_read_changes_nothing_for_another_conversation(file
 
     def logits_of_a_short_turn() -> torch.Tensor:
         engine = Engine(model, settings)
-        list(engine.feed(ids[:16], [Role.USER] * 16, turn))
+        list(engine.prefill(ids[:16], [Role.USER] * 16, turn))
         assert engine.logits is not None
         return engine.logits
 
     alone = logits_of_a_short_turn()
-    long = Engine(model, settings).feed(ids, [Role.USER] * 200, turn)
+    long = Engine(model, settings).prefill(ids, [Role.USER] * 200, turn)
     next(long)  # its first pass is over, others follow
     assert torch.equal(logits_of_a_short_turn(), alone)
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from families import BigramModel
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import (
+from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import (
     EvictedRows,
     Generated,
     ReadProgress,
     RestoredRows,
     TurnRef,
 )
-from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.memory.ledger import Role
 
 Record = ReadProgress | RestoredRows | Generated
@@ -28,9 +28,9 @@ CONTEXT = 300
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 
 
-def feed(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -> list[Record]:
+def prefill(engine: Engine, ids: Sequence[int], turn: int = 0, **options: Any) -> list[Record]:
     turn_ref = TurnRef(turn, turn // 2)
-    return list(engine.feed(ids, [Role.USER] * len(ids), turn_ref, **options))
+    return list(engine.prefill(ids, [Role.USER] * len(ids), turn_ref, **options))
 
 
 def generate(engine: Engine, count: int, turn: int = 1, **options: Any) -> list[Record]:

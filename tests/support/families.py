@@ -220,7 +220,7 @@ class BigramModel:
         self.passes.append(list(ids))
         return self.table[torch.tensor(ids)]
 
-    def several_passes(self, count: int) -> AbstractContextManager[None]:
+    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def read(self, ids: Sequence[int], cache: BoundedCache, **how: Any) -> PassResult:

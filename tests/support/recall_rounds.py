@@ -6,8 +6,8 @@ import random
 
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, SearchResult, TurnRef
 from sirchat.engine.search import search
+from sirchat.engine.types import CacheSettings, SearchResult, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.retrieval import RecallSettings
@@ -31,11 +31,11 @@ def find(engine: Engine, model: LoadedModel, ids: list[int], turn: int) -> Searc
 def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> SearchResult | None:
     """Read a turn as a session does: search the archive, recall, read."""
     ids = some_ids(turn, count)
-    engine.contents.clear_reserve()
+    engine.residency.clear_reserve()
     found = find(engine, model, ids, turn) if engine.settings.recall else None
     if found is not None:
-        engine.contents.fill_reserve(found)
-    for _ in engine.feed(ids, [Role.USER] * count, TurnRef(turn, turn)):
+        engine.residency.fill_reserve(found)
+    for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
     engine.close_round()
     return found

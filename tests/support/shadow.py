@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
-from sirchat.engine.records import PrefillChunk
+from sirchat.engine.types import PrefillChunk
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, State
 from sirchat.memory.segments import Positions, Rows
@@ -48,13 +48,13 @@ class Read:
 class LastPass:
     """A forward pass: its ids, the rotary position of the first one, and what was held before.
 
-    `in_stream` is whether rotary positions were those of the stream. `is_plain` is whether the same
-    pass over the same rows computes the same products again.
+    `absolute_positions` is whether rotary positions were those of the stream. `is_plain` is whether
+    the same pass over the same rows computes the same products again.
     """
 
     ids: Sequence[int]
     start: int
-    in_stream: bool
+    absolute_positions: bool
     held: Positions
     is_plain: bool
 
@@ -183,7 +183,7 @@ def watching() -> Iterator[None]:
         shadow: Shadow = self._cache.shadow  # type: ignore[attr-defined]
         before, seen, ledger = self.logits, self._ledger.seen, self._ledger
         held, start = ledger.held_positions.copy(), self._cache.length
-        start = seen if self._cache.in_stream else start
+        start = seen if self._cache.absolute_positions else start
         recorded(self, chunk, found, learned)
         for at, (token_id, role) in enumerate(zip(chunk.ids, chunk.roles, strict=True)):
             one = Read(token_id, chunk.turn.turn, chunk.turn.round, int(role), None)
@@ -195,7 +195,7 @@ def watching() -> Iterator[None]:
             ahead = self._ahead is not None and len(self._ahead.ids) > 1
             observed: bool = self._cache.is_observed  # type: ignore[attr-defined]
             plain = not (ahead or observed or packed._SHARED.get() is not None)
-            last = LastPass(chunk.ids, start, self._cache.in_stream, held, plain)
+            last = LastPass(chunk.ids, start, self._cache.absolute_positions, held, plain)
             shadow.passes.append((found.logits, last))
 
     with patch.object(Reader, "_record", record):
@@ -246,16 +246,16 @@ def _check_rows(shadow: Shadow, rows: Rows, what: str) -> None:
 def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) -> None:
     """Each key is where its slot is: rotated anew, in float64, from where it was written."""
     engine = chat._engine
-    cache, layers = engine.cache, engine.contents._layers
+    cache, layers = engine.cache, engine.residency._layers
     for layer in range(len(cache.row_layers)):
         positions = held
         if cache.inserted_count:
-            sinks = int((held < engine.contents.budget.sinks).sum())
+            sinks = int((held < engine.residency.budget.sinks).sum())
             start = cache._inserted.start
             assert start <= sinks, "inserted rows are not after the sinks"
             positions = np.concatenate([held[:start], layers[layer], held[start:]])
         places, rows = shadow.taken(positions)
-        new = positions if cache.in_stream else np.arange(len(positions))
+        new = positions if cache.absolute_positions else np.arange(len(positions))
         wanted = rotated(rows[2 * layer], np.asarray(places), new, theta)
         found, values = cache.layer_keys(layer)[0], cache.layer_values(layer)[0]
         precision = torch.finfo(found.dtype).eps
@@ -304,7 +304,7 @@ def logits_gap(chat: Session, model: LoadedModel) -> tuple[float, bool] | None:
     if last is None or engine.logits is None:
         return None
     cache = LoadedModel.new_cache(model, len(last.held) + len(last.ids))
-    cache.in_stream = last.in_stream
+    cache.absolute_positions = last.absolute_positions
     if len(last.held):
         places, rows = shadow.taken(last.held)
         cache.replace(Rows(last.held.copy(), np.asarray(places), list(rows)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, TurnRef
+from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
@@ -70,7 +70,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
     archive = disk = memory = before = 0
     for turn in range(-(-tokens // _ROUND)):
         ids = draw.choices(range(model.vocab_size), k=min(_ROUND, tokens - turn * _ROUND))
-        for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn=turn, round=turn)):
+        for _ in engine.prefill(ids, [Role.USER] * len(ids), TurnRef(turn=turn, round=turn)):
             archive = max(archive, engine.store.archive_bytes)
         engine.close_round()
         disk = max(disk, _size(files))

@@ -16,8 +16,8 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import TurnRef
 from sirchat.engine.sampling import PromptLookup, Sampler, Sampling
+from sirchat.engine.types import TurnRef
 from sirchat.lab.bench.ratio import BenchOptions, some_ids, timed
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
@@ -80,7 +80,7 @@ def repeated_blocks(
     tokens follow.
     """
     text = some_ids(model, options.cache // 4)
-    for _ in engine.feed(text, [Role.USER] * len(text), _TURN):
+    for _ in engine.prefill(text, [Role.USER] * len(text), _TURN):
         pass
     sampler = _Reciting(text)
 

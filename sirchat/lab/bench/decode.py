@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from sirchat.chat.settings import build_engine
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import CacheSettings, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import CacheSettings, GeneratedToken, TurnRef
 from sirchat.errors import ModelError
 from sirchat.lab.bench.baselines import reading, repeated_blocks, static_blocks, weight_bytes
 from sirchat.lab.bench.peers import DECAY, LlamaCpp, SirLLM, turns
@@ -196,7 +196,7 @@ def generated_blocks(
     """
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
-    for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
+    for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
         pass
     sampler = Sampler(Sampling())
 
@@ -252,7 +252,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
         engine = _engine(model, options)
 
         def block(engine: Engine = engine) -> None:
-            for _ in engine.feed(ids, [Role.USER] * len(ids), _TURN):
+            for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
                 pass
 
         yield timed(block, model) / len(ids)
@@ -269,7 +269,9 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         nonlocal number
         for ids in turns(model, options, count):
             number += 1
-            for _ in engine.feed(ids, [Role.USER] * len(ids), TurnRef(turn=number, round=number)):
+            for _ in engine.prefill(
+                ids, [Role.USER] * len(ids), TurnRef(turn=number, round=number)
+            ):
                 pass
 
     read(2 * options.cache)
@@ -310,7 +312,7 @@ def reply_times(
             pass
 
     def block() -> None:
-        for _ in engine.feed(ids, [Role.USER] * count, _TURN):
+        for _ in engine.prefill(ids, [Role.USER] * count, _TURN):
             pass
         generate(1)
 

@@ -23,7 +23,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
-from sirchat.engine.records import EngineState
+from sirchat.engine.types import EngineState
 from sirchat.errors import UsageError
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.lab.synthetic.dialogue import Mix, dialogue

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Literal
 
 from sirchat.chat.session import Session
-from sirchat.engine.records import ContinuationScore
+from sirchat.engine.types import ContinuationScore
 from sirchat.lab.studies.reading import ask
 
 Scoring = Literal["paper", "text", "released", "reply"]

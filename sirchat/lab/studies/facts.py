@@ -23,8 +23,8 @@ import numpy as np
 
 from sirchat.chat.session import Session
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import GeneratedToken, TurnRef
 from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import open_engine, read_ids, read_round
 from sirchat.lab.studies.report import Estimate, Report, Table, Value

@@ -15,7 +15,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.settings import build_cache_settings, build_engine
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import TurnRef
+from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import Per
@@ -42,9 +42,9 @@ def read_ids(
     user. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
-    for _ in engine.contents.make_room_for_turn(len(ids), to_come, turn):
+    for _ in engine.residency.make_room_for_turn(len(ids), to_come, turn):
         pass
-    for _ in engine.feed(ids, roles or [Role.USER] * len(ids), turn):
+    for _ in engine.prefill(ids, roles or [Role.USER] * len(ids), turn):
         pass
 
 
@@ -65,7 +65,7 @@ def read_system(engine: Engine, template: Template, user: str, setting: Profile)
     system, turn = template.opening(user, setting.system)
     if system is not None:
         pinned = setting.pin_system
-        for _ in engine.feed(system.ids, system.roles, TurnRef(0, 0), pinned=pinned):
+        for _ in engine.prefill(system.ids, system.roles, TurnRef(0, 0), pinned=pinned):
             pass
     return turn
 

@@ -1,5 +1,7 @@
 """The eviction policies; each is in a file of its own, named after the policy.
 
+`base` has their base classes, `scores` what several scores share, `check` tests their contract.
+
 Other packages add policies through the entry point group `sirchat.policies`, and a user can name a
 class by its path `package.module:Class`. Listing the names imports no policy and therefore no
 torch.
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 ALIASES = {"stream": "sink", "attention": "h2o"}
 """Additional names of eviction policies, each mapped to the policy's usual name."""
 
-_REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES)
+_REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "check", "scores"))
 
 
 def policy_names() -> list[str]:

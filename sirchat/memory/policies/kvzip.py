@@ -8,9 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from sirchat.memory.attention import or_median
-from sirchat.memory.factors import product_of, template_factor, word_factor
 from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy
+from sirchat.memory.policies.scores import product_of, template_factor, word_factor
 
 _LEAST = 1e-9  # a weight of zero still has a logarithm
 

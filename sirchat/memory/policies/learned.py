@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sirchat.memory.factors import (
+from sirchat.memory.ledger import HeldRows
+from sirchat.memory.policies.base import RecentScorePolicy
+from sirchat.memory.policies.scores import (
     neighbour_factor,
     or_usual,
     product_of,
     template_factor,
     word_factor,
 )
-from sirchat.memory.ledger import HeldRows
-from sirchat.memory.policies.base import RecentScorePolicy
 
 
 @dataclass(frozen=True)

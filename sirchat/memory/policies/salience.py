@@ -9,9 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.factors import neighbour_factor, product_of, template_factor, word_factor
 from sirchat.memory.ledger import HeldRows, Role
 from sirchat.memory.policies.base import RecentScorePolicy
+from sirchat.memory.policies.scores import (
+    neighbour_factor,
+    product_of,
+    template_factor,
+    word_factor,
+)
 
 _LEAST = 1e-9  # nats, so that a surprisal of 0 still has a logarithm
 

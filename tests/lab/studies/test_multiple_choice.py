@@ -17,7 +17,7 @@ from command import run
 from plain_scores import log_probability
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.engine.records import ContinuationScore
+from sirchat.engine.types import ContinuationScore
 from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, sirllm_files
 from sirchat.lab.studies.choice import Question, choose, most_likely, named_option

@@ -20,8 +20,8 @@ import numpy as np
 
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
-from sirchat.engine.records import ContinuationScore, GeneratedToken, TurnRef
 from sirchat.engine.sampling import Sampler, Sampling
+from sirchat.engine.types import ContinuationScore, GeneratedToken, TurnRef
 from sirchat.errors import SettingError
 from sirchat.lab.studies.lm_eval.text import Ids, TextEncoder
 from sirchat.lab.studies.reading import open_engine, read_ids

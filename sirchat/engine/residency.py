@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sirchat.engine.budget import Budget
-from sirchat.engine.records import (
+from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
     Positions,
@@ -35,7 +35,7 @@ CacheUpdate = list[EvictedRows | RestoredRows]
 _NONE = np.zeros(0, np.int64)
 
 
-class CacheContents:
+class Residency:
     """Decides which tokens of one conversation the KV cache holds, one row for each token.
 
     The eviction policy of the settings makes the choice.
@@ -191,7 +191,7 @@ class CacheContents:
         if not self.budget.unbounded:
             self._cache.grow_to(self.budget.total)
         moves = self._hold(wanted)
-        self._cache.set_positions(in_stream=settings.in_stream)
+        self._cache.set_positions(absolute_positions=settings.absolute_positions)
         old = before.settings
         if (settings.archive, settings.folder) != (old.archive, old.folder):
             self._store.set_limit(settings.archive, settings.folder)

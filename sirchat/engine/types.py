@@ -44,8 +44,8 @@ class CacheSettings:
             "between-turns": when a user turn arrives, the rows above the budget; the turn and its
             reply may then exceed the budget, up to the model's context length (SirLLM's
             Algorithm 1).
-        in_stream: True: a token's rotary position is its stream position, so the stream can't be
-            longer than the model's context. False: it is the token's slot in the cache.
+        absolute_positions: True: a token's rotary position is its stream position, so the stream
+            can't be longer than the model's context. False: it is the token's slot in the cache.
         recall: how archived rows are restored for a turn; None for no recall.
         count_attention: whether attention is recorded even if the policy does not use it.
     """
@@ -58,7 +58,7 @@ class CacheSettings:
     folder: Path | None = None
     protect: bool = True
     evict: Literal["when-full", "before-turn", "between-turns"] = "when-full"
-    in_stream: bool = False
+    absolute_positions: bool = False
     recall: RecallSettings | None = None
     count_attention: bool = False
 
