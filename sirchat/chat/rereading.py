@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from sirchat.chat.session import Session
-from sirchat.chat.state import SUMMARY, Turn
+from sirchat.chat.state import Turn, UndoPoint
 from sirchat.chat.summary import pin_last_summary
 from sirchat.chat.words import said
 from sirchat.config.profile import Profile
@@ -23,16 +22,6 @@ from sirchat.errors import UndoError
 from sirchat.memory.segments import Positions
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
-
-
-class SaidTurn(Protocol):
-    """A message: the role that wrote it, and its text."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +125,7 @@ def _counterpart(part: str, text: str, at: int, other: str) -> int:
 
 def read_again(
     session: Session,
-    turns: Sequence[SaidTurn],
+    turns: Sequence[Turn],
     pins: Iterable[PinnedText] = (),
     progress: Progress | None = None,
 ) -> None:
@@ -163,6 +152,7 @@ def read_again(
             lost += _read_prompt(session, prompt, pinned=pinned)
         elif turn.role == "user":
             list(session.read_user(turn.text))
+            session.turns[-1].is_summary = turn.is_summary
         else:
             list(session.read_reply(turn.text))
         for index in range(done, done := len(session.turns)):
@@ -255,24 +245,30 @@ def own_message(session: Session) -> str:
     If no message can be undone, it is the text of the user's last message. Summaries, which are
     user turns that `/summarize` added, are skipped. Raises UndoError if the user wrote no message.
     """
-    said = [one.text for one in session.undoable] or [
-        turn.text for turn in session.turns if turn.role == "user"
+    said = [(point.text, _is_summary(session, point)) for point in session.undoable] or [
+        (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
     ]
-    own = [text for text in said if not text.startswith(SUMMARY)]
+    own = [text for text, is_summary in said if not is_summary]
     if said and not own:
         raise UndoError("there is no message of yours to take back, only a summary")
     return own[-1] if own else session.last_said
+
+
+def _is_summary(session: Session, point: UndoPoint) -> bool:
+    """Whether the turn that undoing to `point` takes back is a summary."""
+    later = session.turns[point.turns :]
+    return next((turn.is_summary for turn in later if turn.role == "user"), False)
 
 
 def undo_summaries(session: Session) -> None:
     """Undo the summaries (turns that `/summarize` added) after the user's last message.
 
     If a summary was undone, the summary before it is pinned again. Raises UndoError if the user
-    wrote no message, or if no turn can be undone.
+    wrote no message.
     """
     own_message(session)
     before = len(session.turns)
-    while session.last_said.startswith(SUMMARY):
+    while session.undoable and _is_summary(session, session.undoable[-1]):
         session.undo(keep_pins=True)
     if len(session.turns) < before:
         pin_last_summary(session)

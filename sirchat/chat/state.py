@@ -29,10 +29,6 @@ def undo_depth(has_archive: bool, state_bytes: int) -> int:
     return max(1, min(UNDO_DEPTH, UNDO_STATE_BYTES // max(1, state_bytes)))
 
 
-SUMMARY = "Summary of our conversation so far, by the assistant: "
-"""The first words of every summary; a summary is a user turn that `/summarize` adds."""
-
-
 @dataclass
 class TurnStats:
     """Counts of one turn: its tokens read, generated and evicted, and its time in seconds.
@@ -52,11 +48,15 @@ class TurnStats:
 
 @dataclass
 class Turn:
-    """One message: the role that wrote it, its text, and the reason why it ended."""
+    """One message: the role that wrote it, its text, and the reason why it ended.
+
+    `is_summary` marks a summary: a user turn that `/summarize` added.
+    """
 
     role: str
     text: str = ""
     finish: Finish = "read"
+    is_summary: bool = False
 
 
 @dataclass

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from sirchat.chat.events import Delta, Event, Notice, Reading, TokenRow, TurnDone
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.state import SUMMARY
 from sirchat.chat.turn import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.word_index import words_of
 from sirchat.chat.words import STOP_WORDS, spelled, split_words
@@ -30,6 +29,7 @@ WAYS = {
 }
 """The ways to make a summary, with their meaning; the first is the default."""
 
+PREFIX = "Summary of our conversation so far, by the assistant: "  # begins every summary
 _ANSWER = "Noted."  # the reply to a summary
 _LEAST = 8  # tokens of a summary's own text
 _SHORT = 64  # tokens; a summary may have so many even if the chat is hardly longer
@@ -74,7 +74,8 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = _size(session, text) - freed
     session.limits.check_pins(np.asarray([row.position for row in held], np.int64), more)
-    yield from _quietly(session.read_user(SUMMARY + text))
+    yield from _quietly(session.read_user(PREFIX + text))
+    session.turns[index].is_summary = True
     try:
         yield from _quietly(session.read_reply(_ANSWER))
         for turn in sorted(former):
@@ -99,7 +100,7 @@ def pin_last_summary(session: Session) -> None:
 
 
 def _summaries(session: Session) -> list[int]:
-    return [at for at, one in enumerate(session.turns) if one.text.startswith(SUMMARY)]
+    return [index for index, turn in enumerate(session.turns) if turn.is_summary]
 
 
 def _quietly(events: Iterator[Event]) -> Iterator[Event]:
@@ -109,7 +110,7 @@ def _quietly(events: Iterator[Event]) -> Iterator[Event]:
 
 def _size(session: Session, text: str) -> int:
     """How many tokens a summary with this text takes in the cache, where they are pinned."""
-    start, end = session.template.user(SUMMARY + text).content
+    start, end = session.template.user(PREFIX + text).content
     return end - start
 
 

@@ -13,7 +13,7 @@ import torch
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import Snapshot
-from sirchat.chat.state import SUMMARY, Turn
+from sirchat.chat.state import Turn
 from sirchat.chat.token_rows import explaining_factors, policy_scores, token_rows
 from sirchat.chat.words import STOP_WORDS
 from sirchat.engine.engine import Engine
@@ -94,12 +94,12 @@ def token_ranks(
 def last_round(turns: Sequence[Turn]) -> tuple[int, int] | None:
     """The indices of the last user turn with a reply, and of this reply; None if no turn has one.
 
-    A summary, which is a user turn that `/summarize` added, is skipped together with its reply.
+    A summary is skipped together with its reply.
     """
     for index in range(len(turns) - 1, 0, -1):
         asked = turns[index - 1]
         is_pair = (asked.role, turns[index].role) == ("user", "assistant")
-        if is_pair and not asked.text.startswith(SUMMARY):
+        if is_pair and not asked.is_summary:
             return index - 1, index
     return None
 

@@ -44,6 +44,7 @@ from sirchat.saved.saved_state import (
     rows_fit,
     saved_head,
     saved_pins,
+    saved_turns,
     state_tensors,
 )
 from sirchat.saved.session_list import remove_session, tells_of
@@ -306,7 +307,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
     if head is None:
         raise SessionError(f"session {store.id} holds no message yet")
     if rebuild:
-        read_again(session, store.turns(), saved_pins(head))
+        read_again(session, saved_turns(store, head), saved_pins(head))
         _rewrite(store, session, _meta(session.model, store.meta.get("family", "")))
         return
     check_model(store, session.model)

@@ -19,6 +19,7 @@ from sirchat.chat.events import Finish
 from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
+from sirchat.chat.summary import PREFIX
 from sirchat.config.profile import Profile, with_new_names
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
@@ -60,6 +61,7 @@ class _Conversation(BaseModel):
     pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
     totals: _TurnStats
     attempt: _Count
+    summaries: list[_Count] | None = None  # indices of turns; not in old files
 
 
 class _Fields(BaseModel):
@@ -108,6 +110,7 @@ def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
             "pending_ids": now.pending_ids,
             "totals": asdict(now.totals),
             "attempt": now.attempt,
+            "summaries": [index for index, turn in enumerate(now.turns) if turn.is_summary],
         },
     }
     return Head(len(saved.rows), saved.held, saved.logits, fields)
@@ -122,7 +125,7 @@ def decode_state(
     or contradicts itself, or if a token id is not below `vocabulary`.
     """
     with decoding(store.path):
-        fields, turns = _Fields.model_validate(head.fields), store.turns()
+        fields, turns = _Fields.model_validate(head.fields), saved_turns(store, head)
         now, rows = fields.conversation, store.rows(ROW)
         _check_rows(rows, len(turns), fields.round, vocabulary)
         pinned, excluded, recalled = (
@@ -147,7 +150,7 @@ def decode_state(
             recalled=recalled,
         )
         conversation = ConversationState(
-            turns=[Turn(t.role, t.text, t.finish) for t in turns],  # type: ignore[arg-type]
+            turns=turns,
             round=now.round,
             in_round=now.in_round,
             system=range(*now.system),
@@ -158,6 +161,21 @@ def decode_state(
             attempt=now.attempt,
         )
         return saved, conversation, fields.kv
+
+
+def saved_turns(store: SessionStore, head: Head) -> list[Turn]:
+    """The turns of a saved session; in a file of an old version, the text tells the summaries."""
+    conversation = head.fields.get("conversation")
+    listed = conversation.get("summaries") if isinstance(conversation, dict) else None
+    return [
+        Turn(
+            turn.role,
+            turn.text,
+            turn.finish,  # type: ignore[arg-type]
+            turn.index in listed if isinstance(listed, list) else turn.text.startswith(PREFIX),
+        )
+        for turn in store.turns()
+    ]
 
 
 _PINS = TypeAdapter(

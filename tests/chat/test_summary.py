@@ -10,10 +10,9 @@ import pytest
 
 from chatting import babbler, session, tiny
 from sirchat.chat.events import Event, Notice, Reading
-from sirchat.chat.rereading import undo_summaries
+from sirchat.chat.rereading import own_message, read_whole, undo_summaries
 from sirchat.chat.session import Session
-from sirchat.chat.state import SUMMARY
-from sirchat.chat.summary import WAYS, pin_summary, summary
+from sirchat.chat.summary import PREFIX, WAYS, pin_summary, summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 
@@ -114,7 +113,7 @@ def test_a_summary_takes_at_most_a_quarter_of_the_budget(way: str, budget: int) 
     chat = told(budget=budget, after=24)
     turn = len(chat.turns)
     list(pin_summary(chat, made(chat, way)[0]))
-    assert chat.turns[turn].text.startswith(SUMMARY)
+    assert chat.turns[turn].is_summary
     assert 8 < pinned(chat, turn) <= budget // 4
 
 
@@ -153,7 +152,7 @@ def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
     notes = [event.text for event in events if isinstance(event, Notice)]
     assert notes == [f"the summary is turn {turn}, which is now pinned; /undo removes it"]
     assert [one.role for one in chat.turns[turn:]] == ["user", "assistant"]
-    assert chat.turns[turn].text == SUMMARY + "Halvorsen: 42 Mill Lane."
+    assert chat.turns[turn].text == PREFIX + "Halvorsen: 42 Mill Lane."
     assert pinned(chat, turn)
     chat.undo()
     assert state(chat)[:5] == before[:5]
@@ -174,7 +173,7 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     text, _ = made(chat)
     assert FACT in text
     assert "Noted" not in text
-    assert SUMMARY not in text
+    assert PREFIX not in text
     *_, note = list(pin_summary(chat, text))
     assert "the former summary is no longer pinned" in str(note)
     assert (pinned(chat, turn), pinned(chat, second)) == (0, pinned(chat, second))
@@ -185,6 +184,18 @@ def test_a_new_summary_takes_the_place_of_the_former_one() -> None:
     undo_summaries(chat)  # as /retry and /edit do
     assert len(chat.turns) == second
     assert pinned(chat, turn)
+
+
+def test_only_a_summary_is_taken_for_one_even_after_the_chat_was_read_again() -> None:
+    chat = told(after=2)
+    list(pin_summary(chat, "Mill Lane."))
+    list(chat.read_user(PREFIX + "this is no summary."))
+    again = read_whole(chat)
+    assert [turn.is_summary for turn in again.turns] == [turn.is_summary for turn in chat.turns]
+    for each in (chat, again):
+        assert own_message(each) == PREFIX + "this is no summary."
+        undo_summaries(each)  # there is none after it
+        assert each.turns[-1].text == PREFIX + "this is no summary."
 
 
 def test_a_summary_that_can_not_be_kept_changes_nothing() -> None:

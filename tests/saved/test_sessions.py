@@ -22,6 +22,7 @@ from chatting import babbler, random_model, session, tiny
 from scorers import random_scorer
 from session_files import without_sums
 from sirchat.chat.session import Session
+from sirchat.chat.summary import PREFIX, pin_summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
 from sirchat.memory.segments import Rows
@@ -289,6 +290,28 @@ def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> N
     assert third.snapshot().rows == again.snapshot().rows
     with pytest.raises(SessionError, match="--model tiny"):
         resumed(folder, babbler())
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_summary_is_one_after_a_resume(folder: Path, is_old: bool, rebuild: bool) -> None:
+    """The files of old versions list no summaries: there, the text tells them."""
+    chat = session(babbler(), **SMALL)
+    saving = Autosave(chat)
+    talk(chat, saving, MESSAGES[:2])
+    list(pin_summary(chat, "Words."))
+    list(chat.read_user(PREFIX + "so I say."))
+    saving.close()
+    with SessionStore.open(find_session(folder, "last")) as store:
+        head = store.head()
+        assert head is not None
+        if is_old:
+            del head.fields["conversation"]["summaries"]
+            store.save_head(head)
+        again = Session(babbler(), saved_profile(store))
+        resume_session(again, store, rebuild=rebuild)
+    summaries = [turn.is_summary for turn in again.turns]
+    assert summaries == [*(turn.is_summary for turn in chat.turns[:-1]), is_old]
 
 
 def test_closing_saves_the_rest(folder: Path) -> None:

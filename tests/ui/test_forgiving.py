@@ -11,6 +11,7 @@ from chatting import session
 from saved_chats import Chat, refusal
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.rereading import own_message, undo_summaries
+from sirchat.chat.summary import pin_summary
 from sirchat.ui.commands import Edit
 from sirchat.ui.exporting import copy_reply
 from sirchat.ui.screen import Screen
@@ -59,7 +60,7 @@ def test_words_that_can_no_longer_be_restored_are_not_called_unknown(
 def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
     for command in ("/summarize", "/edit"):
         assert command[1:] in chat._commands.names()
-    chat.say("Summary of our conversation so far, by the assistant: colours.")
+    list(pin_summary(chat.session, "colours."))
     assert own_message(chat.session) == SAID[-1]
     undo_summaries(chat.session)
     assert chat.texts == list(SAID)
