@@ -147,8 +147,8 @@ def test_the_reader_of_lines_sees_programs_words_and_variables() -> None:
         ["git", "diff"],
         ["sirchat", "ask", "-m", "a/b.gguf"],
     ]
-    for wrong in ("eval recall --polices entropy", "eval recal", "nonsense", "ask --budgt 5"):
-        with pytest.raises(Exception, match=r"--polices|recal|nonsense|budgt"):
+    for wrong in ("eval grocery --polices entropy", "eval grocer", "nonsense", "ask --budgt 5"):
+        with pytest.raises(Exception, match=r"--polices|grocer|nonsense|budgt"):
             check_sirchat(wrong.split())
 
 

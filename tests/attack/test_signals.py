@@ -181,8 +181,8 @@ class Attack:
         arguments = draw.choice([
             ("ask", "Hello"), ("ask", "--resume", "old", "Hello"), ("--resume", "old"),
             ("sessions", "list"), ("sessions", "export", "old"), ("tutorial",),
-            ("eval", "recall", "--limit", "3", "--policies", "sink", "--out", "results"),
-            ("eval", "recall", "--limit", "3", "--policies", "sink"),
+            ("eval", "dailydialog", "--limit", "3", "--policies", "sink", "--out", "results"),
+            ("eval", "dailydialog", "--limit", "3", "--policies", "sink"),
             ("compare", str(self._talk), "--policies", "sink,entropy"), ("doctor",), ("models",),
         ])  # fmt: skip
         in_terminal = draw.random() < 0.5 or arguments[0] in ("--resume", "tutorial")

@@ -70,7 +70,7 @@ def test_a_profile_cannot_run_code(here: Path, planted: str, where: str) -> None
 def test_no_command_runs_it(here: Path, planted: str, command: str) -> None:
     (here / "talk.txt").write_text("Hello.\n", encoding="utf-8")
     assert was_refused(run(command, "talk.txt", "--profile", "theirs.yaml"), here, planted)
-    assert was_refused(run("eval", "recall", "--profile", "theirs.yaml"), here, planted)
+    assert was_refused(run("eval", "facts", "--profile", "theirs.yaml"), here, planted)
 
 
 def test_profiles_are_listed_without_running_it(here: Path, planted: str) -> None:
@@ -146,7 +146,7 @@ def test_what_is_no_path_of_a_class_is_refused_in_one_line(here: Path, name: str
     for words in (
         ["--policy", name],
         ["policies", "check", name],
-        ["eval", "recall", "--policies", name],
+        ["eval", "facts", "--policies", name],
     ):
         done = run(*words)
         assert done.returncode == 2

@@ -25,7 +25,6 @@ from sirchat.lab.commands.study_flags import (
 
 if TYPE_CHECKING:
     from sirchat.lab.studies.choice import Scoring
-    from sirchat.lab.studies.recall import Ask
     from sirchat.lab.studies.study import Study
 
 eval_app = typer.Typer(
@@ -59,55 +58,6 @@ Data = Annotated[
         metavar="PATH",
     ),
 ]
-
-
-@study(eval_app, "recall", Defaults("full,entropy,sink", limit=300))
-def recall(
-    compared: Compared,
-    between: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of rounds between the fact and the question.", metavar="N,M,..."
-        ),
-    ] = "20",
-    before: Annotated[int, typer.Option(help="Number of rounds before the fact.", min=0)] = 0,
-    ask: Annotated[
-        str,
-        typer.Option(
-            help="Ask for the fact told, for its corrected value, or for a fact never told.",
-            metavar="told|corrected|untold",
-        ),
-    ] = "told",
-    kinds: Annotated[
-        str,
-        typer.Option(
-            help="Kinds of fact to use, separated by commas; default: all.", metavar="A,B,..."
-        ),
-    ] = "",
-    generate: Annotated[
-        bool,
-        typer.Option(
-            "--generate",
-            help="Let the model write the replies before the question, and score these, too.",
-        ),
-    ] = False,
-) -> "Study":
-    """Measure recall: tell the model a fact, talk of other things, then ask for the fact.
-
-    The report has the share of answers that are right word for word.
-    """
-    from sirchat.lab.studies.recall import KIND_NAMES, RecallStudy
-
-    chosen = tuple(kinds.split(",")) if kinds else KIND_NAMES
-    distances = whole_numbers("between", between)
-    return RecallStudy(
-        **compared,
-        between=distances,
-        before=before,
-        kinds=chosen,
-        ask=cast("Ask", ask),
-        generate=generate,
-    )
 
 
 @study(
@@ -171,27 +121,6 @@ def policies(
         at=at,
         data=data,
     )
-
-
-@study(
-    eval_app, "topics", Defaults("entropy", budgets="128", decays="1,0.95,0.9,0.8,auto", limit=75)
-)
-def topics(
-    compared: Compared,
-    topics: Annotated[int, typer.Option(help="Number of topics, one after the other.", min=1)] = 3,
-    facts: Annotated[int, typer.Option(help="Number of facts told about each topic.", min=1)] = 4,
-    between: Annotated[
-        int, typer.Option(help="Number of rounds of small talk after the facts.", min=0)
-    ] = 20,
-) -> "Study":
-    """Measure recall after a change of topic: tell facts about several topics, one after the other.
-
-    At the end the model is asked for the facts of the last topic and of the first topic. The report
-    has the share of answers that are right word for word, for each of the two.
-    """
-    from sirchat.lab.studies.facts import Topics
-
-    return Topics(**compared, topics=topics, facts=facts, between=between)
 
 
 @study(

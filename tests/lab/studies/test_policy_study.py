@@ -13,7 +13,7 @@ from chatting import babbler, session, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.facts import Facts, Topics
+from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.policies import Policies, without_each
 from sirchat.lab.studies.reading import ask, read
 from sirchat.lab.studies.report import Estimate
@@ -73,29 +73,9 @@ def test_facts_are_of_different_kinds(facts: tuple[int, ...]) -> None:
         Facts((SINK,), 1, facts=facts)
 
 
-@pytest.mark.slow
-def test_of_several_topics_the_last_and_the_first_are_asked_for() -> None:
-    study = Topics((FULL, SINK), 3, topics=2, facts=3, between=4)
-    rounds, asked = study.conversation(0)
-    assert (len(rounds), len(asked)) == (2 * (3 + 4), 6)
-    found = run_units(study, tiny())
-    assert {len(one["last"]) for one in found.values()} == {3}
-    (table,) = study.report(found).tables
-    assert table.columns[1:] == ("the topic at hand", "the beginning", "both")
-    (_, *full), (_, *sink) = table.rows
-    assert [value(one) for one in full] == [1.0, 1.0, 1.0]
-    assert value(sink[1]) == 0
-    assert value(sink[2]) == pytest.approx((value(sink[0]) + value(sink[1])) / 2)
-
-
 def value(one: object) -> float:
     assert isinstance(one, Estimate)
     return one.value
-
-
-def test_there_are_no_more_facts_than_kinds() -> None:
-    with pytest.raises(SettingError, match="facts in all"):
-        Topics((SINK,), 1, topics=10, facts=10)
 
 
 def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:

@@ -108,7 +108,7 @@ def family(pid: int) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="sockets are listed on Linux only")
 def test_nothing_listens_on_the_network_and_nothing_outlives_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "sirchat", "eval", "recall", "--workers", "2"]
+    command = [sys.executable, "-m", "sirchat", "eval", "facts", "--workers", "2"]
     environ = os.environ | {"SIRCHAT_HOME": str(tmp_path)}
     with subprocess.Popen(
         [*command, "--limit", "50"], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -134,7 +134,7 @@ def test_processes_find_what_was_typed_and_run_nothing_else_of_the_folder(tmp_pa
         "from sirchat.memory.policies.sink import Sink\n\n\nclass Mine(Sink):\n    pass\n"
     )
     command = [sys.executable, "-P", "-m", "sirchat"]  # as the installed program: no folder on path
-    study = ["eval", "recall", "--ray", "local", "--workers", "1", "--limit", "2"]
+    study = ["eval", "dailydialog", "--ray", "local", "--workers", "1", "--limit", "2"]
     study += ["--policies", "mine:Mine,sink"]
     environ = os.environ | {"SIRCHAT_HOME": str(tmp_path), "PYTHONPATH": ""}
     done = subprocess.run(

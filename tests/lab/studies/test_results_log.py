@@ -19,11 +19,10 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.anchor_attention import AnchorAttention
 from sirchat.lab.studies.attention import AttentionStudy
-from sirchat.lab.studies.facts import Facts, Topics
+from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity
 from sirchat.lab.studies.policies import Policies
-from sirchat.lab.studies.recall import RecallStudy
 from sirchat.lab.studies.report import Report
 from sirchat.lab.studies.results_log import Record
 from sirchat.lab.studies.retrieval import Privacy, Retrieval
@@ -219,8 +218,6 @@ def test_which_fields_of_each_study_extend_it() -> None:
         (RockPaperScissors(one, 2), both | seeds, {"rounds": 9, "scoring": "text"}),
         (Perplexity(one, 2), {"settings": two} | seeds, {"limit": 3, "readings": 2}),
         (Facts(one, 2), both | seeds | {"facts": (2,)}, {"between": (20,)}),
-        (RecallStudy(one, 2), both | seeds, {"between": (3,), "ask": "untold", "generate": True}),
-        (Topics(one, 2), both | seeds, {"between": 3}),
         (Context(one, 2), both | seeds, {"lengths": (2, 3)}),
         (Uniformity(one, 2), both | seeds, {"rounds": 2}),
         (Policies(one, 2, at=64), both | seeds | {"parts": ("facts",)}, {"between": (1,)}),

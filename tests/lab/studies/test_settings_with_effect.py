@@ -12,11 +12,11 @@ from command import run
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.lab.commands import study_flags
-from sirchat.lab.studies.facts import Facts, Topics
+from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
 from sirchat.lab.studies.locomo import Locomo
+from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity
-from sirchat.lab.studies.recall import RecallStudy
 from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors as Matches
 from sirchat.lab.studies.study import GREEDY, ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
 from sirchat.lab.studies.uniformity import Uniformity
@@ -100,7 +100,7 @@ def test_a_sweep_of_it_is_refused_too(talk: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Locomo, FactsInDialogue, Uniformity, Context, Facts, Topics, RecallStudy, Matches]
+    "kind", [Locomo, FactsInDialogue, Uniformity, Context, Facts, MultipleChoice, Matches]
 )
 def test_every_study_refuses_what_only_shows(kind: type[Grid]) -> None:
     assert set(ON_SCREEN) <= set(kind.without_effect) <= set(Profile.model_fields)
@@ -115,7 +115,7 @@ def test_what_is_not_refused_changes_what_is_found() -> None:
     def found(chats: bool, **settings: Any) -> list[Any]:
         setting = changed(base, "", **settings)
         if chats:
-            one: Grid = RecallStudy((setting,), limit=2)
+            one: Grid = MultipleChoice((setting,), limit=2)
         else:
             one = Facts((setting,), limit=2, facts=(2,), between=(2,))
         return list(map(one.worker(tiny() if chats else babbler()), one.keys()))

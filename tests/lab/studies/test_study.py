@@ -274,7 +274,6 @@ def test_the_command_of_a_study_refuses_in_one_line() -> None:
     for words, hint in (
         (("grocery", "--policies", "entropie"), "entropy"),
         (("grocery", "--shots", "x"), "numbers"),
-        (("recall", "--ask", "tell"), "told"),
         (("perplexity", "--text", "/nowhere"), "can't be read"),
     ):
         done = run("eval", *words)

@@ -1,1 +1,0 @@
-"""Runs sirchat's policies as presses (compression methods) of NVIDIA's kvpress."""
