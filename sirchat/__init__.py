@@ -12,7 +12,7 @@ from sirchat.version import __version__
 if TYPE_CHECKING:
     from sirchat.chat.session import Session
     from sirchat.config.profile import Profile
-    from sirchat.models.loading import load_model
+    from sirchat.models.load import load_model
     from sirchat.models.model import LoadedModel
 
 __all__ = ("LoadedModel", "Profile", "Session", "__version__", "load_model")
@@ -21,7 +21,7 @@ _WHERE = {
     "LoadedModel": "sirchat.models.model",
     "Profile": "sirchat.config.profile",
     "Session": "sirchat.chat.session",
-    "load_model": "sirchat.models.loading",
+    "load_model": "sirchat.models.load",
 }
 
 

@@ -119,7 +119,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     assert not heavy
 
 
-@pytest.mark.parametrize("module", ["ui.repl", "ui.replay", "models.compiling", "models.parts"])
+@pytest.mark.parametrize("module", ["ui.repl", "ui.replay", "models.load"])
 def test_a_chat_loads_transformers_only_for_a_model_that_needs_it(module: str) -> None:
     loaded = loaded_with(f"sirchat.{module}")
     assert not {name for name in loaded if within(name, "transformers", "accelerate", "gguf")}

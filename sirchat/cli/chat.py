@@ -352,7 +352,7 @@ def tutorial(
     own = profile_of({}, loads_model=False)
     with meanwhile("loading tiny"), quick_start(), interruptible_imports():
         from sirchat.chat.session import Session
-        from sirchat.models.loading import load_model
+        from sirchat.models.load import load_model
         from sirchat.ui.screen import Screen
         from sirchat.ui.tutorial import SETTINGS, run_tutorial
 

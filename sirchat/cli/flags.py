@@ -243,7 +243,7 @@ def load(
     """
     with interruptible_imports():
         from sirchat.memory.segments import sweep
-        from sirchat.models.compiling import load_model_of
+        from sirchat.models.load import load_model_of
 
     sweep(archives_dir())
     gc.freeze()  # imported objects stay; searching them for garbage would delay typing

@@ -277,7 +277,7 @@ def models_pull(
     """
     from rich.console import Console
 
-    from sirchat.models.pull import pull
+    from sirchat.models.hub import pull
     from sirchat.ui.lists import in_bytes
     from sirchat.ui.progress import pull_progress
 

@@ -198,7 +198,7 @@ def _open(
     with loading_bar(screen, profile.model) as report, quick_start():
         with interruptible_imports():
             policy_class(profile.policy)
-            from sirchat.models.threads import in_ending_thread
+            from sirchat.models.devices import in_ending_thread
             from sirchat.server.app import Limits, open_server
         return open_server(
             in_ending_thread(lambda: load(profile, trust, report)),

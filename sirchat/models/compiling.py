@@ -19,7 +19,6 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.compile_worker import TEMPORARY, UNFINISHED
 from sirchat.models.compiled_step import (
@@ -29,7 +28,6 @@ from sirchat.models.compiled_step import (
     without_weights,
 )
 from sirchat.models.decode_step import DecodeStep
-from sirchat.models.loading import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
@@ -41,44 +39,7 @@ Compile = Literal["auto", "on", "off"]
 `on` compiles a missing program before the chat starts. `off` uses no compiled program.
 """
 
-MOST_ROWS = 4096
-"""The least number of tokens for whose KV cache a device map leaves room.
-
-It is the largest default budget.
-"""
-
 _LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abandoned
-
-
-def load_model_of(
-    profile: Profile,
-    *,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-    for_hub: bool = False,
-) -> LoadedModel:
-    """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
-
-    `progress` is called with the progress of loading; `load_model` describes `for_hub`. Raises
-    ModelError if the model can't be loaded, or if `compile` is `on` and its decode step can't be
-    compiled.
-    """
-    model = load_model(
-        profile.model,
-        device=profile.device,
-        dtype=profile.dtype,
-        threads=profile.threads,
-        quantize=profile.quantize,
-        unpack=profile.unpack_dtype,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-        cache_type=profile.cache_dtype,
-        for_hub=for_hub,
-        device_map=profile.device_map,
-        rows=max(profile.budget, MOST_ROWS),
-    )
-    use_compiled(model, profile.compile, progress)
-    return model
 
 
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:

@@ -21,13 +21,12 @@ import torch
 from sirchat import __version__
 from sirchat.errors import SirchatError
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.compiling import MOST_ROWS, compiled_in_words, use_compiled
-from sirchat.models.devices import memory_by_device
-from sirchat.models.loading import load_model
+from sirchat.models.compiling import compiled_in_words, use_compiled
+from sirchat.models.devices import free_threads, memory_by_device, physical_cores, threads_in_words
+from sirchat.models.load import MOST_ROWS, load_model
 from sirchat.models.measuring import head_shape, measure_attention, processor
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.packed import products_of
-from sirchat.models.threads import free_threads, physical_cores, threads_in_words
 from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")

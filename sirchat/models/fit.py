@@ -17,8 +17,8 @@ from typing import Any
 
 from sirchat.config.profile import Profile, parse_size
 from sirchat.errors import ModelError, UsageError, format_value
-from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, parse_gguf
+from sirchat.models.gguf.translate import is_supported
 from sirchat.models.layout import GPU_RESERVE, DeviceRoom, ModelPart, lay_out
 from sirchat.models.listing import FoundModel
 from sirchat.models.shape import (
@@ -345,7 +345,7 @@ def _bits(tensor: StoredTensor, stored: StoredWeights, held: str) -> int | None:
     """The number of bits of each weight, 4 or 8, if the tensor will be packed; otherwise None.
 
     `held` is the form of the weights in memory, such as `packed`. The rules are those of
-    `gguf.loading` and of `packing.pack_module`.
+    `gguf.model` and of `packing.pack_module`.
     """
     if held == "packed":
         if len(tensor.shape) < 2 or BLOCKS.get(tensor.type, (0, 1))[1] == 1:

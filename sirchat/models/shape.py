@@ -21,8 +21,8 @@ from typing import Any
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.gguf.architectures import ARCHITECTURES
-from sirchat.models.gguf.contents import expands_keys, has_blocks, is_supported
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
+from sirchat.models.gguf.translate import expands_keys, has_blocks, is_supported
 
 _MOST = 1 << 32  # larger numbers count as invalid
 

@@ -26,8 +26,8 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.segments import sweep
-from sirchat.models.compiling import load_model_of
-from sirchat.models.threads import in_ending_thread
+from sirchat.models.devices import in_ending_thread
+from sirchat.models.load import load_model_of
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.app import Limits, open_server, read_body, show_error
 from sirchat.server.requests import RequestError

@@ -10,7 +10,7 @@ from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.summary import pin_summary, summary
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
-from sirchat.models.threads import threads_in_words
+from sirchat.models.devices import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.ui.attaching import describe_size, with_files

@@ -18,8 +18,8 @@ from sirchat.config.values import allowed, as_typed, is_option, parse_option, pa
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory.free_memory import trim_memory
 from sirchat.memory.policies import import_typed
-from sirchat.models.compiling import load_model_of
 from sirchat.models.listing import model_names
+from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import Interrupt

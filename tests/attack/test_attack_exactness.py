@@ -30,7 +30,7 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Role
 from sirchat.models.compiling import has_compiler, use_compiled
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore

@@ -19,7 +19,7 @@ from gguf_file import write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.listing import find_models
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir
 

@@ -31,7 +31,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError, SirchatError
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.saved.session_list import list_sessions
 from sirchat.text.text_file import without_surrogates
 from sirchat.text.transcript import parse_transcript

@@ -28,7 +28,7 @@ from sirchat.lab.studies.sirllm_files import dailydialog
 from sirchat.lab.studies.study import data_name
 from sirchat.lab.training.anchor_data import load_text
 from sirchat.models.listing import find_model, find_models
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import find_session, list_sessions, open_saved_file, remove_session
 from sirchat.saved.store import SessionStore

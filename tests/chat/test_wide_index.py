@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from chatting import tiny
 from sirchat.chat import word_index
 from sirchat.chat.word_index import WideIndex, terms_of, words_of
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.word_vectors import WordVectors
 
 TEXTS = [

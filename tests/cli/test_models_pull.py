@@ -88,7 +88,7 @@ def test_weights_config_and_tokenizer_come_and_nothing_that_could_run(
 
 def test_a_download_starts_without_a_library_for_models() -> None:
     look = "sys.exit(str({'torch', 'transformers'} & {*sys.modules}))"
-    code = f"import sys, sirchat.models.pull; {look}"
+    code = f"import sys, sirchat.models.hub; {look}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == "set()\n"
 

@@ -30,7 +30,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.anchor import Anchor
 from sirchat.memory.policies.sink import Sink
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 from sirchat.text.anchors import Anchors, anchors_of, sentences

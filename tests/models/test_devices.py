@@ -28,7 +28,7 @@ from simulated_devices import DEVICES, KIND, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, SirchatError
 from sirchat.models.layout import DISK, DeviceRoom, ModelPart, lay_out
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_at
 from sirchat.saved.autosave import fingerprint
@@ -259,7 +259,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 
 
 def anonymous() -> int:  # bytes of this process, without pages of files, which can be dropped
@@ -314,7 +314,7 @@ def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path) -> Non
 def test_a_plan_fills_devices_or_gives_them_equally_much(
     plan: str, folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sirchat.models.placement.free_memory", lambda: 10**10)
+    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 10**10)
     model = load_model(str(folder), device_map=plan, dtype="float32", rows=48)
     where = [str(one) for one in model.row_devices]
     assert where == sorted(where)

@@ -29,7 +29,7 @@ from sirchat.models.fit import (
 )
 from sirchat.models.layout import GPU_RESERVE
 from sirchat.models.listing import find_model
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import shape_of_folder
 from sirchat.paths import tiny_dir

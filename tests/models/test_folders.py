@@ -18,10 +18,8 @@ from transformers import AutoConfig
 
 from gguf_models import random_model
 from sirchat.errors import ModelError
-from sirchat.models.decoder import Decoder
-from sirchat.models.decoder_config import DecoderConfig
-from sirchat.models.loading import load_model
-from sirchat.models.parts import folder_parts
+from sirchat.models.decoder import Decoder, DecoderConfig
+from sirchat.models.load import folder_parts, load_model
 from sirchat.paths import tiny_dir
 from sirchat.saved.autosave import fingerprint
 

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from chatting import answer, session, tiny
 from gguf_file import write_gguf
-from sirchat.models.gguf.contents import is_supported
 from sirchat.models.gguf.header import parse_gguf
-from sirchat.models.loading import load_model
+from sirchat.models.gguf.translate import is_supported
+from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
 
 pytest.importorskip("gguf")

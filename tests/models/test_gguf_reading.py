@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from chatting import tiny
 from gguf_file import write_first_layers, write_gguf
 from sirchat.errors import ModelError
-from sirchat.models.gguf.contents import is_supported
+from sirchat.models.gguf.blocks import floats, four_bit
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufTensor, parse_gguf
-from sirchat.models.gguf.loading import floats, four_bit
-from sirchat.models.loading import load_model
+from sirchat.models.gguf.translate import is_supported
+from sirchat.models.load import load_model
 from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")

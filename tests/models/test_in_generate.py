@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 
 README = Path(__file__).parents[2] / "sirchat" / "memory" / "README.md"
 

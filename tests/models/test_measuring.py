@@ -16,8 +16,7 @@ from command import run
 from families import loaded
 from sirchat.config.profile import Profile
 from sirchat.models import measuring
-from sirchat.models.compiling import load_model_of
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model, load_model_of
 from sirchat.models.measuring import HeadShape, fastest_products, fastest_type, head_shape
 from sirchat.models.packed import Products, products_of
 from sirchat.paths import compiled_dir

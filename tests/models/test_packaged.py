@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sirchat.errors import ModelError
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.names import locate
 from warm_python import warm_python
 

@@ -20,7 +20,7 @@ from sirchat.engine.types import CacheSettings, TurnRef
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.packed import (
     Int4Linear,
@@ -344,6 +344,6 @@ def test_embeddings_with_a_scale_keep_it_when_they_are_rounded(model_type: str) 
 def test_what_cant_be_done_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="can't stay packed"):
         load_model("tiny", quantize="packed")
-    monkeypatch.setattr("sirchat.models.loading.pick_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr("sirchat.models.load.pick_device", lambda name: torch.device("meta"))
     with pytest.raises(ModelError, match="quantize=int8 works on a CPU only"):
         load_model("tiny", quantize="int8")

@@ -16,7 +16,7 @@ from families import HELD, HYBRIDS, REFUSED, build, loaded
 from gguf_file import write_gguf
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
 from sirchat.models.shape import cache_bytes, shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir

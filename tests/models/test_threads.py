@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sirchat.models.threads import (
+from sirchat.models.devices import (
     cpu_quota,
     free_threads,
     in_ending_thread,
@@ -87,7 +87,7 @@ def test_what_the_user_sets_is_not_overridden(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr("sirchat.models.threads.free_threads", lambda: 5)
+    monkeypatch.setattr("sirchat.models.devices.free_threads", lambda: 5)
     use_threads(wanted, environment)
     assert asked == ([] if threads is None else [threads])
 
@@ -106,7 +106,7 @@ def test_a_thread_that_has_ended_keeps_no_workers() -> None:
     """Workers of a thread that only waits slow down the workers of the one that generates."""
     script = (
         "import sys, threading, time; from pathlib import Path; import torch\n"
-        "from sirchat.models.threads import in_ending_thread\n"
+        "from sirchat.models.devices import in_ending_thread\n"
         "torch.set_num_threads(3)\n"
         "count = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
         "before = count()\n"

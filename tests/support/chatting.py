@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from sirchat.chat.events import Event, TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_dir
 from sirchat.text.anchors import Anchors

@@ -27,7 +27,7 @@ from sirchat.chat.events import Event, to_json
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore

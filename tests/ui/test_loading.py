@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from chatting import save_babbler, tiny
 from gguf_file import write_gguf
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from terminal import Terminal
 from warm_python import warm_python
 
@@ -107,7 +107,7 @@ def test_what_libraries_say_while_loading_is_not_shown(
 
 @pytest.mark.slow
 def test_a_gguf_file_loads_silently_in_a_process_of_its_own(gguf: Path) -> None:
-    load = "import sys; from sirchat.models.loading import load_model; load_model(sys.argv[1])"
+    load = "import sys; from sirchat.models.load import load_model; load_model(sys.argv[1])"
     done = python("-c", load, str(gguf))
     assert (done.stdout, done.stderr) == ("", "")
 

@@ -18,7 +18,7 @@ from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
 from sirchat.saved.autosave import resume_session
 from sirchat.saved.saved_state import saved_profile

@@ -11,7 +11,7 @@ from sirchat.lab.bench.record import machine
 from sirchat.lab.bench.report import start_record
 from sirchat.lab.bench.start import REPLY, bench_start
 from sirchat.models.compiling import use_compiled
-from sirchat.models.threads import use_threads
+from sirchat.models.devices import use_threads
 
 _LONG = 1000  # tokens of the text that is read after the start
 _SEEN = (2_000, 10_000)  # tokens before the early and the late timing of decode

@@ -9,9 +9,9 @@ import torch
 from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.lab.bench.archive import resident_memory
-from sirchat.models.compiling import load_model_of
 from sirchat.models.fit import fit_of
 from sirchat.models.listing import find_model
+from sirchat.models.load import load_model_of
 from sirchat.models.model import LoadedModel
 
 

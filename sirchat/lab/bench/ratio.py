@@ -22,7 +22,7 @@ from sirchat.config.profile import Profile
 from sirchat.lab.bench.record import machine
 from sirchat.models.decoder import Decoder
 from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype
-from sirchat.models.loading import Quantize, load_model
+from sirchat.models.load import Quantize, load_model
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.packing import pack_module
 

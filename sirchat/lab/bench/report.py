@@ -16,8 +16,8 @@ from sirchat.lab.bench.memory import MemoryMeasure
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.lab.bench.record import compare_records, machine, machine_in_words, values
 from sirchat.lab.bench.start import StartMeasure
+from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
-from sirchat.models.threads import threads_in_words
 
 
 def print_ratios(

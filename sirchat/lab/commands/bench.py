@@ -169,7 +169,7 @@ def decode(
     from sirchat.lab.bench.peers import peer_for, sirllm_by
     from sirchat.lab.bench.ratio import BenchOptions, unpacked
     from sirchat.models.compiling import use_compiled
-    from sirchat.models.threads import use_threads
+    from sirchat.models.devices import use_threads
 
     use_threads(profile.threads)  # llama.cpp gets as many
     options = BenchOptions(cache=cache, rounds=rounds, seen=tuple(map(int, numbers)))
@@ -205,7 +205,7 @@ def start(
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
     from sirchat.lab.bench.start import REPLY, bench_start
-    from sirchat.models.threads import use_threads
+    from sirchat.models.devices import use_threads
 
     use_threads(profile.threads)  # llama.cpp gets as many
     with peer_for(profile.model, llama_cpp, tokens + REPLY) as peer:

@@ -25,8 +25,8 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed, short
 from sirchat.lab.studies.results_log import Record
 from sirchat.memory.policies import policy_class
+from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
-from sirchat.models.threads import threads_in_words
 from sirchat.saved.autosave import fingerprint
 
 

@@ -43,8 +43,8 @@ from sirchat.lab.training.anchor_trainer import (
     collate,
 )
 from sirchat.lab.training.losses import LossHistory, checkpoint_losses
+from sirchat.models.load import gguf_parts
 from sirchat.models.names import locate, unloadable
-from sirchat.models.parts import gguf_parts
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 

@@ -28,7 +28,7 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.reading import whole_round
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.scorer import LayerStates, Scorer, layer_count
 from sirchat.paths import scorer_files

@@ -11,7 +11,7 @@ from command import run
 from sirchat.errors import SettingError
 from sirchat.lab.bench.made_model import CONTEXT, write_model
 from sirchat.lab.bench.ratio import SHAPES
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 
 SMALL = {
     "hidden_size": 256,

@@ -19,7 +19,7 @@ from hostile_folder import hostile_modules
 from sirchat.errors import SettingError, SirchatError
 from sirchat.lab.studies.study import RunUnit
 from sirchat.lab.studies.workers import run_in_processes
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 
 

@@ -16,7 +16,7 @@ from command import run
 from fatal_study import Fatal
 from sirchat.errors import SettingError, SirchatError, UsageError
 from sirchat.lab.studies.workers import Cluster, run_on_ray
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(fatal_study)  # workers can't import the tests

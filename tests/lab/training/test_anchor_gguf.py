@@ -19,7 +19,7 @@ from sirchat.lab.training.anchor import AnchorOptions, prepare, train_anchors
 from sirchat.lab.training.anchor_trainer import Step, TrainingClock
 from sirchat.lab.training.display import train_anchor_with_progress
 from sirchat.lab.training.losses import HISTORY, load_losses
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
 from warm_python import warm_python
 

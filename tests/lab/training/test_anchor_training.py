@@ -30,7 +30,7 @@ from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, packed
 from sirchat.lab.training.anchor_trainer import Step, collate, weighted_sum
 from sirchat.lab.training.losses import load_losses
 from sirchat.lab.training.masks import visible
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.text.detokenizer import ends_sentence
 from warm_program import warm_program

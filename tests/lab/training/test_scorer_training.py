@@ -30,7 +30,7 @@ from sirchat.lab.training.scorer import (
     observed,
     spearman,
 )
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.paths import scorer_files
 from sirchat.text.template import Template
 

@@ -25,7 +25,7 @@ from sirchat.lab.training.schedule import ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND
 from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
 from sirchat.lab.training.trainer import TrainOptions, TrainStep, train
 from sirchat.memory.policies.anchor import Anchor
-from sirchat.models.loading import load_model
+from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)

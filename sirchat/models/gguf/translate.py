@@ -13,8 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.errors import ModelError
-from sirchat.models.gguf.architecture import MEANS_NOTHING, SIZES, Architecture, Change
-from sirchat.models.gguf.architectures import ARCHITECTURES
+from sirchat.models.gguf.architectures import (
+    ARCHITECTURES,
+    MEANS_NOTHING,
+    SIZES,
+    Architecture,
+    Change,
+)
 from sirchat.models.gguf.header import BLOCKS, GgufFile, GgufTensor
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}

@@ -1,28 +1,162 @@
-"""Loads the two parts of a model, module and tokenizer, from its files.
-
-A Llama-shaped model is read for a CPU without transformers, whose import alone takes longer than
-reading the files.
-"""
+"""Loads a model with its tokenizer: device, number types, packing, and who reads the files."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from sirchat.models.decoder import Decoder
-from sirchat.models.decoder_config import ConfigValues, DecoderConfig
-from sirchat.models.gguf.contents import has_blocks, is_supported, refuse_misread
+from sirchat.config.profile import Profile
+from sirchat.errors import ModelError
+from sirchat.models.compiling import use_compiled
+from sirchat.models.decoder import ConfigValues, Decoder, DecoderConfig
+from sirchat.models.device_map import Spread, spread_of
+from sirchat.models.devices import (
+    DeviceName,
+    DtypeName,
+    pick_device,
+    pick_dtype,
+    use_threads,
+)
 from sirchat.models.gguf.header import parse_gguf
+from sirchat.models.gguf.translate import has_blocks, is_supported, refuse_misread
 from sirchat.models.hub import only_cached
-from sirchat.models.placement import Spread
-from sirchat.models.probe import refuse_unsupported_layers
-from sirchat.models.progress import Progress, reporting, switch_off_bars
+from sirchat.models.measuring import (
+    CacheTypeName,
+    UnpackName,
+    choose_products,
+)
+from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.names import locate, unloadable
+from sirchat.models.packed import (
+    four_bit_block,
+)
+from sirchat.models.packing import pack_module
+from sirchat.models.probe import (
+    refuse_foreign_tokenizer,
+    refuse_unsupported_layers,
+)
+from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.text.tokenizer import tokenizer_of_folder
+
+Quantize = Literal["auto", "none", "packed", "int8", "int4"]
+"""The setting `quantize`: how a CPU stores the weights of a model.
+
+`none` unpacks the weights of a GGUF file; `packed` keeps them packed. `auto` means `packed` if the
+file has weights in blocks of few bits, if the CPU can compute with packed weights, and if no dtype
+was given; else `none`. `int8` rounds every matrix to eight bits with a scale for each row. `int4`
+rounds every matrix to four bits with a scale and a minimum for each 32 weights, or to eight bits if
+the shape of the matrix does not allow four.
+"""
+
+
+MOST_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens
+
+
+def load_model_of(
+    profile: Profile,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    for_hub: bool = False,
+) -> LoadedModel:
+    """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
+
+    `progress` is called with the progress of loading; `load_model` describes `for_hub`. Raises
+    ModelError if the model can't be loaded, or if `compile` is `on` and its decode step can't be
+    compiled.
+    """
+    model = load_model(
+        profile.model,
+        device=profile.device,
+        dtype=profile.dtype,
+        threads=profile.threads,
+        quantize=profile.quantize,
+        unpack=profile.unpack_dtype,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+        cache_type=profile.cache_dtype,
+        for_hub=for_hub,
+        device_map=profile.device_map,
+        rows=max(profile.budget, MOST_ROWS),
+    )
+    use_compiled(model, profile.compile, progress)
+    return model
+
+
+@no_warnings()
+def load_model(
+    name: str,
+    *,
+    device: DeviceName = "auto",
+    dtype: DtypeName = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    threads: int = 0,
+    quantize: Quantize = "auto",
+    unpack: UnpackName = "auto",
+    cache_type: CacheTypeName = "auto",
+    for_hub: bool = False,
+    device_map: str = "off",
+    rows: int = 0,
+) -> LoadedModel:
+    """Load a model by its name: a bundled model, `smollm2`, a folder, a GGUF file, or a hub id.
+
+    Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
+    those of transformers, which can generate and be saved. `device`, `dtype`, `threads`, `quantize`
+    and `device_map` are settings of `Profile`; `unpack` is the setting `unpack_dtype`, `cache_type`
+    is `cache_dtype`. A device map leaves room for the KV cache of `rows` tokens. Raises
+    ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
+    """
+    target, spread = pick_device(device), None
+    if device_map != "off":
+        spread = spread_of(name, device_map, rows, dtype, device=device, quantize=quantize)
+        target, for_hub = spread.main_device, True
+    if target.type == "cpu" or spread is not None:
+        use_threads(threads)
+    source, gguf = locate(name)
+    try:
+        if quantize not in ("auto", "none") and target.type != "cpu":
+            raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
+        kind, found = pick_dtype(dtype, target), None
+        if gguf:
+            path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
+            how: dict[str, Any] = {"for_hub": for_hub, "spread": spread}
+            found = gguf_parts(path, target, kind, progress, packs=packs, **how)
+        elif target.type == "cpu" and not for_hub and Path(source).is_dir():
+            found = folder_parts(Path(source), kind, progress)
+        if quantize == "packed" and not (gguf and found):
+            why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
+            raise ModelError(why, hint="--quantize int8 works with any model")
+        if found is None:
+            options = {"trust_remote_code": trust_remote_code, **gguf}
+            found = hub_parts(name, source, target, kind, progress, options, spread=spread)
+        module, tokenizer = found
+        refuse_foreign_tokenizer(module, tokenizer, name)
+        if quantize in ("int8", "int4"):
+            pack_module(module, 8 if quantize == "int8" else 4)
+        choose_products(module, unpack)
+        return replace(wrap_model(name, module.eval(), tokenizer), cache_type=cache_type)
+    except ModelError:
+        raise
+    except Exception as error:  # for damaged files, the libraries raise all kinds of errors
+        raise unloadable(name, error) from error
+
+
+def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
+    """Decide whether the weights of a GGUF file stay packed.
+
+    Returns None if this depends on the file: its weights stay packed if they are in blocks of few
+    bits.
+    """
+    if quantize == "auto" and dtype == "auto" and device.type == "cpu":
+        return None if four_bit_block() else False
+    return quantize == "packed"
 
 
 def hub_parts(
@@ -88,7 +222,7 @@ def gguf_parts(
     devices that `spread` names.
     """
     file = parse_gguf(path)
-    from sirchat.models.gguf import loading, vocabulary
+    from sirchat.models.gguf import model, vocabulary
 
     if not is_supported(file):
         refuse_misread(file)
@@ -97,7 +231,7 @@ def gguf_parts(
     is_hubs = for_hub or device.type != "cpu"
     load = vocabulary.hub_tokenizer if is_hubs else vocabulary.load_tokenizer
     tokenizer = load(str(path.parent), path.name, file)
-    module = loading.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
+    module = model.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
     if spread is None:
         return module.to(device), tokenizer
     spread.dispatch(module)
