@@ -11,27 +11,19 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.words import MARKS, STOP_WORDS, around, is_mark, said, words_at, words_of
 
-_LATEST = 8
-"""The function `latest_words` finds the words of this many tokens."""
+_LATEST = 8  # tokens whose words `latest_words` finds
+_FEWEST, _RECENT = 4, 64  # user messages that `_common_words` needs, and the most that it searches
 
 
 @dataclass(frozen=True)
 class EvictedText:
-    """A turn of which some tokens are not in the cache.
-
-    Attributes:
-        index, role: the turn's index, and who wrote it.
-        tokens: number of the turn's tokens, without those of the chat template.
-        held: how many of these tokens are in the cache.
-        words: the words that have an evicted token, the most surprising first; a word that is still
-            in the cache at another place is left out.
-    """
+    """A turn of which some tokens are not in the cache."""
 
     index: int
     role: str
-    tokens: int
-    held: int
-    words: tuple[str, ...]
+    tokens: int  # of the message, not of the chat template
+    held: int  # of these tokens
+    words: tuple[str, ...]  # with an evicted token, most surprising first; not held elsewhere
 
 
 def evicted_turns(session: Session) -> Iterator[EvictedText]:
@@ -52,10 +44,10 @@ def evicted_turns(session: Session) -> Iterator[EvictedText]:
 
 
 def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ...]:
-    """The words of the user's messages that were evicted with the tokens at these positions.
+    """The user's words that were evicted with the tokens at these positions, surprising first.
 
-    The most surprising word comes first. Words that are still in the cache at another place,
-    English stop words, and words that most of the user's messages have, are left out.
+    Words that are held at another place, English stop words, and words that most of the user's
+    messages have, are left out.
     """
     rows = [row for row in session.tokens(sorted(positions)) if row.role == "user"]
     if not rows:
@@ -64,41 +56,32 @@ def evicted_words(session: Session, positions: Collection[int]) -> tuple[str, ..
     present = {row.position for row in held}
     gone = [row.position for row in rows if row.position not in present]
     # Whole words: the rest of a word may have been evicted before.
-    near = session.tokens(around(gone, session.seen))
-    whole = [row for row in near if row.role == "user"]
-    return words_at(gone, whole, words_of(held) | STOP_WORDS | _common_words(session))
-
-
-def _common_words(session: Session) -> set[str]:
-    """The words, in lower case, that more than half of the user's last messages contain.
-
-    The last `_RECENT` messages are searched. Empty if the user wrote fewer than `_FEW` messages.
-    """
-    said = [turn.text for turn in session.turns if turn.role == "user"][-_RECENT:]
-    if len(said) < _FEW:
-        return set()
-    counts = Counter(word for text in said for word in set(_spelled_words(text)))
-    return {word for word, count in counts.items() if 2 * count > len(said)}
-
-
-def _spelled_words(text: str) -> Iterator[str]:
-    return (word.strip(MARKS).casefold() for word in text.split())
-
-
-_FEW, _RECENT = 4, 64
-"""`_common_words` needs at least `_FEW` user messages, and searches the last `_RECENT` of them."""
+    near = [row for row in session.tokens(around(gone, session.seen)) if row.role == "user"]
+    return words_at(gone, near, words_of(held) | STOP_WORDS | _common_words(session))
 
 
 def latest_words(
     session: Session, positions: Sequence[int], held: Sequence[TokenRow]
 ) -> tuple[str, ...]:
-    """A few words, of the user or the model, that have tokens at these ascending positions.
+    """A few words with tokens at these ascending positions, surprising first, fast to find.
 
-    The most surprising word comes first. Words that occur in the held tokens `held` are left out.
-    This function takes much less time than `evicted_words`, which returns all words.
+    Words that occur in the held tokens `held` are left out.
     """
     rows = [row for row in said(session.tokens(positions)) if not is_mark(row.text)]
     best = nlargest(_LATEST, rows, key=lambda row: row.surprisal or 0.0)
     at = [row.position for row in best]
-    whole = said(session.tokens(around(at, session.seen))) if at else []
-    return words_at(at, whole, words_of(held))
+    near = said(session.tokens(around(at, session.seen))) if at else []
+    return words_at(at, near, words_of(held))
+
+
+def _common_words(session: Session) -> set[str]:
+    """The words, in lower case, that more than half of the user's last messages have."""
+    texts = [turn.text for turn in session.turns if turn.role == "user"][-_RECENT:]
+    if len(texts) < _FEWEST:
+        return set()
+    counts = Counter(
+        word
+        for text in texts
+        for word in {spelling.strip(MARKS).casefold() for spelling in text.split()}
+    )
+    return {word for word, count in counts.items() if 2 * count > len(texts)}

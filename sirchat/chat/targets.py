@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sirchat.chat.state import ConversationState
 from sirchat.engine.engine import Engine
@@ -16,15 +14,13 @@ from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import Texts, tokens_matching
 
+Target = str | Positions  # what the user typed to name tokens, or their stream positions
+
+# Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese: no blanks between words.
 _WITHOUT_BLANKS = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-"""Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese: no blanks between words."""
-
-
-Target = str | Positions
-"""What the user typed to name tokens, or the stream positions of tokens."""
 
 
 def positions_of(
@@ -35,78 +31,77 @@ def positions_of(
     among: Positions,
     around: int = 0,
 ) -> Positions:
-    """Find the tokens that a target names; returns their stream positions [k], ascending.
+    """Positions [k], ascending and in `among` [n], of the tokens that a target names.
 
-    A target that the user typed is `last` (the last user turn), `turn N` (the turn with index N),
-    or a text; anything in quotes is a text. A text is searched in every turn, as whole words,
-    ignoring case. Tokens of the chat template never match.
+    What the user typed is `last` (the last user turn), `turn N`, or a text, which may stand in
+    quotes. With them come `around` tokens of the same turn on each side.
 
-    Args:
-        target: what the user typed, or stream positions; for positions, the result may be empty.
-        ledger: the table of all tokens.
-        texts: returns the text of each token id.
-        roles: role of each turn.
-        among: positions [n] of the tokens that may be returned.
-        around: this many tokens before and after each found token are returned, too, if they belong
-            to the same turn.
-
-    Raises:
-        UsageError: nothing matches what the user typed.
+    Raises UsageError if nothing matches what the user typed.
     """
     if not isinstance(target, str):
         return np.intersect1d(target, among)
     is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
     said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
-    turn = turn_of_target(target, roles)
+    turns, turn = ledger.column("turn"), turn_of_target(target, roles)
     if turn is None:
         positions = _occurrences(without_quotes(target), ledger, texts, said)
     else:
-        positions = said[ledger.column("turn")[said] == turn]
+        positions = said[turns[said] == turn]
     if not len(positions):
         what = format_value(without_quotes(target))
         if len(among) < ledger.seen and _is_anywhere(target, ledger, texts, roles):
             raise UsageError(f"{what} was evicted, and is no longer archived")
         raise UsageError(f"{what}: these words are not in this chat")
-    return _with_neighbours(positions, said, ledger.column("turn"), around)
+    near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
+    return np.intersect1d(near[turns[near] == turns[positions][:, None]], said)
 
 
-def _is_anywhere(target: str, ledger: Ledger, texts: Texts, roles: Sequence[str]) -> bool:
-    """Whether any tokens of the chat, even lost ones, match the target, a text or a turn."""
-    try:
-        return bool(len(positions_of(target, ledger, texts, roles, np.arange(ledger.seen))))
-    except UsageError:
-        return False
-
-
-def _with_neighbours(
-    positions: Positions, said: Positions, turns: NDArray[np.integer[Any]], around: int
+def tokens_to_erase(
+    target: str, engine: Engine, texts: Texts, now: ConversationState, system: str | None
 ) -> Positions:
-    near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, len(turns) - 1)
-    near = near[turns[near] == turns[positions][:, None]]
-    return np.intersect1d(near, said)
+    """Positions of the tokens, held or evicted, that `target` names; `system` is the system prompt.
 
-
-def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
-    """Find every occurrence of `text` in the tokens at the stream positions `said`.
-
-    Returns the positions of the tokens of all occurrences. If `said` lacks one of the tokens of an
-    occurrence, this occurrence does not count.
+    Empty if the chat has the text, but the model has not read it: it is in an interrupted turn, or
+    in a system prompt before the first turn. Raises UsageError if nothing matches.
     """
-    if not text:
-        raise UsageError("expected text, last, or turn N", hint="some words of the chat")
-    at = said.tolist()
-    pieces = texts(ledger.column("token_id")[said].tolist(), at)
-    chosen = np.zeros(len(at), bool)
-    breaks = np.flatnonzero(np.diff(said) > 1) + 1
-    for run in np.split(np.arange(len(at)), breaks):
-        parts = [pieces[i] for i in run.tolist()]
-        chosen[run] = tokens_matching(whole_words(text), parts)
-    return said[chosen]
+    ledger, roles = engine.ledger, now.roles
+    try:
+        return positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
+    except UsageError:
+        pattern = whole_words(without_quotes(target))
+        unread = [system or "", *(turn.text for turn in now.turns)]
+        if turn_of_target(target, roles) is not None or not any(map(pattern.search, unread)):
+            raise
+        return np.zeros(0, np.int64)
 
 
-def with_target_removed(target: str, text: str) -> str:
-    """Remove every occurrence of the words `target` from `text`, and return the result."""
-    return whole_words(without_quotes(target)).sub("", text)
+def erase_text(target: str, now: ConversationState, system: str | None) -> str | None:
+    """Erase the words, or the turn, that `target` names from the turns' texts.
+
+    Words are erased from the system prompt `system`, too; returns what is left of it, or None.
+    """
+    index = turn_of_target(target, now.roles)
+    if index is not None:
+        turn = now.turns[index]
+        in_force = turn.role == "system" and turn.text == system
+        turn.text = ""
+        return None if in_force else system
+    pattern = whole_words(without_quotes(target))
+    for turn in now.turns:
+        turn.text = pattern.sub("", turn.text)
+    return pattern.sub("", system) or None if system else system
+
+
+def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
+    """The index of the turn that `target` (`last` or `turn N`) names; None if it is a text.
+
+    It is -1 for `last` if there is no user turn.
+    """
+    match = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
+    if match is None:
+        return None
+    users = [index for index, role in enumerate(roles) if role == "user"]
+    return int(match[1]) if match[1] else max(users, default=-1)
 
 
 def whole_words(text: str) -> re.Pattern[str]:
@@ -121,65 +116,33 @@ def whole_words(text: str) -> re.Pattern[str]:
     return re.compile(before + re.escape(text) + after, re.IGNORECASE)
 
 
-def _ends_word(character: str) -> bool:
-    return bool(re.match(r"\w", character)) and not _WITHOUT_BLANKS.match(character)
-
-
-def turn_of_target(target: str, roles: Sequence[str]) -> int | None:
-    """The index of the turn that `target` (`last` or `turn N`) names.
-
-    Returns None if `target` is a text, and -1 if it is `last` but there is no user turn.
-    """
-    found = re.fullmatch(r"(?:last|turn +(\d+))", target.strip())
-    if found is None:
-        return None
-    users = [n for n, role in enumerate(roles) if role == "user"]
-    return int(found[1]) if found[1] else max(users, default=-1)
-
-
 def without_quotes(target: str) -> str:
     """The text `target` without the double quotes around it; unchanged if it has none."""
     text = target.strip()
-    quoted = len(text) > 2 and text[0] == text[-1] == '"'
-    return text[1:-1] if quoted else text
+    is_quoted = len(text) > 2 and text[0] == text[-1] == '"'
+    return text[1:-1] if is_quoted else text
 
 
-def tokens_to_erase(
-    target: str, engine: Engine, texts: Texts, now: ConversationState, system: str | None
-) -> Positions:
-    """Stream positions of the tokens, held or evicted, that `target` (a text or a turn) names.
-
-    `system` is the system prompt. The result is empty if the chat has the text, but the model did
-    not read it: the text is in an interrupted turn, or in a system prompt before the first turn.
-    Raises UsageError if nothing matches.
-    """
-    ledger, roles = engine.ledger, now.roles
+def _is_anywhere(target: str, ledger: Ledger, texts: Texts, roles: Sequence[str]) -> bool:
+    """Whether any tokens of the chat, even lost ones, match the target."""
     try:
-        return positions_of(target, ledger, texts, roles, np.arange(ledger.seen))
+        return bool(len(positions_of(target, ledger, texts, roles, np.arange(ledger.seen))))
     except UsageError:
-        said = [system or "", *(turn.text for turn in now.turns)]
-        is_text = turn_of_target(target, roles) is None
-        if not is_text or not _occurs_in(without_quotes(target), said):
-            raise
-        return np.zeros(0, np.int64)
+        return False
 
 
-def erase_text(target: str, now: ConversationState, system: str | None) -> str | None:
-    """Erase certain words, or a whole turn, from the stored texts of the turns.
-
-    `target` names them. Words are erased from the system prompt `system`, too. Returns what is left
-    of the system prompt, or None if nothing is left.
-    """
-    turn = turn_of_target(target, now.roles)
-    if turn is not None:
-        one = now.turns[turn]
-        in_force = one.role == "system" and one.text == system
-        one.text = ""
-        return None if in_force else system
-    for one in now.turns:
-        one.text = with_target_removed(target, one.text)
-    return with_target_removed(target, system) or None if system else system
+def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
+    """Positions of the tokens of every occurrence of `text` whose tokens are all in `said`."""
+    if not text:
+        raise UsageError("expected text, last, or turn N", hint="some words of the chat")
+    at = said.tolist()
+    pieces = texts(ledger.column("token_id")[said].tolist(), at)
+    matches = np.zeros(len(at), bool)
+    breaks = np.flatnonzero(np.diff(said) > 1) + 1
+    for run in np.split(np.arange(len(at)), breaks):
+        matches[run] = tokens_matching(whole_words(text), [pieces[i] for i in run.tolist()])
+    return said[matches]
 
 
-def _occurs_in(text: str, said: list[str]) -> bool:
-    return any(whole_words(text).search(one) for one in said)
+def _ends_word(character: str) -> bool:
+    return bool(re.match(r"\w", character)) and not _WITHOUT_BLANKS.match(character)

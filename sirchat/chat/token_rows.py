@@ -24,78 +24,35 @@ _LARGEST = float(np.finfo(np.float64).max)
 
 
 def policy_scores(engine: Engine, positions: Positions) -> Floats | None:
-    """The eviction policy's score [n] of each token at the stream `positions` [n], ascending.
+    """The policy's scores [n] of the tokens at `positions` [n], ascending, as if all were held.
 
-    The tokens with the lowest scores are evicted first. A token that is not in the cache is scored
-    as if it were. Returns None if the policy has no scores.
+    Tokens with the lowest scores are evicted first. None if the policy has no scores.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return None
-    found = _as_if_held(engine, positions, lambda rows: {"score": policy.score(rows)})
-    return found.get("score", np.zeros(0))
+    scores = _as_if_held(engine, positions, lambda rows: {"score": policy.score(rows)})
+    return scores.get("score", np.zeros(0))
 
 
 def shown_scores(engine: Engine, scores: Floats) -> Floats:
-    """Convert a policy's scores [n] to the numbers that users see.
-
-    If the policy's scores are logarithms, the exponential is taken. All results are finite.
-    """
+    """The policy's scores [n] as users see them: finite, and not as logarithms."""
     policy = engine.settings.policy
     if isinstance(policy, ScorePolicy) and policy.log_scale:
-        return finite_exp(scores)
+        return _finite_exp(scores)
     return np.nan_to_num(scores, nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
 
 
-def score_unit(engine: Engine) -> str:
-    """The unit of the policy's scores, such as "nats"; empty if they have no unit."""
-    policy = engine.settings.policy
-    return policy.unit if isinstance(policy, ScorePolicy) else ""
+def score_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
+    """By name, the factors [n] whose product is the policy's score of the tokens at `positions`.
 
-
-def explaining_factors(engine: Engine, positions: Positions) -> dict[str, Floats]:
-    """The factors whose product is the policy's score, for the tokens at `positions` [n].
-
-    Returns one array [n] for each factor, by the factor's name; empty if the policy's scores are
-    not such products.
+    Empty if the policy's scores are no such products.
     """
     policy = engine.settings.policy
     if not isinstance(policy, ScorePolicy):
         return {}
-    found = _as_if_held(engine, positions, policy.log_factors)
-    return {name: finite_exp(one) for name, one in found.items()}
-
-
-def finite_exp(logarithms: Floats) -> Floats:
-    """The exponentials of `logarithms`, limited to the largest float64; 0 for NaN."""
-    known = np.nan_to_num(logarithms, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-    numbers: Floats = np.exp(known.clip(max=np.log(_LARGEST)))
-    return numbers
-
-
-def _as_if_held(
-    engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
-) -> dict[str, Floats]:
-    """Compute values of the rows (tokens) at `positions` [n] as if all were in the cache.
-
-    Returns, by name, the arrays [n] that `compute` returns. A score may depend on the other held
-    rows, so `compute` gets a whole table of rows. For a held row, this table has all held rows
-    except those that recall restored. For a row that recall restored, it has all held rows. For an
-    evicted row, it has the held rows and all rows at `positions`.
-    """
-    held = engine.ledger.held_positions
-    own = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
-    found: dict[str, Floats] = {}
-    unknown = np.ones(len(positions), bool)
-    for among in (own, held, np.union1d(held, positions)):
-        here = unknown & np.isin(positions, among)
-        if here.any():
-            at = np.searchsorted(among, positions[here])
-            for name, one in compute(engine.residency.view_of(among)).items():
-                values = found.setdefault(name, np.zeros(len(positions)))
-                values[here] = one.double().numpy()[at]
-            unknown &= ~here
-    return found
+    factors = _as_if_held(engine, positions, policy.log_factors)
+    return {name: _finite_exp(logarithms) for name, logarithms in factors.items()}
 
 
 def token_rows(
@@ -105,10 +62,7 @@ def token_rows(
     sinks: int,
     scores: Floats | None,
 ) -> tuple[TokenRow, ...]:
-    """A record of each token at these stream positions [n], which are ascending.
-
-    `scores` [n] are the policy's scores of the tokens; None if the policy has no scores.
-    """
+    """A record of each token at these positions [n], ascending; `scores` [n] are the policy's."""
     ledger, at = engine.ledger, positions.tolist()
 
     def column(name: str) -> list[Any]:
@@ -141,9 +95,38 @@ def token_rows(
     )
 
 
+def _as_if_held(
+    engine: Engine, positions: Positions, compute: Callable[[HeldRows], dict[str, Tensor]]
+) -> dict[str, Floats]:
+    """By name, the values that `compute` gives the rows at `positions` [n], as if all were held."""
+    # A score may depend on the other held rows. A held row is scored among all held rows but those
+    # that recall restored; a row that recall restored, among all held rows; an evicted row, among
+    # the held rows and all rows at `positions`.
+    held = engine.ledger.held_positions
+    without_recalled = np.setdiff1d(held, engine.ledger.recalled, assume_unique=True)
+    results: dict[str, Floats] = {}
+    unknown = np.ones(len(positions), bool)
+    for among in (without_recalled, held, np.union1d(held, positions)):
+        here = unknown & np.isin(positions, among)
+        if here.any():
+            at = np.searchsorted(among, positions[here])
+            for name, values in compute(engine.residency.view_of(among)).items():
+                result = results.setdefault(name, np.zeros(len(positions)))
+                result[here] = values.double().numpy()[at]
+            unknown &= ~here
+    return results
+
+
+def _finite_exp(logarithms: Floats) -> Floats:
+    """The exponentials of `logarithms`, limited to the largest float64; 0 for NaN."""
+    known = np.nan_to_num(logarithms, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    numbers: Floats = np.exp(known.clip(max=np.log(_LARGEST)))
+    return numbers
+
+
 @lru_cache(maxsize=256)
-def _flag_names(flags: int, sink: bool) -> tuple[str, ...]:
-    names = ["sink"] if sink else []
+def _flag_names(flags: int, is_sink: bool) -> tuple[str, ...]:
+    names = ["sink"] if is_sink else []
     shown = flags & ~Flag.CONTINUES  # the text itself shows this
     names += [flag.name.lower() for flag in Flag if shown & flag and flag.name]
     return tuple(names)

@@ -12,6 +12,7 @@ from sirchat.chat.events import TokenRow
 
 MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
 
+# English words that tell little by themselves, in lower case.
 STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -22,13 +23,9 @@ STOP_WORDS = frozenset(
         "what when where which who why will with would yes you your",
     )
 )
-"""English words that tell little by themselves, in lower case."""
 
-_LONGEST = 16
-"""A word is cut after this many tokens, because some scripts have no blanks between words."""
-
-_REACH = 5
-"""To find the whole word of a token, this many tokens on each side of the token are read."""
+_LONGEST = 16  # tokens of a word; it is cut then, as some scripts have no blanks between words
+_REACH = 5  # tokens that are read on each side of a token, to find its whole word
 
 
 def is_mark(text: str) -> bool:
@@ -36,17 +33,21 @@ def is_mark(text: str) -> bool:
     return not text.strip(MARKS)
 
 
+def said(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The tokens that belong to messages, not to the chat template."""
+    return [row for row in rows if row.role != "template"]
+
+
 def spelled(word: Sequence[TokenRow]) -> str:
-    """The text of a word, given as its tokens, without the punctuation and blanks around it."""
+    """The text of a word's tokens, without the punctuation and blanks around it."""
     return "".join(row.text for row in word).strip(MARKS)
 
 
 def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
     """Split tokens, in stream order, into words; yields the tokens of each word.
 
-    A new word begins at a blank, after a stream position that is missing in `rows`, and at the
-    start of each turn. A wide (East Asian) character is a word of its own. The blank before a word
-    and the punctuation around it belong to the word.
+    A word begins at a blank, after a missing stream position, and with a turn; a wide (East Asian)
+    character is a word. The blank before a word and the punctuation around it belong to the word.
     """
     word: list[TokenRow] = []
     for row in rows:
@@ -56,6 +57,35 @@ def split_words(rows: Sequence[TokenRow]) -> Iterator[list[TokenRow]]:
         word.append(row)
     if word:
         yield word
+
+
+def words_of(rows: Sequence[TokenRow]) -> set[str]:
+    """The words of these tokens, in lower case; tokens of the chat template are left out."""
+    return {spelled(word).casefold() for word in split_words(said(rows))}
+
+
+def words_at(
+    positions: Collection[int], rows: Sequence[TokenRow], known: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The words of `rows` that have a token at one of these positions, the most surprising first.
+
+    Tokens that are only punctuation do not count; words in `known`, in lower case, are left out.
+    """
+    asked = set(positions)
+    surprisal: dict[str, float] = {}  # of each word's most surprising token, in nats
+    for word in split_words(rows):
+        text = spelled(word)
+        is_asked = any(row.position in asked and not is_mark(row.text) for row in word)
+        if is_asked and text.casefold() not in known:
+            nats = max(-math.inf if row.surprisal is None else row.surprisal for row in word)
+            surprisal[text] = max(surprisal.get(text, -math.inf), nats)
+    return tuple(sorted(surprisal, key=lambda text: -surprisal[text]))
+
+
+def around(positions: Collection[int], seen: int) -> list[int]:
+    """These positions of a stream of `seen` tokens, and up to 5 on each side of each, ascending."""
+    near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
+    return sorted(at for at in near if 0 <= at < seen)
 
 
 def _is_apart(before: TokenRow, row: TokenRow) -> bool:
@@ -72,41 +102,3 @@ def _is_apart(before: TokenRow, row: TokenRow) -> bool:
 
 def _is_wide(char: str) -> bool:
     return not char.isascii() and east_asian_width(char) in "WF"
-
-
-def around(positions: Collection[int], seen: int) -> list[int]:
-    """These stream positions and up to `_REACH` positions on each side of each, ascending.
-
-    The stream has `seen` tokens.
-    """
-    near = {at + step for at in positions for step in range(-_REACH, _REACH + 1)}
-    return sorted(at for at in near if 0 <= at < seen)
-
-
-def words_at(
-    positions: Collection[int], rows: Sequence[TokenRow], known: Collection[str] = ()
-) -> tuple[str, ...]:
-    """The words of `rows` that have a token at one of these positions, the most surprising first.
-
-    Each word is named once. Tokens that are only punctuation do not count. The words in `known`, in
-    lower case, are left out.
-    """
-    wanted = set(positions)
-    found: dict[str, float] = {}
-    for word in split_words(rows):
-        text = spelled(word)
-        gone = any(row.position in wanted and not is_mark(row.text) for row in word)
-        if gone and text.casefold() not in known:
-            least = -math.inf
-            found[text] = max(found.get(text, least), *(row.surprisal or least for row in word))
-    return tuple(sorted(found, key=lambda text: -found[text]))
-
-
-def words_of(rows: Sequence[TokenRow]) -> set[str]:
-    """The words of these tokens, in lower case; tokens of the chat template are left out."""
-    return {spelled(word).casefold() for word in split_words(said(rows))}
-
-
-def said(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The tokens that belong to messages; tokens of the chat template are left out."""
-    return [row for row in rows if row.role != "template"]
