@@ -26,8 +26,9 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import EvictedRows, RestoredRows
-from sirchat.memory.segments import Positions
+from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
+from sirchat.recall.recall import Recollection
 from sirchat.text.anchors import Anchors
 from sirchat.text.detokenizer import Texts
 from sirchat.version import __version__
@@ -102,32 +103,29 @@ class EventBuilder:
         ]
 
     def recalled(
-        self,
-        turn: int,
-        retriever: str,
-        scores: tuple[float, ...],
-        released: Positions,
-        turns: tuple[RecalledTurn, ...],
-        seconds: float,
-    ) -> Recalled:
-        """The event for the archived tokens that recall restored to the cache for a turn.
-
-        `released` are the stream positions of the tokens that recall had restored for the turn
-        before. The other arguments are the fields of `Recalled` with the same names.
-        """
-        positions = self.engine.residency.recalled_positions
-        return Recalled(
-            turn=turn,
-            retriever=retriever,
-            positions=tuple(positions.tolist()),
-            scores=scores,
-            released=tuple(released.tolist()),
-            turns=turns,
-            seconds=seconds,
-            resident=self.engine.resident,
-            seen=self.engine.ledger.seen,
-            tokens=self._wanted(positions),
-        )
+        self, turn: int, recollection: Recollection, turns: tuple[RecalledTurn, ...]
+    ) -> list[Event]:
+        """The events for what recall did for turn `turn`; `turns` have the restored tokens."""
+        events: list[Event] = []
+        positions, recall = self.engine.residency.recalled_positions, self.engine.settings.recall
+        if recollection.problem:
+            why = f"no token can be restored: {recollection.problem}"
+            events.append(Notice(f"{why}; choose another retriever with /recall"))
+        if recall is not None and (len(positions) or len(recollection.released)):
+            recalled = Recalled(
+                turn=turn,
+                retriever=recall.retriever,
+                positions=tuple(positions.tolist()),
+                scores=recollection.scores,
+                released=tuple(recollection.released.tolist()),
+                turns=turns,
+                seconds=recollection.seconds,
+                resident=self.engine.resident,
+                seen=self.engine.ledger.seen,
+                tokens=self._wanted(positions),
+            )
+            events.append(recalled)
+        return events
 
     def done(self, stats: TurnStats, text: str) -> TurnDone:
         """The event for a finished turn: its `text`, and its counts of tokens and seconds."""

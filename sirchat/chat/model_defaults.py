@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sirchat.config.profile import Profile
-from sirchat.memory import recall
 from sirchat.memory.policies import policy_class
+from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.names import BUNDLED
 
 if TYPE_CHECKING:  # the prompt appears before torch is loaded
@@ -45,7 +45,7 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
         return profile
     values: dict[str, Any] = {"budget": budget_for(profile, model.name, model.context_length)}
     if "recall" not in profile.model_fields_set and _can_recall(profile):
-        values["recall"] = recall.BEST
+        values["recall"] = BEST_RETRIEVER
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
         values |= _own_drawing(model) or SOUND
     return profile.model_copy(update=values)

@@ -12,9 +12,9 @@ from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_r
 from sirchat.chat.words import around, is_mark, said, words_at
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.policies.base import ScorePolicy
-from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import Texts
 
 # Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge.

@@ -19,7 +19,7 @@ from sirchat.chat.summary import pin_last_summary
 from sirchat.chat.words import said
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
-from sirchat.memory.segments import Positions
+from sirchat.memory.key_values import Positions
 from sirchat.models.progress import Progress
 from sirchat.text.detokenizer import tokens_spelling
 

@@ -10,7 +10,7 @@ from sirchat.chat.events import Delta, Event, Notice, Reading, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import switched
 from sirchat.errors import UsageError
-from sirchat.memory import recall
+from sirchat.memory.registry import BEST_RETRIEVER
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
@@ -76,10 +76,10 @@ def retriever_for_retry(session: Session, name: str) -> str:
     """The name of the retriever, the method that finds archived tokens, for `/retry recall NAME`.
 
     It is `name`, unless this is empty. Then it is the retriever that the chat uses or, if recall is
-    off in the chat, the default retriever `recall.BEST`.
+    off in the chat, the default retriever `BEST_RETRIEVER`.
     """
     usual = session.profile.recall
-    return name or (recall.BEST if usual == "off" else usual)
+    return name or (BEST_RETRIEVER if usual == "off" else usual)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import numpy as np
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, RecalledTurn, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
-from sirchat.chat.recall import Recall
 from sirchat.chat.settings import (
     all_or_nothing,
     build_cache_settings,
@@ -47,10 +46,11 @@ from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.segments import Positions, Rows
+from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
+from sirchat.recall.recall import Recall
 from sirchat.text.detokenizer import TextStream, TokenTexts
 from sirchat.text.template import Template, TurnIds
 from sirchat.text.text_file import without_surrogates
@@ -101,7 +101,7 @@ class Session:
         self._now = ConversationState()
         self._undo_points: list[UndoPoint] = []  # oldest first
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
-        self._recall = Recall(self._engine, self.model, self._events)
+        self._recall = Recall(self._engine, self.model)
         self._at_reply = 0, self._engine.ledger.held_positions  # seen and held at a reply's end
 
     @property
@@ -118,7 +118,7 @@ class Session:
         """The engine's state, without keys and values, to be saved in a file."""
         return self._engine.save()
 
-    def rows(self, limit: int | None = None) -> Rows | None:
+    def rows(self, limit: int | None = None) -> KeyValues | None:
         """Keys and values of held and archived tokens; `KeyValueStore.rows` explains `limit`."""
         return self._engine.store.rows(limit)
 
@@ -130,7 +130,7 @@ class Session:
         self,
         saved: EngineState,
         conversation: ConversationState,
-        rows: Rows | None,
+        rows: KeyValues | None,
         attention: AttentionCheckpoint | None = None,
         undo_points: Sequence[UndoPoint] = (),
     ) -> None:
@@ -160,7 +160,7 @@ class Session:
     @property
     def recalled_turns(self) -> tuple[RecalledTurn, ...]:
         """A record of each turn of which recall restored tokens that are still held, in order."""
-        return self._recall.turns
+        return tuple(RecalledTurn(*turn) for turn in self._recall.turns)
 
     @property
     def budget(self) -> int:
@@ -258,7 +258,11 @@ class Session:
         turn = self._begin("user")
         closing = self.template.closing
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
-        yield from self._recall.renew(turn, ids, text, self._now.turns)
+        texts = [turn.text for turn in self.turns]
+        recollection = self._recall.renew(ids.ids, ids.roles, turn.ref, text, texts)
+        if recollection is not None:
+            turn.stats.seconds_prefill += recollection.seconds
+            yield from self._events.recalled(turn.stats.index, recollection, self.recalled_turns)
         yield from turn.read(ids, interrupted, after=closing)
         yield turn.done(text)
         yield from self._events.problems()
@@ -403,7 +407,7 @@ class Session:
             speed=self.speed,
             in_round=self._now.in_round,
             strongest=strongest,
-            recalled_turns=self._recall.turns,
+            recalled_turns=self.recalled_turns,
         )
 
     def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:

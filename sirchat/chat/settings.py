@@ -12,15 +12,13 @@ from sirchat.config.profile import FIXED, Profile, parse_size
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampling
-from sirchat.engine.types import CacheSettings, EngineCheckpoint
+from sirchat.engine.types import CacheSettings, EngineCheckpoint, RecallSettings
 from sirchat.errors import ModelError, SettingError, nearest
-from sirchat.memory.index import is_available
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.recall import retriever
-from sirchat.memory.retrieval import RecallSettings
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.models.probe import caches_latents, require_comparable_queries
+from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import WordContinuation
 
@@ -144,7 +142,6 @@ def _recall(profile: Profile) -> RecallSettings | None:
         span=profile.recall_span,
         scope=profile.recall_scope,
         query=profile.recall_query,
-        index=profile.recall_index,
     )
 
 
@@ -169,16 +166,10 @@ def check_profile(profile: Profile, model: LoadedModel) -> None:
 def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
     """Raise SettingError if recall is on but can't work.
 
-    Recall can't work if it requires the library faiss, which is not installed; if each layer
-    recalls its own tokens while the setting `positions` is `stream`; or if it requires queries, and
-    the model's queries can't be compared with its cached keys. The message begins with `source`,
-    the setting or command that caused the check.
+    Recall can't work if each layer recalls its own tokens while the setting `positions` is
+    `stream`, or if it requires queries, and the model's queries can't be compared with its cached
+    keys. The message begins with `source`, the setting or command that caused the check.
     """
-    if profile.recall != "off" and profile.recall_index == "on" and not is_available():
-        raise SettingError(
-            f"{source}: recall_index can't be 'on': faiss is not installed",
-            hint="pip install 'sirchat[faiss]'",
-        )
     by_layer = profile.recall != "off" and profile.recall_scope == "layer"
     if by_layer and profile.positions == "stream":
         raise SettingError(

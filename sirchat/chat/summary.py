@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from sirchat.chat.events import Delta, Event, Notice, Reading, TokenRow, TurnDone
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.turn import CLOSE, OPEN, FinalAnswer
-from sirchat.chat.word_index import words_of
-from sirchat.chat.words import STOP_WORDS, spelled, split_words
+from sirchat.chat.words import spelled, split_words
 from sirchat.errors import SettingError, UsageError
+from sirchat.recall.terms import STOP_WORDS, words_of
 from sirchat.text.detokenizer import tokens_spelling
 
 WAYS = {

@@ -10,8 +10,8 @@ import numpy as np
 from sirchat.chat.state import ConversationState
 from sirchat.engine.engine import Engine
 from sirchat.errors import UsageError, format_value
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
-from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import Texts, tokens_matching
 
 Target = str | Positions  # what the user typed to name tokens, or their stream positions

@@ -27,8 +27,8 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import ContextFullError
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
-from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import Texts, TextStream, tokens_matching
 from sirchat.text.template import TurnIds
 

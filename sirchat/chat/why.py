@@ -15,10 +15,10 @@ from sirchat.chat.events import TokenRow
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.state import Turn
 from sirchat.chat.token_rows import policy_scores, score_factors, token_rows
-from sirchat.chat.words import STOP_WORDS
 from sirchat.engine.engine import Engine
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
-from sirchat.memory.segments import Positions
+from sirchat.recall.terms import STOP_WORDS
 from sirchat.text.detokenizer import Texts
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import string
 from collections.abc import Collection, Iterator, Sequence
 from unicodedata import east_asian_width
@@ -11,18 +10,6 @@ from unicodedata import east_asian_width
 from sirchat.chat.events import TokenRow
 
 MARKS = string.punctuation + string.whitespace + "…“”‘’«»–—"
-
-# English words that tell little by themselves, in lower case.
-STOP_WORDS = frozenset(
-    re.findall(
-        r"\w+",
-        "a about after all also am an and any are as at be been but by can could did do does for "
-        "from get go had has have he her here hers him his how i if in into is it its just let "
-        "like me more my no not now of off on one or our out over please she should so some tell "
-        "than that the their them then there these they this those to too up us very was we were "
-        "what when where which who why will with would yes you your",
-    )
-)
 
 _LONGEST = 16  # tokens of a word; it is cut then, as some scripts have no blanks between words
 _REACH = 5  # tokens that are read on each side of a token, to find its whole word

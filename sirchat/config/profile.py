@@ -15,7 +15,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from sirchat.memory import policies, recall
+from sirchat.memory import policies
+from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 
 _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than any conversation has
@@ -41,6 +42,7 @@ LEAST_TEMPERATURE = 0.01
 FORMER_NAMES = {"forget_thinking": "evict_thinking"}
 """For the former name of each renamed setting, its present name."""
 
+_RETIRED = {"recall_index"}  # settings that are gone; in a saved chat or profile they do nothing
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
@@ -49,8 +51,11 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings, by name, that an earlier version of sirchat has written.
 
     Former names of settings, of their values and of policy options become the present names.
+    Settings that no longer exist are left out.
     """
-    renamed = {FORMER_NAMES.get(key, key): value for key, value in values.items()}
+    renamed = {
+        FORMER_NAMES.get(key, key): value for key, value in values.items() if key not in _RETIRED
+    }
     evict, options = renamed.get("evict"), renamed.get("policy_options")
     if isinstance(evict, str):
         renamed["evict"] = _FORMER_EVICT.get(evict, evict)
@@ -225,8 +230,8 @@ class Profile(BaseModel):
     recall: str = Field(
         default="off",
         description="Restore archived tokens for each of your messages, chosen by this retriever; "
-        f"on means {recall.BEST}, off restores none. If not set, a chat with a real model uses "
-        f"{recall.BEST}.",
+        f"on means {BEST_RETRIEVER}, off restores none. If not set, a chat with a real model uses "
+        f"{BEST_RETRIEVER}.",
     )
     recall_n: Annotated[int, Field(ge=1, le=_MANY)] | Literal["auto"] = Field(
         default="auto",
@@ -258,11 +263,6 @@ class Profile(BaseModel):
         default="turn",
         description="What recall searches for: your new message, which is read once more for "
         "this, or the most recent tokens.",
-    )
-    recall_index: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Search the archive with an index (faiss), or compare every token; auto "
-        "uses an index above 100,000 archived tokens.",
     )
     attention: Literal["auto", "on"] = Field(
         default="auto",
@@ -329,14 +329,14 @@ class Profile(BaseModel):
     @classmethod
     def _on_or_off(cls, value: object) -> object:
         """Convert the setting `recall`: on or true to the default retriever, false to `off`."""
-        return {"on": recall.BEST, "true": recall.BEST, "false": "off"}.get(
+        return {"on": BEST_RETRIEVER, "true": BEST_RETRIEVER, "false": "off"}.get(
             str(value).lower(), value
         )
 
     @field_validator("recall")
     @classmethod
     def _known_retriever(cls, name: str) -> str:
-        if name == "off" or recall.is_retriever(name):
+        if name == "off" or name in RETRIEVERS:
             return name
         raise PydanticCustomError("recall", "unknown retriever")
 
@@ -364,15 +364,12 @@ class Profile(BaseModel):
         if self.recent > self.budget:
             rule = f"recent ({self.recent}) must be at most the budget ({self.budget})"
             raise _conflict(rule, "recent", "budget")
-        if self.recall_index == "on" and self.recall_scope == "layer":
-            rule = "recall_index=on requires recall_scope=token"
-            raise _conflict(rule, "recall_index", "recall_scope")
         if self.recall != "off":
             self._require_what_recall_needs()
         return self
 
     def _require_what_recall_needs(self) -> None:
-        chosen = recall.retriever(self.recall)
+        chosen = RETRIEVERS.find(self.recall)
         if self.archive == "off":
             rule = "recall requires archive=ram or archive=disk"
             raise _conflict(rule, "recall", "archive")

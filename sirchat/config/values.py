@@ -17,7 +17,8 @@ import yaml
 
 from sirchat.config.profile import FORMER_NAMES, LEAST_TEMPERATURE, Profile
 from sirchat.errors import SettingError, format_value, nearest
-from sirchat.memory import policies, recall
+from sirchat.memory import policies
+from sirchat.memory.registry import RETRIEVERS
 
 _SCALARS = [  # YAML 1.2's core schema
     (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
@@ -211,7 +212,7 @@ def choices(key: str) -> list[str]:
     if key == "policy":
         return policy_choices()
     if key == "recall":
-        return ["off", "on", *recall.retriever_names()]
+        return ["off", "on", *RETRIEVERS.names()]
     kinds = setting_types(key)
     if bool in kinds:
         return ["on", "off"]

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from sirchat.engine.types import CacheSettings
 from sirchat.errors import SettingError
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, HeldRows, Ledger
-
-Positions = NDArray[np.int64]
 
 _LEAST = 8
 """Minimum number of cache rows that sinks and pins must leave to the policy."""

@@ -38,9 +38,9 @@ from sirchat.engine.types import (
 from sirchat.errors import ContextFullError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_value_store import KeyValueStore
+from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, Ledger, Role
 from sirchat.memory.policies.scores import automatic_decay
-from sirchat.memory.segments import Positions, Rows
 
 _REBUILT_AT_ONCE = 256  # ids in one pass
 
@@ -313,7 +313,7 @@ class Engine:
     def load(
         self,
         saved: EngineState,
-        rows: Rows | None,
+        rows: KeyValues | None,
         attention: AttentionCheckpoint | None = None,
     ) -> None:
         """Load a saved conversation, to continue it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,14 @@ from sirchat.engine.budget import Budget
 from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
-    Positions,
     RestoredRows,
-    SearchResult,
     Selection,
     TurnRef,
 )
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Flag, HeldRows
-from sirchat.memory.retrieval import choose
 
 CacheUpdate = list[EvictedRows | RestoredRows]
 
@@ -195,8 +192,6 @@ class Residency:
         old = before.settings
         if (settings.archive, settings.folder) != (old.archive, old.folder):
             self._store.set_limit(settings.archive, settings.folder)
-        if settings.recall is None or settings.recall.index == "off":
-            self._store.archive.index = None
         return moves
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
@@ -278,21 +273,15 @@ class Residency:
             return self._hold(self._choice())
         return []
 
-    def fill_reserve(self, found: SearchResult) -> CacheUpdate:
-        """Restore the archived rows with the best scores in the search result `found`.
+    def fill_reserve(self, chosen: Positions, layers: tuple[Positions, ...] = ()) -> CacheUpdate:
+        """Restore archived tokens for the next turn, instead of those restored for the last one.
 
-        As many rows are restored as are reserved for recall. Rows that recall restored earlier are
-        evicted. Returns records of the evicted and of the restored rows.
+        All layers get the tokens at the ascending stream positions `chosen`, and layer i those at
+        `layers[i]`, too. Returns records of the evicted and of the restored rows.
         """
-        recall, own = self.budget.settings.recall, self.budget.policy_positions
-        if recall is None:
-            return []
-        one = partial(choose, positions=found.positions, n=self.budget.reserve, span=recall.span)
-        if found.layers is None:
-            chosen = one(found.scores)
-            return self._hold(Selection(np.union1d(own, chosen), chosen))
-        layers = tuple(one(scores) for scores in found.layers)
-        return self._hold(Selection(own, _NONE, layers if len(layers[0]) else ()))
+        held = np.union1d(self.budget.policy_positions, chosen)
+        own = layers if layers and len(layers[0]) else ()
+        return self._hold(Selection(held, chosen, own))
 
     def clear_reserve(self) -> CacheUpdate:
         """Evict all rows that recall has restored; returns a record of them."""

@@ -18,11 +18,32 @@ from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.key_value_store import CacheCheckpoint
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
-from sirchat.memory.retrieval import RecallSettings
 
-Positions = NDArray[np.int64]
+
+@dataclass(frozen=True)
+class RecallSettings:
+    """Settings of recall: how archived tokens are chosen and restored for a turn.
+
+    Attributes:
+        retriever: name of the retriever that scores the tokens.
+        weight: `surprisal` multiplies a score, less the lowest, by the token's surprisal in nats.
+        n: most tokens to restore, for which slots are reserved; None: it depends on the budget.
+        soft: whether scores are evened out (see `recall.search.softened`).
+        span: number of neighbours, on each side, that are restored with a token.
+        scope: `token` restores the same tokens in all layers, `layer` each layer's own.
+        query: whether tokens are compared with the new turn or the newest tokens before it.
+    """
+
+    retriever: str
+    weight: Literal["none", "surprisal"] = "none"
+    n: int | None = None
+    soft: bool = False
+    span: int = 0
+    scope: Literal["token", "layer"] = "token"
+    query: Literal["turn", "recent"] = "turn"
 
 
 @dataclass(frozen=True)
@@ -192,20 +213,6 @@ class ContinuationScore:
     ids: tuple[int, ...]
     log_probabilities: tuple[float, ...]
     greedy: bool
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The archived tokens that a search has scored, and their scores.
-
-    `positions` [n] are the tokens' stream positions, ascending, and `scores` [n] their scores. If
-    the setting `recall_scope` is `layer`, `layers` [layers, n] has the scores in each layer;
-    otherwise `layers` is None.
-    """
-
-    positions: Positions
-    scores: Tensor
-    layers: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.index import Index
 from sirchat.memory.key_value_stats import Block, key_value_stats
+from sirchat.memory.key_values import KeyValues, Positions, merged
 from sirchat.memory.ledger import KeyValueStat
-from sirchat.memory.segments import SEGMENT_ROWS, Positions, Rows, Segment, SegmentFiles, merged
+from sirchat.memory.segments import SEGMENT_ROWS, Segment, SegmentFiles
 from sirchat.memory.transfers import Transfer, Transfers
 
 if TYPE_CHECKING:  # that module imports this one
@@ -47,8 +47,6 @@ class Archive:
     Attributes:
         parts: number of processes that each store an equal part of every row; `nbytes` counts
             all parts.
-        index: search index over the archived rows; None if it was not built. Rows removed from
-            the archive are removed from the index, too.
     """
 
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
@@ -72,12 +70,11 @@ class Archive:
             self._files.close()
 
     def clear(self) -> None:
-        """Remove every row from the archive, and its search index."""
+        """Remove every row from the archive."""
         for number in range(len(self._segments)):
             self._drop(number)
         self._segments, self._arriving = [], []
         self._slots = np.full(1024, -1, np.int64)  # by position: segment x SEGMENT_ROWS + row
-        self.index: Index | None = None
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +106,7 @@ class Archive:
         return stored
 
     @torch.inference_mode()
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: KeyValues) -> None:
         """Store `rows` of keys and values, which may be on any device.
 
         Rows that the archive already has are skipped.
@@ -225,12 +222,11 @@ class Archive:
             yield Block(numbers, rows.tensors)
 
     @torch.inference_mode()
-    def fetch(self, positions: Positions, layer: int | None = None, *, values: bool = True) -> Rows:
+    def fetch(self, positions: Positions, layer: int | None = None) -> KeyValues:
         """Read the archived rows at stream `positions` [n]; returns them in the same order.
 
-        The rows have the keys and values of all layers, or of the layer number `layer` alone. If
-        `values` is False, only keys are read, in half the time, and the value tensors are
-        [H, n, 0]. Raises LookupError if one of the rows is not archived.
+        The rows have the keys and values of all layers, or of the layer number `layer` alone.
+        Raises LookupError if one of the rows is not archived.
         """
         if not self.has(positions).all():
             raise LookupError("the archive does not have all of the requested rows")
@@ -250,17 +246,15 @@ class Archive:
             within = slots[start:end] % SEGMENT_ROWS
             written_at[order[start:end]] = segment.written_at[within]
             rows = torch.from_numpy(within)
-            parts.append([tensor.index_select(1, rows) for tensor in stored[:: 1 if values else 2]])
+            parts.append([tensor.index_select(1, rows) for tensor in stored])
         tensors = [torch.cat(part, dim=1) for part in zip(*parts, strict=True)]
         if (np.diff(order) < 0).any():  # copies everything, so only where the order differs
             inverse = torch.from_numpy(np.argsort(order))
             tensors = [tensor.index_select(1, inverse) for tensor in tensors]
-        if not values:
-            tensors = [tensor for key in tensors for tensor in (key, key[:, :, :0])]
-        return Rows(positions.copy(), written_at, tensors)
+        return KeyValues(positions.copy(), written_at, tensors)
 
-    def blocks(self, wanted: Positions) -> Iterator[Rows]:
-        """Yield the archived rows at the stream positions `wanted`, one `Rows` for each segment.
+    def blocks(self, wanted: Positions) -> Iterator[KeyValues]:
+        """Yield the archived rows at the stream positions `wanted`, segment by segment.
 
         Positions that are not archived are skipped. If all rows of a segment are wanted, the
         yielded tensors are views of the segment's tensors; otherwise they are copies.
@@ -272,7 +266,7 @@ class Archive:
             if segment is None or not segment.used:
                 continue
             chosen = np.flatnonzero(is_wanted[segment.positions[: segment.used]])
-            rows = Rows(
+            rows = KeyValues(
                 segment.positions[: segment.used],
                 segment.written_at[: segment.used],
                 [tensor[:, : segment.used] for tensor in segment.tensors],
@@ -301,17 +295,13 @@ class Archive:
         gone = self._positions_in(number)
         self._slots[gone] = -1
         self._drop(number)
-        if self.index is not None:
-            self.index.remove(gone)
         return gone
 
     def remove(self, positions: Positions) -> None:
         """Remove the rows at these stream positions; overwrite their keys and values with zeros.
 
-        The search index is deleted, too, because it was built from these rows. Positions that are
-        not archived are skipped.
+        Positions that are not archived are skipped.
         """
-        self.index = None
         self._erase(positions[self.has(positions)])
 
     @torch.inference_mode()
@@ -343,10 +333,7 @@ class Archive:
         The keys and values of these rows are overwritten with zeros.
         """
         stored = self.positions
-        stored = stored[stored >= seen]
-        self._erase(stored)
-        if self.index is not None:
-            self.index.remove(stored)
+        self._erase(stored[stored >= seen])
 
     def _drop(self, number: int) -> None:
         segment, self._segments[number] = self._segments[number], None

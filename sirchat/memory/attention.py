@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Positions = NDArray[np.int64]
+from sirchat.memory.key_values import Positions
+
 Floats = NDArray[np.float64]
 
 

@@ -36,8 +36,8 @@ from sirchat.memory.cache_layers import (
     RowArguments,
     RowLayer,
 )
+from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.rope import CosSin
-from sirchat.memory.segments import Positions, Rows
 from sirchat.memory.transfers import to_device
 
 
@@ -222,7 +222,7 @@ class BoundedCache:
         self._keep_slots(rows)
 
     @torch.inference_mode()
-    def insert(self, start: int, layers: list[Rows]) -> None:
+    def insert(self, start: int, layers: list[KeyValues]) -> None:
         """Put the extra rows `layers[i]` into layer i, before row number `start` of the cache.
 
         All layers get equally many rows. Extra rows that were inserted earlier are removed first.
@@ -281,17 +281,17 @@ class BoundedCache:
         self._cursor.length = len(rows)
 
     @torch.inference_mode()
-    def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> Rows:
+    def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> KeyValues:
         """A copy of the cache's rows numbered `rows` [k], with keys as the model first wrote them.
 
         `positions` [k] are the stream positions of these rows.
         """
         rows = self.slots_of(rows)
         tensors = [tensor.first_written(rows) for tensor in self._tensors]
-        return Rows(positions, self._written_at[rows.numpy()], tensors)
+        return KeyValues(positions, self._written_at[rows.numpy()], tensors)
 
     @torch.inference_mode()
-    def rotated(self, rows: Rows, slots: Tensor) -> Rows:
+    def rotated(self, rows: KeyValues, slots: Tensor) -> KeyValues:
         """The `rows` [k], rotated as attention would read them in the cache's slots `slots` [k].
 
         The keys of `rows` must be as first written.
@@ -304,10 +304,10 @@ class BoundedCache:
             if rotation is not None and cos_sin is not None:
                 given = rotation.apply(given, *cos_sin)
             moved.append(given)
-        return Rows(rows.positions, rows.written_at, moved)
+        return KeyValues(rows.positions, rows.written_at, moved)
 
     @torch.inference_mode()
-    def replace(self, rows: Rows) -> None:
+    def replace(self, rows: KeyValues) -> None:
         """Replace all rows of the cache by `rows` [n], which go into slots 0 to n - 1.
 
         The keys of `rows` must be as first written; they are rotated to their new positions.

@@ -22,8 +22,8 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.key_value_stats import median_for_unknown
+from sirchat.memory.key_values import KeyValues, Positions, merged, united
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
-from sirchat.memory.segments import Positions, Rows, merged, united
 
 UNDO_BYTES = 256 * 2**20
 """Maximum size in bytes of the evicted rows that are kept for undo while the archive is off.
@@ -243,7 +243,7 @@ class KeyValueStore:
         found = self._archive.statistics(self.cache, held, positions, wanted)
         return {name: median_for_unknown(values) for name, values in found.items()}
 
-    def rows(self, limit: int | None = None) -> Rows | None:
+    def rows(self, limit: int | None = None) -> KeyValues | None:
         """A copy on the CPU of all rows in the cache or the archive, with keys as first written.
 
         Rows are in ascending order of stream position. If all rows together are larger than `limit`
@@ -263,7 +263,7 @@ class KeyValueStore:
             return held_rows
         return merged(held_rows, self._archive.fetch(archived))
 
-    def load(self, rows: Rows) -> None:
+    def load(self, rows: KeyValues) -> None:
         """Load the saved rows of a conversation, whose ledger is loaded already.
 
         Rows that the ledger records as held go into the cache, all other rows into the archive.

@@ -1,7 +1,7 @@
-"""A registry finds a class by its name. There is one for eviction policies, one for retrievers.
+"""Finds classes of one kind by name: eviction policies and retrievers.
 
-Each built-in class is in a file of its own, named after the class. Other packages add classes
-through a group of entry points. Listing the names imports no class.
+Each built-in class has a file of its own, named after it; other packages add classes by a group of
+entry points. Listing the names imports no class, so settings are checked without torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,14 +18,9 @@ from sirchat.errors import SettingError, nearest
 class Registry:
     """Finds classes of one kind, such as eviction policies, by name.
 
-    Args:
-        kind: the word for a class of this kind in error messages, for example "policy".
-        package: the package with the built-in classes, one in each module that is not in
-            `others`. The file `cosine_pairwise.py` has the class `CosinePairwise`, named
-            `cosine-pairwise`.
-        group: the group of entry points by which other packages add classes.
-        aliases: additional names of built-in classes.
-        others: modules of the package that hold no class to be found.
+    `package` has one class a file, but for the files `others`, and the base class in `base`:
+    `cosine_pairwise.py` has the class `CosinePairwise`, named `cosine-pairwise`. `group` is the
+    group of entry points.
     """
 
     def __init__(
@@ -42,52 +36,55 @@ class Registry:
         self.aliases = aliases or {}
 
     def names(self) -> list[str]:
-        """All names of classes without aliases; the names of built-in classes come first."""
+        """All names without aliases; those of built-in classes come first."""
         built_in = self._built_in()
         added = {entry.name for entry in importlib.metadata.entry_points(group=self._group)}
         return built_in + sorted(added - set(built_in))
 
     def __contains__(self, name: str) -> bool:
-        """Whether a class of this registry has the name `name`; aliases don't count.
-
-        Entry points are read only if no built-in class has the name.
-        """
+        # Entry points are read only if no built-in class has the name.
         return name in self._built_in() or name in self.names()
 
-    def find(self, name: str, base: type, hint: str = "") -> type[Any]:
-        """The class with this name or alias; it is a subclass of `base`.
+    def find(self, name: str, hint: str = "") -> type[Any]:
+        """The class with this name or alias.
 
-        Raises SettingError if no class has the name. The error's hint is the most similar name, or
-        the text `hint` if no name is similar.
+        Raises SettingError if there is none; its hint is the most similar name, or else `hint`.
         """
         name = self.aliases.get(name, name)
         if name in self._built_in():
             module = name.replace("-", "_")
             kind = "".join(part.capitalize() for part in name.split("-"))
-            return self.load(f"{self._package}.{module}:{kind}", base)
+            return self.load(f"{self._package}.{module}:{kind}")
         for entry in importlib.metadata.entry_points(group=self._group, name=name):
-            return self.load(entry.value, base)
+            return self.load(entry.value)
         names = self.names()
         raise SettingError(
             f"{self._kind} {name!r} is unknown; choose one of {', '.join(names)}",
             hint=nearest(name, [*names, *self.aliases]) or hint,
         )
 
-    def load(self, path: str, base: type) -> type[Any]:
+    def load(self, path: str) -> type[Any]:
         """Import the class with the path `module:Class`.
 
-        Raises SettingError if that fails, or if the class is no subclass of `base`.
+        Raises SettingError if that fails, or if it is no class of this kind.
         """
         module, _, name = path.partition(":")
+        base = getattr(importlib.import_module(f"{self._package}.base"), self._kind.capitalize())
         try:
-            found = getattr(importlib.import_module(module), name)
+            loaded = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise SettingError(f"{self._kind} {path} cannot be imported: {error}") from error
-        if not (isinstance(found, type) and issubclass(found, base)):
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
             raise SettingError(f"{path} is not a sirchat {self._kind}")
-        return found
+        return loaded
 
     def _built_in(self) -> list[str]:
-        path = sys.modules[self._package].__path__
-        names = (module.name for module in pkgutil.iter_modules(path))
+        modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__)
+        names = (module.name for module in modules)
         return sorted(name.replace("_", "-") for name in names if name not in self._others)
+
+
+# Named here, because settings are checked below the room `recall`.
+RETRIEVERS = Registry("retriever", "sirchat.recall.retrievers", "sirchat.retrievers")
+# What the setting `recall: on` uses: it restored most of the tokens that real questions need.
+BEST_RETRIEVER = "words"

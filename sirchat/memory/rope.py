@@ -102,6 +102,18 @@ class CosSin:
         return self._computed[-1][2]
 
 
+def unrotated(vectors: Tensor, written_at: Tensor, rotation: Rotation | None) -> Tensor:
+    """Keys or values [H, k, D] without their `rotation`, in float32.
+
+    `written_at` [k] are their rotary positions.
+    """
+    if rotation is None:
+        return vectors.float()
+    slots = int(written_at.max()) + 1 if len(written_at) else 0
+    cos, sin = rotation.cos_sin(torch.arange(slots), torch.zeros(slots, dtype=torch.int64))
+    return rotation.apply(vectors, cos[written_at], sin[written_at])
+
+
 def match_rotation(
     samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
 ) -> Rotation | None:

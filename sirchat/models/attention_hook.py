@@ -19,9 +19,25 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.cache_layers import LayerRotation
-from sirchat.memory.retrieval import LayerQueries, unrotated
+from sirchat.memory.rope import unrotated
 
 _NAME = "sirchat_hooked_"
+
+
+@dataclass(frozen=True)
+class LayerQueries:
+    """The attention queries [H_q, m, D] that one layer computed for m tokens, not rotated.
+
+    `scale` multiplies the product of query and key; `heads` is the number of key heads.
+    """
+
+    queries: Tensor
+    scale: float
+    heads: int
+
+    def match(self, keys: Tensor) -> bool:
+        """Whether they can be compared with cached `keys` [H, n, D]."""
+        return (self.heads, self.queries.shape[-1]) == (keys.shape[0], keys.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,6 @@ from sirchat.paths import abbreviated, config_dir, data_dir, state_dir
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "prompt-toolkit")
 _EXTRAS = {
     "gguf": "GGUF files",
-    "faiss": "large archives",
     "matplotlib": "plots",
     "ray": "clusters",
     "sentencex": "anchors",

@@ -51,7 +51,6 @@ from sirchat.models.probe import (
 )
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
-from sirchat.models.word_vectors import WordVectors, word_vectors_of
 from sirchat.text.anchors import Anchors, anchors_of
 
 
@@ -157,14 +156,6 @@ class LoadedModel:
     @cached_property
     def _is_packed(self) -> bool:
         return next(packed_buffers(self.module), None) is not None
-
-    @cached_property
-    def word_vectors(self) -> WordVectors:
-        """An object that makes word vectors from the model's input embeddings.
-
-        The first access takes a second.
-        """
-        return word_vectors_of(self.embeddings, self.vocab_size, self.tokenizer)
 
     def embeddings(self, ids: Tensor) -> Tensor:
         """The input embeddings [n, d] of token ids [n]."""

@@ -14,9 +14,8 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
-from sirchat.memory.retrieval import LayerQueries
 from sirchat.memory.rope import Rotation, match_rotation
-from sirchat.models.attention_hook import QueryRecorder
+from sirchat.models.attention_hook import LayerQueries, QueryRecorder
 from sirchat.models.devices import input_device
 from sirchat.models.packed import packed_buffers
 

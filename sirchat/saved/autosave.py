@@ -30,8 +30,8 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import ROW
-from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
 from sirchat.saved.saved_state import (
     attention_fits,
@@ -318,7 +318,7 @@ def resume_session(session: Session, store: SessionStore, *, rebuild: bool = Fal
 
 def _kept(
     store: SessionStore, stamp: str, model: LoadedModel, seen: int
-) -> tuple[Rows | None, AttentionCheckpoint | None, CacheState]:
+) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
     """Read a session's saved keys and values, saved attention and saved recurrent state.
 
     `stamp` identifies the saved tensors; `seen` is the session's number of tokens. If no keys and

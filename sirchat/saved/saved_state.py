@@ -25,9 +25,9 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
 from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
-from sirchat.memory.segments import Rows
 from sirchat.saved.database import decoding, require
 from sirchat.saved.store import Head, SessionStore
 
@@ -245,7 +245,7 @@ _ATTENTION = "attention."
 _STATE = "state."
 
 
-def row_tensors(rows: Rows) -> dict[str, torch.Tensor]:
+def row_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
     """The tensors to save for the keys and values `rows`, by name.
 
     The tensors of `rows.tensors`, in their order, are named "0", "1", ... The tensor `positions`
@@ -328,17 +328,17 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
     )
 
 
-def pop_rows(tensors: dict[str, torch.Tensor]) -> Rows:
+def pop_rows(tensors: dict[str, torch.Tensor]) -> KeyValues:
     """Make rows of keys and values from saved tensors.
 
     Removes `positions` and `written_at` from `tensors`, which may then have only keys and values.
     """
     positions = tensors.pop("positions").numpy()
     written_at = tensors.pop("written_at").numpy()
-    return Rows(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
+    return KeyValues(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
 
 
-def rows_fit(rows: Rows, one: Rows, seen: int) -> bool:
+def rows_fit(rows: KeyValues, one: KeyValues, seen: int) -> bool:
     """Whether saved rows of keys and values fit a model and a stream of `seen` tokens.
 
     `one` is a single row of this model: saved rows must have the same shapes and dtypes. Their

@@ -19,7 +19,7 @@ from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
 from sirchat.config.values import policy_choices, short
 from sirchat.errors import SettingError, UsageError, nearest
-from sirchat.memory.recall import retriever_names
+from sirchat.memory.registry import RETRIEVERS
 from sirchat.ui.attaching import describe_size, with_file
 from sirchat.ui.erasing import Erasing
 from sirchat.ui.explaining import (
@@ -225,7 +225,7 @@ class Commands:
 
         A word that only resembles a retriever's name counts as words if the chat contains it.
         """
-        names = ["on", "off", *retriever_names()]
+        names = ["on", "off", *RETRIEVERS.names()]
         if rest.startswith('"') or rest in names:
             return rest.startswith('"')
         try:

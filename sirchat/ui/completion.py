@@ -17,10 +17,11 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import list_profiles
 from sirchat.config.values import choices, policy_choices
 from sirchat.errors import SirchatError
-from sirchat.memory import recall
 from sirchat.memory.policies import policy_class
+from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
+from sirchat.recall.retrievers import retriever
 from sirchat.saved.session_list import newest_sessions
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.commands import Commands
@@ -175,8 +176,8 @@ def _value_help(setting: str, value: str) -> str:
     if setting != "recall" or value == "off":
         return ""
     if value == "on":
-        return f"the best retriever: {recall.BEST}"
-    return _class_help(recall.retriever, value)
+        return f"the best retriever: {BEST_RETRIEVER}"
+    return _class_help(retriever, value)
 
 
 def _class_help(find: Callable[[str], object], name: str) -> str:

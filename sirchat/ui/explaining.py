@@ -16,8 +16,9 @@ from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.turn import thought
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
-from sirchat.chat.words import STOP_WORDS, around, said, words_at
+from sirchat.chat.words import around, said, words_at
 from sirchat.errors import UsageError
+from sirchat.recall.terms import STOP_WORDS
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_evicted, draw_token_ranks
 from sirchat.ui.text import displayable, displayable_line, shorten

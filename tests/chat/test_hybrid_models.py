@@ -22,7 +22,6 @@ from chatting import answer, session
 from families import HYBRIDS, build
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
-from sirchat.engine.search import search
 from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
 from sirchat.memory.cache_layers import CacheState
@@ -31,6 +30,7 @@ from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.small import build_small, causal_families
 from sirchat.paths import tiny_dir
+from sirchat.recall.search import search
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
 

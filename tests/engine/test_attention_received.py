@@ -21,7 +21,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import CacheSettings, SearchResult, TurnRef
+from sirchat.engine.types import CacheSettings, RecallSettings, TurnRef
 from sirchat.errors import SettingError
 from sirchat.memory.attention import AttentionStats, AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
@@ -31,10 +31,10 @@ from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.sink import Sink
 from sirchat.memory.policies.snapkv import Snapkv
-from sirchat.memory.retrieval import RecallSettings
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
+from sirchat.recall.search import SearchResult, restore
 
 UNTRACKED = {"falcon", "gpt-j"}
 """Families whose attention implementation can't be set, so that it can't be tracked."""
@@ -133,7 +133,7 @@ def talk(
         gone = np.setdiff1d(np.arange(engine.ledger.seen), engine.ledger.held_positions)
         if of_layers and len(gone):
             scores = torch.rand((len(model.rotations), len(gone)), generator=generator)
-            engine.residency.fill_reserve(SearchResult(gone, scores.mean(0), scores))
+            restore(engine, SearchResult(gone, scores.mean(0), scores))
             assert engine.cache.inserted_count == of_layers
         sums.decay(decay)
     return engine, sums

@@ -23,18 +23,19 @@ from chatting import babbler, session
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.memory.archive import Archive
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role
-from sirchat.memory.segments import SEGMENT_ROWS, Rows, SegmentFiles
+from sirchat.memory.segments import SEGMENT_ROWS, SegmentFiles
 from sirchat.memory.transfers import Transfer, Transfers, to_device
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 
 
-def rows(positions: list[int]) -> Rows:
+def rows(positions: list[int]) -> KeyValues:
     """Rows whose every number is their position."""
     at = np.array(positions, np.int64)
     column = torch.from_numpy(at).float()[None, :, None]
-    return Rows(at, at % 7, [column.expand(h, len(at), d).contiguous() for h, d in SHAPES])
+    return KeyValues(at, at % 7, [column.expand(h, len(at), d).contiguous() for h, d in SHAPES])
 
 
 def check_fetched(archive: Archive, positions: list[int]) -> None:

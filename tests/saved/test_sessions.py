@@ -25,7 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.chat.summary import PREFIX, pin_summary
 from sirchat.config.profile import Profile
 from sirchat.errors import SessionError
-from sirchat.memory.segments import Rows
+from sirchat.memory.key_values import KeyValues
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, fingerprint, resume_session
 from sirchat.saved.saved_state import saved_profile
@@ -79,7 +79,7 @@ def state(chat: Session) -> dict[str, Any]:
     }
 
 
-def contents(rows: Rows | None) -> list[Any]:
+def contents(rows: KeyValues | None) -> list[Any]:
     assert rows is not None
     return [rows.positions.tolist(), rows.written_at.tolist(), *(t.tolist() for t in rows.tensors)]
 

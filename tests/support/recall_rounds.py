@@ -6,12 +6,11 @@ import random
 
 from families import loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.search import search
-from sirchat.engine.types import CacheSettings, SearchResult, TurnRef
+from sirchat.engine.types import CacheSettings, RecallSettings, TurnRef
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
-from sirchat.memory.retrieval import RecallSettings
 from sirchat.models.model import LoadedModel
+from sirchat.recall.search import SearchResult, restore, search
 
 
 def memory(policy: str = "sink", budget: int = 96, **options: object) -> CacheSettings:
@@ -34,7 +33,7 @@ def say(engine: Engine, model: LoadedModel, turn: int, count: int = 20) -> Searc
     engine.residency.clear_reserve()
     found = find(engine, model, ids, turn) if engine.settings.recall else None
     if found is not None:
-        engine.residency.fill_reserve(found)
+        restore(engine, found)
     for _ in engine.prefill(ids, [Role.USER] * count, TurnRef(turn, turn)):
         assert engine.resident <= engine.budget
     engine.close_round()

@@ -22,8 +22,8 @@ from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.types import PrefillChunk
 from sirchat.memory.cache import BoundedCache
+from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Flag, State
-from sirchat.memory.segments import Positions, Rows
 from sirchat.models import packed
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
@@ -235,7 +235,7 @@ def check(chat: Session, theta: float) -> None:
     _check_ledger(chat, shadow)
 
 
-def _check_rows(shadow: Shadow, rows: Rows, what: str) -> None:
+def _check_rows(shadow: Shadow, rows: KeyValues, what: str) -> None:
     places, wanted = shadow.taken(rows.positions)
     assert rows.written_at.tolist() == places, f"{what} rows: written elsewhere"
     found = torch.stack(rows.tensors)
@@ -307,7 +307,7 @@ def logits_gap(chat: Session, model: LoadedModel) -> tuple[float, bool] | None:
     cache.absolute_positions = last.absolute_positions
     if len(last.held):
         places, rows = shadow.taken(last.held)
-        cache.replace(Rows(last.held.copy(), np.asarray(places), list(rows)))
+        cache.replace(KeyValues(last.held.copy(), np.asarray(places), list(rows)))
     positions = range(last.start, last.start + len(last.ids))
     again = LoadedModel.read(model, last.ids, cache, positions=positions)
     return float((again.logits - engine.logits).abs().max()), last.is_plain

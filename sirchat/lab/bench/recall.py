@@ -27,11 +27,11 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import UsageError
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, compare
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import ROW, Role
 from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.memory.recall import retriever
-from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
+from sirchat.recall.retrievers import retriever
 
 _MIX = Mix(tell=0.3, ask=0.1, repeat=0.02, story=0.2, quiz=0.1, untold=0.05)
 _REPLY = 32
@@ -154,11 +154,11 @@ def _said() -> Iterator[tuple[str, str]]:
     return itertools.cycle(said[: len(said) // 2 * 2])
 
 
-def _zeros(model: LoadedModel, count: int) -> Rows:
+def _zeros(model: LoadedModel, count: int) -> KeyValues:
     """Make keys and values of `count` tokens that are all zero and take the memory of one token."""
     cache = model.new_cache(1)
     model.forward([0], cache)
     cache.commit(1)
     one = cache.first_written(torch.zeros(1, dtype=torch.int64), np.zeros(1, np.int64)).tensors
     tensors = [torch.zeros_like(tensor).expand(-1, count, -1) for tensor in one]
-    return Rows(np.arange(count), np.zeros(count, np.int64), tensors)
+    return KeyValues(np.arange(count), np.zeros(count, np.int64), tensors)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
@@ -36,6 +35,7 @@ from sirchat.chat.state import Turn
 from sirchat.engine.engine import Engine
 from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import followed_by_reply, read, read_ids
+from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.text_file import read_regular
 
@@ -219,9 +219,6 @@ def _in_words(date: str) -> str:
 def _numbers(name: str) -> list[int]:
     """The numbers in a name, as a list: a sort key that puts `session_10` after `session_9`."""
     return [int(one) for one in re.findall(r"\d+", name)]
-
-
-Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

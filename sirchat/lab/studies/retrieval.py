@@ -42,8 +42,8 @@ from sirchat.lab.studies.study import (
     refuse_unknown,
     share,
 )
-from sirchat.memory.recall import retriever
 from sirchat.models.model import LoadedModel
+from sirchat.recall.retrievers import retriever
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ WITHOUT_SESSION = (
     *SAMPLING,
     *("system", "pin_system", "evict_thinking", "archive", "archive_limit"),
     *("recall", "recall_n", "recall_weight", "recall_soft", "recall_span"),
-    *("recall_scope", "recall_query", "recall_index"),
+    *("recall_scope", "recall_query"),
 )
 """Names of settings of a chat session.
 

@@ -34,9 +34,10 @@ import numpy as np
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError
-from sirchat.lab.studies.long_talk import ADVERSARIAL, LongTalk, Positions, TalkQuestion
+from sirchat.lab.studies.long_talk import ADVERSARIAL, LongTalk, TalkQuestion
 from sirchat.lab.studies.reading import switch
 from sirchat.lab.studies.results_log import Record
+from sirchat.memory.key_values import Positions
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def ranked_by_recall(session: Session, text: str) -> Positions:
     """The stream positions that the session recalls for a user turn, best first.
 
     The user turn with the text `text` is read and then undone. Among equal scores the newer token
-    comes first, as in `memory.recall.choose`.
+    comes first, as in `recall.choice.choose`.
     """
     for _ in session.read_user(text):
         pass

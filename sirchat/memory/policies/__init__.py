@@ -52,11 +52,9 @@ def policy_class(name: str) -> type[Policy]:
     Raises SettingError if there is no policy of this name. A module in the current folder is found
     only if `import_typed` was called before with its path.
     """
-    from sirchat.memory.policies.base import Policy
-
     if is_path(name):
-        return _REGISTRY.load(name, Policy)
-    return _REGISTRY.find(name, Policy, hint="or package.module:Class")
+        return _REGISTRY.load(name)
+    return _REGISTRY.find(name, hint="or package.module:Class")
 
 
 def import_typed(name: str) -> None:

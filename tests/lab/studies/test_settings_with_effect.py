@@ -34,7 +34,6 @@ OTHER: dict[str, Any] = {
     "recall_span": 2,
     "recall_scope": "layer",
     "recall_query": "recent",
-    "recall_index": "off",
     "temperature": 0.5,
     "top_k": 5,
     "top_p": 0.5,

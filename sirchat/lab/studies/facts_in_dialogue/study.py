@@ -46,8 +46,8 @@ from sirchat.lab.studies.study import (
     refuse_unknown,
     without,
 )
+from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
-from sirchat.memory.segments import Positions
 from sirchat.text.detokenizer import TokenTexts, tokens_spelling
 from sirchat.text.template import Template
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sirchat.memory.recall.base import WordRetriever, with_neighbours
+from sirchat.recall.retrievers.base import WordRetriever, with_neighbours
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class Bm25(WordRetriever):
     """Scores whole turns by the words that they share with the new turn.
 
-    A turn's word score is its BM25 score (`chat.word_index.WordIndex`). The turn's final score is
-    its word score plus half of the word scores of the turns right before and after it.
+    BM25 (`recall.word_index.WordIndex`), plus half of the scores of the turns beside it.
     """
 
     def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:

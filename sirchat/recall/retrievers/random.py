@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sirchat.memory.recall.base import Retriever
+from sirchat.recall.retrievers.base import Retriever
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sirchat.memory.retrieval import Candidates
+    from sirchat.recall.candidates import Candidates
 
 
 class Random(Retriever):

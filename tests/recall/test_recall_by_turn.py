@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from cache_contents import contents, same
 from recall_rounds import memory, some_ids, talked
 from sirchat.engine.engine import Engine
-from sirchat.engine.search import search
-from sirchat.engine.types import SearchResult, TurnRef
+from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.models.model import LoadedModel
+from sirchat.recall.search import SearchResult, restore, search
 
 RETRIEVERS: list[str] = ["bm25", "hybrid"]
 ROUNDS = 8
@@ -42,7 +42,7 @@ def test_the_turn_with_the_words_comes_back_whole(retriever: str, family: str) -
     engine, model = listened("sink", retriever, family)
     found = find(engine, model, [0.0, 0.0, 50.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert found is not None
-    engine.residency.fill_reserve(found)
+    restore(engine, found)
     recalled = engine.ledger.recalled
     assert len(recalled) == 30
     turns = engine.ledger.column("turn")
@@ -77,7 +77,7 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     turns = rows["turn"][found.positions]
     for turn in np.unique(turns):
         assert len(set(found.scores[turns == turn].tolist())) == 1
-    engine.residency.fill_reserve(found)
+    restore(engine, found)
     assert engine.residency.recalled <= engine.residency.budget.reserve
     assert engine.resident <= engine.budget
     assert np.isin(engine.ledger.recalled, found.positions).all()

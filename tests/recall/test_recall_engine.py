@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,17 +19,19 @@ from families import loaded
 from recall_rounds import find, memory, say, some_ids, talked
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
+from sirchat.engine.types import CacheSettings, EvictedRows, RecallSettings, RestoredRows, TurnRef
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
-from sirchat.memory.retrieval import RecallSettings, Scope
-from sirchat.memory.segments import Rows
 from sirchat.models.model import LoadedModel
+from sirchat.recall.search import restore
+
+Scope = Literal["token", "layer"]
 
 RETRIEVERS: list[str] = ["mips", "cosine", "cosine-pairwise", "attention"]
 
 
-def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tensor:
+def as_if_at_zero(model: LoadedModel, rows: KeyValues, layer: int, slot: int) -> Tensor:
     """One row after the other, turned back from where it was written: [H, n, D]."""
     rotation = (model.rotations[layer].key, model.rotations[layer].value)[slot]
     out = []
@@ -44,7 +47,7 @@ def as_if_at_zero(model: LoadedModel, rows: Rows, layer: int, slot: int) -> Tens
 
 
 def by_the_equations(
-    retriever: str, ours: Rows, theirs: Rows, model: LoadedModel
+    retriever: str, ours: KeyValues, theirs: KeyValues, model: LoadedModel
 ) -> list[list[float]]:
     """Equations (1) to (3) of the paper, entry by entry: one list for each layer."""
     found = []
@@ -78,7 +81,7 @@ def are_the_best(scores: list[float], chosen: list[int], n: int) -> bool:
     return len(set(chosen)) == n and all(one <= worst + 1e-5 for one in others)
 
 
-def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, Rows]:
+def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[KeyValues, KeyValues]:
     """What a search sees: the turn's rows, and what is archived once the turn is read."""
     checkpoint, start = engine.checkpoint(), engine.ledger.seen
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(99, 99)))
@@ -87,7 +90,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[Rows, 
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state")[:start] == State.ARCHIVED)
     blocks = list(engine.store.archive.blocks(archived))
-    rows = Rows(
+    rows = KeyValues(
         np.concatenate([one.positions for one in blocks]),
         np.concatenate([one.written_at for one in blocks]),
         [torch.cat(parts, 1) for parts in zip(*(one.tensors for one in blocks), strict=True)],
@@ -113,7 +116,7 @@ def test_what_comes_back_is_what_the_equations_choose(
     layers = by_the_equations(retriever, ours, theirs, model)
     found = find(engine, model, ids, 99)
     assert found is not None
-    engine.residency.fill_reserve(found)
+    restore(engine, found)
     if scope == "token":
         mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
         chosen = [positions.index(at) for at in engine.ledger.recalled.tolist()]
@@ -226,7 +229,7 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
         ids = some_ids(77, 9)
         found = find(engine, model, ids, 77)
         if found is not None:
-            engine.residency.fill_reserve(found)
+            restore(engine, found)
         list(engine.prefill(ids, [Role.USER] * 9, TurnRef(77, 77)))
     assert roomy.resident == never.resident == 129
     assert roomy.logits is not None
@@ -253,7 +256,7 @@ def test_a_layers_own_rows_leave_no_trace_in_the_cache() -> None:
     before = contents(engine)
     found = find(engine, model, some_ids(50, 10), 50)
     assert found is not None
-    engine.residency.fill_reserve(found)
+    restore(engine, found)
     assert engine.resident == engine.ledger.held_count + 20
     assert not same(contents(engine)[1:3], before[1:3])
     engine.residency.clear_reserve()

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from chatting import tiny
-from sirchat.chat import word_index
-from sirchat.chat.word_index import WideIndex, terms_of, words_of
 from sirchat.models.load import load_model
-from sirchat.models.word_vectors import WordVectors
+from sirchat.recall import wide_index
+from sirchat.recall.terms import terms_of, words_of
+from sirchat.recall.wide_index import WideIndex
+from sirchat.recall.word_vectors import WordVectors
 
 TEXTS = [
     "Hello! My zebra is called Quix.",
@@ -165,14 +166,14 @@ def test_what_was_read_before_makes_no_difference(
 def test_of_too_many_turns_the_rarest_terms_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [*TEXTS, *["a zebra"] * 50]
     every, rare = (WideIndex(Some()).scores(texts, wanted) for wanted in ("zebra", "Quix"))
-    monkeypatch.setattr(word_index, "_MOST", 20)
+    monkeypatch.setattr(wide_index, "_MOST", 20)
     some, same = (WideIndex(Some()).scores(texts, wanted) for wanted in ("zebra", "Quix"))
     assert same.tolist() == rare.tolist()
     assert every[-1] > 0 == some[-1]
 
 
 def test_words_of_similar_meaning_have_close_vectors() -> None:
-    vectors = tiny().word_vectors
+    vectors = WordVectors.of_model(tiny())
     one, same, other = vectors.of(["dog", "dog", "Tuesday"])
     assert vectors.dims == len(one)
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
@@ -184,6 +185,6 @@ def test_words_of_similar_meaning_have_close_vectors() -> None:
 @pytest.mark.real
 @pytest.mark.slow
 def test_a_real_model_knows_what_is_similar() -> None:
-    vectors = load_model("smollm2", device="cpu").word_vectors
+    vectors = WordVectors.of_model(load_model("smollm2", device="cpu"))
     dog, puppy, cat, truth = vectors.of(["dog", "puppy", "cat", "truth"])
     assert min(dog @ puppy, dog @ cat) > 0.25 > dog @ truth

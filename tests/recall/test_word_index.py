@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.chat.word_index import WordIndex, terms_of
+from sirchat.recall.terms import terms_of
+from sirchat.recall.word_index import WordIndex
 
 TEXTS = [
     "Hello! My zebra is called Quix.",

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.memory.retrieval import choose, softened, weighted
+from sirchat.recall.choice import choose
+from sirchat.recall.search import softened, weighted
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sirchat.memory.recall.base import SimilarityRetriever
+from sirchat.recall.retrievers.base import SimilarityRetriever
 
 
 class Mips(SimilarityRetriever):
@@ -12,4 +12,3 @@ class Mips(SimilarityRetriever):
     """
 
     cosine = False
-    index_probes = 256

@@ -28,14 +28,15 @@ from sirchat.config.profile_files import changed
 from sirchat.config.values import allowed
 from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import RecallVariant
-from sirchat.memory import recall, retrieval
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Ledger, Role
-from sirchat.memory.recall import retriever, retriever_names
-from sirchat.memory.retrieval import Candidates, Query
+from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 from sirchat.memory.rope import Rotation
-from sirchat.memory.segments import Rows
+from sirchat.recall import candidates, retrievers
+from sirchat.recall.candidates import Candidates, Query
+from sirchat.recall.retrievers import retriever
 
 NO_ROTATION = LayerRotation(None)
 TURNS = [0, 0, 0, 2, 2, 3, 3, 3, 3, 6, 6, 7]
@@ -43,11 +44,11 @@ POSITIONS = [1, 2, 5, 9, 10, 14, 15, 17, 18, 30, 31, 44]
 WORDS = [0.0, 3.0, 1.0, 0.5, 0.0, 0.0, 2.0, 0.0]
 
 
-def rows(positions: list[int], seed: int) -> Rows:
+def rows(positions: list[int], seed: int) -> KeyValues:
     """Rows of two layers with two heads of 16 dimensions each."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(2, len(positions), 16, generator=generator) for _ in range(4)]
-    return Rows(np.array(positions), np.array(positions) % 11, tensors)
+    return KeyValues(np.array(positions), np.array(positions) % 11, tensors)
 
 
 class Talk(Ledger):
@@ -65,7 +66,7 @@ class Talk(Ledger):
 
 def found(
     name: str,
-    given: Rows,
+    given: KeyValues,
     query: Query,
     rotation: LayerRotation = NO_ROTATION,
     turns: list[int] = TURNS,
@@ -85,7 +86,9 @@ def asked(words: list[float] = WORDS, count: int = 3) -> Query:
     return Query(rows(list(range(60, 60 + count)), 2), words=np.array(words))
 
 
-def as_if_at_zero(rows: Rows, key: Tensor, rotation: Rotation | None) -> list[list[list[float]]]:
+def as_if_at_zero(
+    rows: KeyValues, key: Tensor, rotation: Rotation | None
+) -> list[list[list[float]]]:
     """Keys [H][n][D], each rotated back from where it was written."""
     out = key
     if rotation is not None:
@@ -111,7 +114,7 @@ def standard(scores: list[float], among: list[int]) -> list[float]:
     return [(one - fmean(some)) / pstdev(some) for one in scores]
 
 
-def by_both(given: Rows, asked: Rows, rotation: LayerRotation) -> list[float]:
+def by_both(given: KeyValues, asked: KeyValues, rotation: LayerRotation) -> list[float]:
     """The definition of `hybrid` with loops: one score for each archived row."""
     theirs = as_if_at_zero(given, given.tensors[2], rotation.key)
     ours = as_if_at_zero(asked, asked.tensors[2], rotation.key)
@@ -149,10 +152,10 @@ def test_the_keys_of_a_turn_count_by_the_nearest_of_each(
     batch: int, rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a turn is read in several batches."""
-    monkeypatch.setattr(retrieval, "_BATCH", batch)
+    monkeypatch.setattr(candidates, "_BATCH", batch)
     rotation = loaded("llama").rotations[1] if rotated else NO_ROTATION
     given, query = rows(POSITIONS, 1), asked()
-    expected = by_both(given, query.rows, rotation)
+    expected = by_both(given, query.key_values, rotation)
     scores = found("hybrid", given, query, rotation)
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
 
@@ -160,7 +163,7 @@ def test_the_keys_of_a_turn_count_by_the_nearest_of_each(
 def test_keys_of_the_chat_template_are_not_searched_for() -> None:
     given, query = rows(POSITIONS, 1), asked(count=5)
     said = replace(query, of_template=np.array([True, False, False, False, True]))
-    inner = query.rows.take(np.array([1, 2, 3]))
+    inner = query.key_values.take(np.array([1, 2, 3]))
     expected = by_both(given, inner, NO_ROTATION)
     np.testing.assert_allclose(found("hybrid", given, said), expected, rtol=1e-4, atol=1e-5)
 
@@ -176,11 +179,11 @@ def test_where_all_turns_are_alike_neither_part_counts() -> None:
 
 
 def test_our_retrievers_are_found_by_the_names_of_their_files() -> None:
-    assert retriever_names() == [
+    assert RETRIEVERS.names() == [
         *("attention", "bm25", "cosine", "cosine-pairwise", "hybrid", "mips", "random", "words")
     ]
-    assert recall.BEST in retriever_names()
-    for name in retriever_names():
+    assert BEST_RETRIEVER in RETRIEVERS.names()
+    for name in RETRIEVERS.names():
         assert retriever(name).__doc__
 
 
@@ -190,7 +193,7 @@ def test_an_unknown_retriever_is_refused_with_the_nearest_name() -> None:
 
 
 NEWEST = """
-from sirchat.memory.recall.base import Retriever
+from sirchat.recall.retrievers.base import Retriever
 
 
 class MyNewest(Retriever):
@@ -210,9 +213,9 @@ class MyNewest(Retriever):
 def my_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A retriever that is one file more in the package."""
     (tmp_path / "my_newest.py").write_text(NEWEST)
-    monkeypatch.setattr(recall, "__path__", [*recall.__path__, str(tmp_path)])
+    monkeypatch.setattr(retrievers, "__path__", [*retrievers.__path__, str(tmp_path)])
     yield "my-newest"
-    sys.modules.pop("sirchat.memory.recall.my_newest", None)
+    sys.modules.pop("sirchat.recall.retrievers.my_newest", None)
 
 
 def test_a_retriever_is_one_file_more(my_newest: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sirchat.memory.recall.base import WordRetriever
+from sirchat.recall.retrievers.base import WordRetriever
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 class Words(WordRetriever):
     """Scores whole turns by the new turn's words, pairs of them, and words of similar meaning.
 
-    `chat.word_index.WideIndex` computes the score of an earlier turn; the turns right before and
-    after that turn contribute to its score. Words of similar meaning are found by the model's input
-    embeddings.
+    `recall.wide_index.WideIndex` computes the scores, in which the turns beside a turn count, too.
     """
 
     wide_words = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sirchat.memory.recall.base import SimilarityRetriever
+from sirchat.recall.retrievers.base import SimilarityRetriever
 
 
 class Cosine(SimilarityRetriever):
@@ -10,5 +10,3 @@ class Cosine(SimilarityRetriever):
 
     Retrieval-Augmented StreamingLLM, equation (2).
     """
-
-    index_probes = 256

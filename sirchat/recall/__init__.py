@@ -1,0 +1,1 @@
+"""Recall: finds the evicted tokens that a new turn needs, and restores them for it."""

@@ -1,0 +1,123 @@
+"""What a retriever sees: the archived tokens to score, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.memory.archive import Archive
+from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.ledger import Ledger, Role
+from sirchat.memory.random_numbers import Purpose, uniform
+from sirchat.memory.rope import Rotation, unrotated
+from sirchat.models.attention_hook import LayerQueries
+
+_BATCH = 8_192  # tokens whose keys and values are read at once
+
+
+@dataclass(frozen=True)
+class Query:
+    """The m tokens with which archived tokens are compared: usually those of the new turn.
+
+    Attributes:
+        key_values: their keys and values; empty if the retriever needs none.
+        layer_queries: the turn's query vectors, layer by layer; empty if not recorded.
+        of_template: mask [m] of the chat template's tokens; None if they are not known.
+        words: a score for each earlier turn by the words that it shares; None if not needed.
+        start: stream position of the new turn's first token.
+    """
+
+    key_values: KeyValues
+    layer_queries: Sequence[LayerQueries] = ()
+    of_template: NDArray[np.bool_] | None = None
+    words: NDArray[np.float64] | None = None
+    start: int = 0
+
+    def of_layer(self, layer: int) -> LayerQueries:
+        """The new turn's query vectors in one layer.
+
+        Raises LookupError if there are none, or if they can't be compared with the cached keys.
+        """
+        keys = self.key_values.tensors[2 * layer]
+        if layer >= len(self.layer_queries) or not self.layer_queries[layer].match(keys):
+            raise LookupError("this model's queries cannot be compared with its KV cache")
+        return self.layer_queries[layer]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The n archived tokens that a retriever scores for a turn.
+
+    `positions` [n] are their stream positions, ascending; `rotations` has one entry for each layer.
+    `ledger` may be None where only keys and values are compared.
+    """
+
+    archive: Archive
+    positions: Positions
+    query: Query
+    rotations: Sequence[LayerRotation]
+    ledger: Ledger | None = None
+
+    def pairs(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [H, k, D] of the tokens in one layer, in blocks, not rotated."""
+        for block in self._blocks(layer):
+            yield _pair(block, 0, self.rotations[layer])
+
+    def keys(self, layer: int) -> Iterator[Tensor]:
+        """The keys [H, k, D] of the tokens in one layer, in blocks, not rotated."""
+        for block in self._blocks(layer):
+            yield _unrotated(block, 0, self.rotations[layer].key)
+
+    def query_pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The query's keys and values [H, m, D] in one layer, not rotated."""
+        return _pair(self.query.key_values, layer, self.rotations[layer])
+
+    @property
+    def words(self) -> NDArray[np.float64]:
+        """A score for each earlier turn, by the words that it shares with the new turn."""
+        if self.query.words is None:
+            raise ValueError("this retriever needs a score for each turn by its words")
+        return self.query.words
+
+    @property
+    def turns(self) -> NDArray[np.int64]:
+        """The number of each token's turn [n]."""
+        turns: NDArray[np.int64] = self._column("turn")
+        return turns
+
+    @property
+    def of_template(self) -> NDArray[np.bool_]:
+        """Mask [n] of the chat template's tokens."""
+        mask: NDArray[np.bool_] = self._column("role") == Role.TEMPLATE
+        return mask
+
+    def random_numbers(self) -> NDArray[np.float64]:
+        """A number in [0, 1) for each token [n]; the same turn gets the same numbers."""
+        if self.ledger is None:
+            raise ValueError("random scores are drawn from the ledger's seed: pass `ledger`")
+        return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
+
+    def _column(self, name: str) -> NDArray[Any]:
+        if self.ledger is None:
+            raise ValueError(f"a token's {name} needs a ledger")
+        return self.ledger.column(name)[self.positions]
+
+    def _blocks(self, layer: int) -> Iterator[KeyValues]:
+        for start in range(0, len(self.positions), _BATCH):
+            yield self.archive.fetch(self.positions[start : start + _BATCH], layer)
+
+
+def _pair(block: KeyValues, layer: int, rotation: LayerRotation) -> tuple[Tensor, Tensor]:
+    keys, values = 2 * layer, 2 * layer + 1
+    return _unrotated(block, keys, rotation.key), _unrotated(block, values, rotation.value)
+
+
+def _unrotated(block: KeyValues, tensor: int, rotation: Rotation | None) -> Tensor:
+    return unrotated(block.tensors[tensor], torch.from_numpy(block.written_at), rotation)

@@ -1,0 +1,12 @@
+"""The retrievers, one file each: they score archived tokens for a turn."""
+
+from __future__ import annotations
+
+from sirchat.memory.registry import RETRIEVERS
+from sirchat.recall.retrievers.base import Retriever
+
+
+def retriever(name: str) -> Retriever:
+    """The retriever called `name`; raises SettingError if there is none."""
+    made: Retriever = RETRIEVERS.find(name)()
+    return made

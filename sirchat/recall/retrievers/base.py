@@ -1,0 +1,130 @@
+"""The base classes of retrievers.
+
+Settings are checked against their class attributes, so the files of retrievers import torch only
+for types and where they compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from sirchat.recall.candidates import Candidates
+
+NEIGHBOUR = 0.5  # share of a turn's score that the turns before and after it get, too
+_SHORTEST = 1e-12  # a zero vector stays one where vectors are scaled to length 1
+
+
+class Retriever(ABC):
+    """Scores archived tokens for a turn; those with the highest scores are restored.
+
+    It has no state. The first line of its class's docstring is shown to users as help.
+    """
+
+    needs_turn: ClassVar[bool] = True  # reads the turn before the search, for its keys and values
+    needs_queries: ClassVar[bool] = False  # also records the queries of that reading
+    needs_words: ClassVar[bool] = False  # needs a score for each turn by the words that it shares
+    wide_words: ClassVar[bool] = False  # that score counts pairs of words and similar words, too
+    takes_weight: ClassVar[bool] = True  # whether the setting `recall_weight` applies
+    takes_soft: ClassVar[bool] = False  # whether the setting `recall_soft` applies
+
+    @abstractmethod
+    def score(self, candidates: Candidates) -> Tensor:
+        """The scores of n archived tokens: [layers, n], or [1, n] for all layers.
+
+        Raises LookupError if the model can't provide the queries that the retriever needs.
+        """
+
+
+class LayerRetriever(Retriever):
+    """Scores archived tokens in each layer by itself, by keys and values."""
+
+    def score(self, candidates: Candidates) -> Tensor:
+        import torch
+
+        layers = range(len(candidates.rotations))
+        return torch.stack([self.score_layer(candidates, layer) for layer in layers]).cpu()
+
+    @abstractmethod
+    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
+        """The scores [n] of n archived tokens in layer number `layer`, as float32."""
+
+
+class SimilarityRetriever(LayerRetriever):
+    """Scores archived tokens by the similarity of their keys and values to those of the new turn.
+
+    The score is the largest similarity to a token of the turn: the mean of inner products over
+    keys, values and heads, without rotary positions. Equations (1) to (3) of Retrieval-Augmented
+    StreamingLLM.
+    """
+
+    cosine: ClassVar[bool] = True  # scale vectors to length 1 first
+    mean: ClassVar[bool] = True  # compare with the turn's mean key and value, not with each token's
+
+    def score_layer(self, candidates: Candidates, layer: int) -> Tensor:
+        import torch
+
+        sought = list(candidates.query_pair(layer))
+        if self.mean:
+            sought = [vectors.mean(-2, keepdim=True) for vectors in sought]
+        if self.cosine:
+            sought = [unit(vectors) for vectors in sought]
+        scores = []
+        for pair in candidates.pairs(layer):
+            of_keys, of_values = (
+                (unit(rows) if self.cosine else rows) @ vectors.to(rows.device).mT
+                for rows, vectors in zip(pair, sought, strict=True)
+            )  # [H, k, m] each
+            scores.append(((of_keys + of_values).mean(0) / 2).amax(1))  # [k]
+        return torch.cat(scores)
+
+
+class TurnRetriever(Retriever):
+    """Scores whole turns: all archived tokens of a turn get the turn's score."""
+
+    needs_words = True
+    takes_weight = False
+
+    def score(self, candidates: Candidates) -> Tensor:
+        import torch
+
+        scores = torch.from_numpy(self.score_turns(candidates)[candidates.turns])
+        # Tokens of the template come last: they have no content, but are a sixth of a short turn.
+        scores[torch.from_numpy(candidates.of_template)] = float(scores.min()) - 1
+        return scores[None]
+
+    @abstractmethod
+    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
+        """One score for each earlier turn of the conversation."""
+
+
+class WordRetriever(TurnRetriever):
+    """Scores whole turns by words alone; the model reads nothing for the search."""
+
+    needs_turn = False
+
+    def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
+        return self.score_words(candidates.words)
+
+    @abstractmethod
+    def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The final scores [n] of all earlier turns, from their scores `words` [n] by words."""
+
+
+def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The scores [n] of consecutive turns, each raised by half of those of the turns beside it."""
+    shared = scores.copy()
+    shared[1:] += NEIGHBOUR * scores[:-1]
+    shared[:-1] += NEIGHBOUR * scores[1:]
+    return shared
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """The vectors [..., D], scaled to length 1."""
+    length: Tensor = vectors.norm(dim=-1, keepdim=True)
+    return vectors / length.clamp_min(_SHORTEST)
