@@ -33,7 +33,7 @@ from sirchat.saved.database import (
     refuse_missing,
     result_code,
 )
-from sirchat.saved.search_index import remove_from_index
+from sirchat.saved.index import family_in, names_in, remove_from_index
 from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
@@ -107,7 +107,7 @@ def find_session(folder: Path, ident: str) -> Path:
     found = {name.removesuffix(SUFFIX): folder / name for name in sorted(_files(folder))}
     if ident in found:
         return found[ident]
-    names = {one.id: one.name for one in list_sessions(folder).sessions if one.name}
+    names = _names(folder)
     by_name = [id for id, name in names.items() if same_name(name, ident)]
     matches = by_name or [id for id in found if ident and id.startswith(ident)]
     if len(matches) > 1:
@@ -202,14 +202,27 @@ def free_name(folder: Path, text: str, own: str) -> str:
     another session.
     """
     name = checked_name(text)
-    for one in list_sessions(folder).sessions:
-        if one.id != own and (one.id == name or same_name(one.name, name)):
+    others = [ident for ident, other in _names(folder).items() if same_name(other, name)]
+    if (folder / f"{name}{SUFFIX}").is_file():
+        others.append(name)
+    for ident in others:
+        if ident != own:
             raise SessionError(
-                f"session {one.id} is called {format_value(name)}; allowed: a name that no "
+                f"session {ident} is called {format_value(name)}; allowed: a name that no "
                 "other session has",
-                hint=f"choose another name, or delete that session: sirchat sessions rm {one.id}",
+                hint=f"choose another name, or delete that session: sirchat sessions rm {ident}",
             )
     return name
+
+
+def branches_of(folder: Path, family: str) -> list[SavedSession]:
+    """The list entries of the chat `family` (an id) and of its branches, the last written first."""
+    try:
+        files = [f"{ident}{SUFFIX}" for ident in family_in(folder, family)]
+    except SessionError:
+        files = _files(folder)
+    chats = [chat for chat in _summaries(folder, files, []) if chat.family == family]
+    return sorted(chats, key=lambda chat: chat.updated, reverse=True)
 
 
 def remove_session(path: Path) -> None:
@@ -241,6 +254,14 @@ def export_session(path: Path, stream: BinaryIO) -> None:
         ),
         stream,
     )
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """The name of each session of `folder` that has one, by the session's id."""
+    try:
+        return names_in(folder)
+    except SessionError:  # no index can be made there
+        return {chat.id: chat.name for chat in list_sessions(folder).sessions if chat.name}
 
 
 def _files(folder: Path) -> list[str]:

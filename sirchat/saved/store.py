@@ -43,8 +43,8 @@ from sirchat.saved.database import (
     sync,
     unsign,
 )
+from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
-from sirchat.saved.search_index import remove_from_index
 from sirchat.text.transcript import RoleName
 
 if TYPE_CHECKING:  # a list of sessions needs no torch

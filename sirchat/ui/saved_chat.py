@@ -20,9 +20,9 @@ from sirchat.saved.search import Part, nothing_found, search_sessions
 from sirchat.saved.session_list import (
     SavedSession,
     begins_an_id,
+    branches_of,
     find_session,
     free_name,
-    list_sessions,
     newest_sessions,
     open_saved_file,
     same_name,
@@ -238,8 +238,7 @@ class SavedChat:
             self._screen.note("this chat has no branches; /branch NAME makes one")
 
     def _branches(self) -> list[SavedSession]:
-        family = self._saving.family
-        return [one for one in list_sessions(sessions_dir()).sessions if one.family == family]
+        return branches_of(sessions_dir(), self._saving.family)
 
     def replace_session(self, session: Session) -> None:
         """From now on, save `session`, another session of this conversation, in the same file."""

@@ -27,7 +27,7 @@ from sirchat.errors import SessionError, SirchatError, UsageError
 from sirchat.memory.segments import SEGMENT_ROWS
 from sirchat.models import compiling
 from sirchat.paths import data_dir
-from sirchat.saved import search_index
+from sirchat.saved import index
 from sirchat.saved.database import connect
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
@@ -121,16 +121,16 @@ def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(fo
 def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_index, "_TIMEOUT", 0.01)
+    monkeypatch.setattr(index, "_TIMEOUT", 0.01)
     chat = Chat()
     chat.say(*SAYINGS[:2])
     assert len(search_sessions(folder, "words", str).hits) == 1
-    with closing(connect(folder / search_index.NAME)) as other:
+    with closing(connect(folder / index.NAME)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(SessionError, match=r"index is in use by another process \(try again"):
             search_sessions(folder, "words", str)
         chat.do("/undo")
-        assert not (folder / search_index.NAME).exists(), "the text must not stay in it"
+        assert not (folder / index.NAME).exists(), "the text must not stay in it"
     assert len(search_sessions(folder, "words", str).hits) == 1
     assert is_saved(chat)
 

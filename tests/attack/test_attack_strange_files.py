@@ -125,6 +125,7 @@ def _as_chat(path: Path, make: Callable[[Path], None]) -> None:
     good = find_session(folder, saved(folder, "good", save_kv="on"))
     strange = folder / f"{path.name}.sqlite"
     make(strange)
+    (folder / "search.index").unlink()
     make(folder / "search.index")
     good.with_suffix(".safetensors").unlink()
     make(good.with_suffix(".safetensors"))

@@ -45,6 +45,7 @@ BOMBS = {
     "format method": "{{ '{:{}}'.format('a', 10000000000) }}",
     "star": "{{ '%*d' % (10000000000, 1) }}",
     "replace": "{{ ('a' * 100000) | replace('a', 'a' * 100000) }}",
+    "replace by name": "{{ ('a' * 100000) | replace(new='a' * 100000, old='a') }}",
     "tabs": "{{ ('\t' * 100000).expandtabs(100000) }}",
     "joined": "{{ range(100000) | join('a' * 100000) }}",
     "many": "{% set n = namespace(s=[]) %}"

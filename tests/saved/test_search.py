@@ -12,8 +12,8 @@ import pytest
 
 from session_files import elsewhere, head_at, new, rows_at, said
 from sirchat.errors import UsageError
+from sirchat.saved.index import NAME
 from sirchat.saved.search import Hit, search_sessions
-from sirchat.saved.search_index import NAME
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 
@@ -37,7 +37,7 @@ def test_a_chat_is_found_by_words_that_either_side_said_and_the_line_is_shown(
     for words in ("train rome", "ROME", "rome tra"):
         (hit,) = search_sessions(tmp_path, words).hits
         assert hit.session.path == path
-    assert line(hit) == "You went to [Rome] by [tra]in,"
+    assert line(hit) == "…In Berlin. You went to [Rome] by [train], and home."
     assert found(tmp_path, "berlin home") == [path], "words of different lines"
     assert not found(tmp_path, "berlin oslo"), "words of different chats"
     assert not found(tmp_path, "rom train"), "only the last word may be cut short"
@@ -221,7 +221,7 @@ def test_where_text_can_not_be_removed_from_the_index_the_index_is_deleted(
     path, other = new(tmp_path, "Hello", SECRET), new(tmp_path, "oslo")
     found(tmp_path, SECRET)
     (tmp_path / f"{NAME}-journal").write_bytes(SECRET.encode())  # as a crash leaves it
-    monkeypatch.setattr("sirchat.saved.search_index._remove", fail)
+    monkeypatch.setattr("sirchat.saved.index._remove", fail)
     undo(path)
     assert not any(SECRET.encode() in file.read_bytes() for file in tmp_path.iterdir())
     monkeypatch.undo()

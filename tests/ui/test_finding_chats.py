@@ -81,7 +81,8 @@ def test_sessions_search_prints_the_best_first_with_its_line(folder: Path) -> No
     done = run("sessions", "search", "night", "train")
     assert done.returncode == 0
     assert re.fullmatch(
-        rf"{path.stem}  .* 2 messages  tiny  trip: by a night train\.\n", done.stdout
+        rf"{path.stem}  .* 2 messages  tiny  trip: …We go to Rome by a night train\.\n",
+        done.stdout,
     )
 
 
@@ -144,6 +145,7 @@ def test_erased_and_undone_words_are_found_no_more(folder: Path) -> None:
 
 def test_without_an_index_names_are_found_and_words_are_an_error(folder: Path) -> None:
     ident = saved(folder, "trip")
+    (folder / "search.index").unlink()
     (folder / "search.index").mkdir()
     chat = Chat()
     assert f"this chat is session {ident}" in chat.do("/load trip")

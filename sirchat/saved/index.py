@@ -1,0 +1,302 @@
+"""The list of all saved chats with their names and texts, for search: SQLite's FTS5.
+
+It is one private file in the folder of the chats, made anew if it is deleted. Each use first reads
+the chats whose file has another time or size than before, so saving a turn need not update it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from sirchat import paths
+from sirchat.errors import SessionError
+from sirchat.saved.database import (
+    SUFFIX,
+    UNDECODABLE,
+    check_format,
+    connect,
+    explained,
+    result_code,
+)
+
+NAME = "search.index"  # the file's name
+MARKS = "\ufdd0", "\ufdd1"  # stand around each match in a snippet; Unicode has no such characters
+
+_TABLES = (
+    """CREATE TABLE chats (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL,
+    changed INTEGER NOT NULL, size INTEGER NOT NULL, name TEXT NOT NULL, family TEXT NOT NULL)""",
+    # Not the tokenizer `trigram`: it finds no word of two letters, as Tokyo is in Japanese, it
+    # finds Rome in chromed, and before SQLite 3.45 it takes no e for an é.
+    """CREATE VIRTUAL TABLE said USING fts5 (name, text,
+    tokenize = "unicode61 remove_diacritics 2 categories 'L* N* Co Mn Mc'")""",
+)
+_FIND = """SELECT number, id FROM said JOIN chats ON number = said.rowid
+WHERE said MATCH ? ORDER BY said.rank, changed DESC"""  # the rank is bm25
+_SNIPPET = "SELECT snippet(said, 1, ?, ?, '…', 24) FROM said WHERE said MATCH ? AND rowid = ?"
+
+_TIMEOUT = 20.0  # seconds to wait while another process writes the index
+_BATCH = 500  # chats in a transaction: others wait for it, and Ctrl-C loses its work
+_JUST_NOW = 100_000_000  # ns: within this time, a file may change without a new time
+_UNKNOWN = -1  # stands for a file's size: read the file again at the next search
+_OF_DAMAGE = (0, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+# A character of a script without spaces between words, such as Chinese. Each is a word of the
+# index, where a zero-width space stands on both sides of it.
+_SPACELESS = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+    "\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+_GAP = "\u200b"
+
+_Result = TypeVar("_Result")
+
+
+class Matches(NamedTuple):
+    """The chats that have all words, the best first, and the names of all chats.
+
+    `snippets` has a piece of the text of each of the first chats, with `MARKS` around its matches.
+    """
+
+    ids: list[str]
+    snippets: list[str]
+    names: dict[str, str]
+
+
+def names_in(folder: Path) -> dict[str, str]:
+    """The name of each chat of `folder` that has one, by id; SessionError if it can't be read."""
+    return _with_index(folder, _names)
+
+
+def family_in(folder: Path, family: str) -> list[str]:
+    """The ids of a chat and all its branches; SessionError if the index can't be used."""
+
+    def find(connection: sqlite3.Connection) -> list[str]:
+        return _ids(connection, "SELECT id FROM chats WHERE family = ?", family)
+
+    return _with_index(folder, find)
+
+
+def matches(folder: Path, words: str, most: int, notice: Callable[[str], object]) -> Matches:
+    """Find the chats of `folder` with all `words`; of the last, a beginning is enough.
+
+    At most `most` get a snippet. `notice` gets a message before many chats are read. Raises
+    SessionError if the index can't be used.
+    """
+    query = _query(words)
+
+    def search(connection: sqlite3.Connection) -> Matches:
+        chats = connection.execute(_FIND, (query,)).fetchall() if query else []
+        snippets = [
+            connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
+            for number, _ in chats[:most]
+        ]
+        plain = [snippet.replace(_GAP, "") for snippet in snippets]
+        return Matches([ident for _, ident in chats], plain, _names(connection))
+
+    return _with_index(folder, search, notice)
+
+
+def has_words(text: str) -> bool:
+    """Whether a text has letters or digits, by which chats can be found."""
+    return bool(_query(text))
+
+
+def remove_from_index(path: Path) -> None:
+    """Remove the text of the chat in the file `path`, until it is read again.
+
+    If it can't be removed, the whole index is deleted; SessionError if that fails, too.
+    """
+    index = path.parent / NAME
+    if not index.exists():
+        return
+    with explained(index):
+        try:
+            with _opened(index) as connection:
+                with _writing(connection):
+                    is_removed = _remove(connection, path.stem)
+                if is_removed:
+                    _overwrite_removed(connection)
+        except sqlite3.Error:
+            _delete(index)
+
+
+def _query(words: str) -> str:
+    """The query of FTS5 for texts with all `words`; empty if there is no word."""
+    text = re.sub('[\x00-\x1f"]', " ", words.encode(errors="replace").decode())
+    quoted = [f'"{_spaced(word)}"' for word in text.split() if re.search(r"[^\W_]", word)]
+    return f"{' '.join(quoted)} *" if quoted else ""
+
+
+def _spaced(text: str) -> str:
+    if text.isascii():
+        return text
+    return _SPACELESS.sub(rf"{_GAP}\g<0>{_GAP}", unicodedata.normalize("NFKC", text))
+
+
+def _names(connection: sqlite3.Connection) -> dict[str, str]:
+    return dict(connection.execute("SELECT id, name FROM chats WHERE name != ''"))
+
+
+def _ids(connection: sqlite3.Connection, query: str, *values: str) -> list[str]:
+    return [ident for (ident,) in connection.execute(query, values)]
+
+
+def _with_index(
+    folder: Path,
+    use: Callable[[sqlite3.Connection], _Result],
+    notice: Callable[[str], object] = lambda text: None,
+) -> _Result:
+    """Bring the index of `folder` up to date, and call `use` with it.
+
+    A damaged index is deleted, and `use` is called with a new one.
+    """
+    if not folder.is_dir():
+        with closing(sqlite3.connect(":memory:")) as nothing:
+            _create(nothing)
+            return use(nothing)
+    path = folder / NAME
+    with explained(path):
+        try:
+            with _opened(path) as connection:
+                _bring_up_to_date(connection, folder, notice)
+                return use(connection)
+        except sqlite3.DatabaseError as error:
+            if result_code(error) not in _OF_DAMAGE:
+                raise
+            _delete(path)
+        with _opened(path) as connection:
+            _bring_up_to_date(connection, folder, notice)
+            return use(connection)
+
+
+def _delete(index: Path) -> None:
+    for path in (index, index.with_name(f"{NAME}-journal")):  # a crash may have left a journal
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    if not path.exists():
+        with suppress(FileExistsError):
+            paths.open_private(path, "xb").close()
+    with closing(connect(path, timeout=_TIMEOUT)) as connection:
+        connection.execute("PRAGMA secure_delete = ON")
+        connection.execute("PRAGMA temp_store = MEMORY")  # no text in a temporary folder
+        if not _tables(connection):
+            with _writing(connection):
+                if not _tables(connection):  # no other process has made them
+                    _create(connection)
+        if _tables(connection) != list(_TABLES):
+            raise sqlite3.DatabaseError("made by another version")
+        yield connection
+
+
+def _tables(connection: sqlite3.Connection) -> list[str]:
+    query = "SELECT sql FROM sqlite_master WHERE name IN ('chats', 'said') ORDER BY name"
+    return _ids(connection, query)
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    for table in _TABLES:
+        connection.execute(table)
+
+
+@contextmanager
+def _writing(connection: sqlite3.Connection) -> Iterator[None]:
+    with connection:  # commits, or rolls back after an error
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def _bring_up_to_date(
+    connection: sqlite3.Connection, folder: Path, notice: Callable[[str], object]
+) -> None:
+    present = set(_states(folder))
+    known = set(connection.execute("SELECT id, changed, size FROM chats"))
+    stale = sorted(present - known)
+    gone = {ident for ident, *_ in known - present} - {ident for ident, *_ in stale}
+    if len(stale) > _BATCH:
+        notice(f"reading {len(stale):,} saved chats, so that later searches are fast")
+    is_removed = False
+    if gone:
+        with _writing(connection):
+            for ident in gone:
+                is_removed |= _remove(connection, ident)
+    for start in range(0, len(stale), _BATCH):
+        with _writing(connection):
+            for ident, changed, size in stale[start : start + _BATCH]:
+                path = folder / f"{ident}{SUFFIX}"
+                is_removed |= _update(connection, path, changed, size)
+    if is_removed:
+        _overwrite_removed(connection)
+
+
+def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Each chat's id, and its file's time in ns and size in bytes, by which a change is seen."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX) and entry.name.isprintable():  # UTF-8, too
+                with suppress(FileNotFoundError):
+                    state = entry.stat()
+                    yield entry.name[: -len(SUFFIX)], state.st_mtime_ns, state.st_size
+
+
+def _update(connection: sqlite3.Connection, path: Path, changed: int, size: int) -> bool:
+    """Read the chat in the file `path` again; returns whether this removed text from the index."""
+    if time.time_ns() - changed < _JUST_NOW:
+        size = _UNKNOWN
+    name, family, text = _read(path)
+    texts = _spaced(name), _spaced(text)
+    former = connection.execute(
+        "SELECT said.name, text FROM said JOIN chats ON number = said.rowid WHERE id = ?",
+        (path.stem,),
+    ).fetchone()
+    if former == texts:
+        values = (changed, size, path.stem)
+        connection.execute("UPDATE chats SET changed = ?, size = ? WHERE id = ?", values)
+        return False
+    _remove(connection, path.stem)
+    insert = "INSERT INTO chats (id, changed, size, name, family) VALUES (?, ?, ?, ?, ?)"
+    number = connection.execute(insert, (path.stem, changed, size, name, family)).lastrowid
+    insert = "INSERT INTO said (rowid, name, text) VALUES (?, ?, ?)"
+    connection.execute(insert, (number, *texts))
+    return former is not None and not all(map(str.startswith, texts, former))
+
+
+def _remove(connection: sqlite3.Connection, ident: str) -> bool:
+    """Remove the chat with the id `ident`; returns whether the index had it."""
+    record = connection.execute("SELECT number FROM chats WHERE id = ?", (ident,)).fetchone()
+    if record is not None:
+        connection.execute("DELETE FROM said WHERE rowid = ?", record)
+        connection.execute("DELETE FROM chats WHERE number = ?", record)
+    return record is not None
+
+
+def _overwrite_removed(connection: sqlite3.Connection) -> None:
+    """Overwrite in the file what was removed: FTS5 only marks words as deleted until it merges."""
+    connection.execute("INSERT INTO said (said) VALUES ('optimize')")  # merges
+    connection.execute("VACUUM")
+
+
+def _read(path: Path) -> tuple[str, str, str]:
+    """A chat's name, family and text, also while another process has it open; empty if damaged."""
+    for options in ("mode=ro", "immutable=1"):
+        try:
+            with closing(connect(path, options, timeout=0)) as connection:
+                check_format(connection, path)
+                about = dict(connection.execute("SELECT name, value FROM about"))
+                turns = _ids(connection, "SELECT text FROM turns ORDER BY turn")
+            family = json.loads(about["meta"]).get("family", path.stem)
+            return str(json.loads(about.get("name", '""'))), str(family), "\n".join(turns)
+        except (sqlite3.Error, SessionError, AttributeError, *UNDECODABLE):
+            continue
+    return "", "", ""
