@@ -29,33 +29,22 @@ from sirchat.engine.types import EvictedRows, RestoredRows
 from sirchat.memory.key_values import Positions
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.recall import Recollection
-from sirchat.text.anchors import Anchors
 from sirchat.text.detokenizer import Texts
 from sirchat.version import __version__
 
-_LIMITS_RECALL = ("policy", "budget", "sinks", "recall", "recall_n")
+_LIMITS_RECALL = {"policy", "budget", "sinks", "recall", "recall_n"}
 
 
 @dataclass(frozen=True, eq=False)
 class EventBuilder:
-    """Makes the events of a session from the records that its engine returns.
-
-    Args:
-        engine: the session's engine.
-        texts: returns the text of each token id.
-        with_tokens: whether an event has, besides the stream positions of its tokens, a record
-            (`TokenRow`) of each token.
-    """
+    """Makes the events of a session from the records that its engine returns."""
 
     engine: Engine
     texts: Texts
-    with_tokens: bool
+    with_tokens: bool  # whether events have a record of each token, besides its stream position
 
     def tokens(self, positions: Positions) -> tuple[TokenRow, ...]:
-        """A record of each token at these stream positions, which must be ascending.
-
-        The tokens may be in the cache or evicted.
-        """
+        """A record of each token, held or evicted, at these stream positions, ascending."""
         scores = policy_scores(self.engine, positions)
         return token_rows(self.engine, positions, self.texts, self.engine.settings.sinks, scores)
 
@@ -82,19 +71,15 @@ class EventBuilder:
                 "a token that is evicted still has left its trace there"
             )
             notices.append(Notice(text))
-        notices += self.clamped(profile.recall_n)
-        notices += self.untrained(model.anchors)
-        return [opening, *notices, *self.uncounted(model)]
+        notices += [*self._clamped(profile.recall_n), *self._untrained(model)]
+        return [opening, *notices, *self._uncounted(model)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
         """The event for tokens that were evicted during the turn with index `turn`."""
         return Evicted(turn, **self._counts(record))
 
     def moved(self, turn: int, records: Sequence[EvictedRows | RestoredRows]) -> list[Event]:
-        """An event `Evicted` or `Restored` for each record of evicted or restored tokens.
-
-        `turn` is the index of the last turn before the tokens were evicted or restored.
-        """
+        """An event for each record of evicted or restored tokens; `turn` is the last turn."""
         return [
             self.evicted(turn, record)
             if isinstance(record, EvictedRows)
@@ -122,24 +107,24 @@ class EventBuilder:
                 seconds=recollection.seconds,
                 resident=self.engine.resident,
                 seen=self.engine.ledger.seen,
-                tokens=self._wanted(positions),
+                tokens=self._tokens(positions),
             )
             events.append(recalled)
         return events
 
     def done(self, stats: TurnStats, text: str) -> TurnDone:
-        """The event for a finished turn: its `text`, and its counts of tokens and seconds."""
+        """The event for a finished turn."""
         return TurnDone(
             text=text,
             resident=self.engine.resident,
             seen=self.engine.ledger.seen,
             recalled=self.engine.residency.recalled,
-            tokens=self._wanted(self.engine.ledger.held_positions),
+            tokens=self._tokens(self.engine.ledger.held_positions),
             **{field.name: getattr(stats, field.name) for field in fields(stats)},
         )
 
     def ended(self, now: ConversationState) -> Ended:
-        """The event `Ended`, which ends a session, with the totals of the conversation `now`."""
+        """The event that ends a session, with the totals of the conversation."""
         return Ended(
             turns=len(now.turns),
             seen=self.engine.ledger.seen,
@@ -149,34 +134,39 @@ class EventBuilder:
             seconds_decode=now.totals.seconds_decode,
         )
 
-    def switched(self, before: Profile, after: Profile, restored: int) -> list[Event]:
-        """The events after a change of settings, from all settings `before` to all `after` it.
+    def switched(
+        self, model: LoadedModel, before: Profile, after: Profile, restored: int
+    ) -> list[Event]:
+        """An event for each changed setting, and notices of those that do not suit model or policy.
 
-        Each changed setting has an event `Switched`; if a changed setting has no effect with the
-        policy, a notice follows. `restored` is the number of archived tokens that the change
-        restored: the first event has this number, and later events have 0.
+        The first of them has `restored`, the number of archived tokens that the change restored.
         """
         events: list[Event] = []
-        for name in type(before).model_fields:
-            old, new = getattr(before, name), getattr(after, name)
-            if old != new:
-                resident = self.engine.resident
-                events.append(Switched(name, old, new, restored=restored, resident=resident))
-                restored = 0
-                if not has_effect(after, name):
-                    options = after.policy_options
-                    made = f"{after.policy} with {as_typed(options)}" if options else after.policy
-                    events.append(Notice(f"{name} has no effect under policy {made}"))
-        if any(getattr(before, name) != getattr(after, name) for name in _LIMITS_RECALL):
-            events += self.clamped(after.recall_n)
+        changed = [
+            name
+            for name in type(before).model_fields
+            if getattr(before, name) != getattr(after, name)
+        ]
+        for name in changed:
+            old, new, resident = getattr(before, name), getattr(after, name), self.engine.resident
+            events.append(Switched(name, old, new, restored=restored, resident=resident))
+            restored = 0
+            if not has_effect(after, name):
+                options = after.policy_options
+                policy = f"{after.policy} with {as_typed(options)}" if options else after.policy
+                events.append(Notice(f"{name} has no effect under policy {policy}"))
+        if not _LIMITS_RECALL.isdisjoint(changed):
+            events += self._clamped(after.recall_n)
+        if "policy" in changed:
+            events += [*self._untrained(model), *self._uncounted(model)]
         return events
 
-    def clamped(self, recall_n: int | str) -> list[Notice]:
-        """A notice if the budget leaves recall room for fewer tokens than `recall_n`.
+    def problems(self) -> list[Notice]:
+        """A notice for each error of the archive since the last call; the chat continues."""
+        return [Notice(text) for text in self.engine.store.take_problems()]
 
-        `recall_n` is the setting for how many tokens recall may restore. The list is empty if
-        `recall_n` is `auto`, if recall is off, or if recall has enough room.
-        """
+    def _clamped(self, recall_n: int | str) -> list[Notice]:
+        """A notice if the budget leaves room for fewer recalled tokens than `recall_n`."""
         settings, reserve = self.engine.settings, self.engine.residency.budget.reserve
         if settings.recall is None or not settings.policy.bounded:
             return []
@@ -189,13 +179,9 @@ class EventBuilder:
             )
         ]
 
-    def untrained(self, anchors: Anchors | None) -> list[Notice]:
-        """A notice if the policy compresses text into anchor tokens, but the model can't do this.
-
-        `anchors` describes the anchor tokens that the model was trained with; None if it was not
-        trained with any. The list is empty if no notice is needed.
-        """
-        if not self.engine.settings.policy.compacts_at_anchors or anchors is not None:
+    def _untrained(self, model: LoadedModel) -> list[Notice]:
+        """A notice if the policy compresses text into anchors, but the model was not trained so."""
+        if not self.engine.settings.policy.compacts_at_anchors or model.anchors is not None:
             return []
         return [
             Notice(
@@ -206,11 +192,8 @@ class EventBuilder:
             )
         ]
 
-    def uncounted(self, model: LoadedModel) -> list[Notice]:
-        """A notice if the policy uses attention weights, but the model does not expose them.
-
-        The list is empty if no notice is needed.
-        """
+    def _uncounted(self, model: LoadedModel) -> list[Notice]:
+        """A notice if the policy uses attention weights, but the model does not expose them."""
         if self.engine.settings.attention_stats is None or model.exposes_attention:
             return []
         policy = type(self.engine.settings.policy).__name__.lower()
@@ -218,21 +201,14 @@ class EventBuilder:
             Notice(f"{no_attention_reason(model)}; policy {policy} works without attention weights")
         ]
 
-    def problems(self) -> list[Notice]:
-        """A notice for each error of the archive since the last call of this method.
-
-        The chat continues after such an error.
-        """
-        return [Notice(text) for text in self.engine.store.take_problems()]
-
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:
         """The values, by name, of the fields that the events `Evicted` and `Restored` share."""
         return {
             "positions": tuple(record.positions.tolist()),
             "resident": record.resident,
             "seen": record.seen,
-            "tokens": self._wanted(record.positions),
+            "tokens": self._tokens(record.positions),
         }
 
-    def _wanted(self, positions: Positions) -> tuple[TokenRow, ...] | None:
+    def _tokens(self, positions: Positions) -> tuple[TokenRow, ...] | None:
         return self.tokens(positions) if self.with_tokens else None

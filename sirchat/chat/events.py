@@ -8,44 +8,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 if TYPE_CHECKING:
     from sirchat.engine.types import ChosenToken
 
+# Why a turn ended. `stop`: the model generated an end token. `control`: it generated a control
+# token that does not belong in a reply, and is neither shown nor held. `length`: the reply has
+# `max_new_tokens` tokens. `interrupt`: Ctrl-C. `context`: the model's context is full. `read`:
+# the turn was not generated.
 Finish = Literal["stop", "control", "length", "interrupt", "context", "read"]
-"""Why a turn ended.
 
-`stop`: the model generated an end token. `control`: it generated a control token that does not
-belong in a reply, and is neither shown nor held. `length`: the reply has `max_new_tokens` tokens.
-`interrupt`: Ctrl-C. `context`: the model's context is full. `read`: the turn was not generated.
-"""
+_RENAMED = {"old": "from", "new": "to"}  # fields, in the JSON
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token of the conversation; it may be in the cache or evicted.
+    """One token of the conversation; it may be in the cache or evicted."""
 
-    Attributes:
-        position: index in the stream of all tokens, from 0.
-        turn: index of the token's turn.
-        surprisal: -log p(token), in nats; null for the first token of the stream.
-        decayed_surprisal: the surprisal times the decay factor of each round that has ended since
-            the token was read, in nats.
-        score: the policy's score; tokens with low scores are evicted first. Null for a policy
-            without scores.
-        arrival_key: a random number drawn for this token, uniform in [0, 1).
-        flags: names of the token's other properties, such as `sink` and `pinned`.
-        attention: sum of the attention weights that the token has received, reduced by the decay;
-            null if attention was never counted.
-    """
-
-    position: int
+    position: int  # in the stream of all tokens, from 0
     id: int
     text: str
-    turn: int
+    turn: int  # index of its turn
     role: str
-    surprisal: float | None
-    decayed_surprisal: float
-    score: float | None
-    arrival_key: float
-    flags: tuple[str, ...]
-    attention: float | None = None
+    surprisal: float | None  # -log p(token), in nats; null for the first token of the stream
+    decayed_surprisal: float  # times the decay factor of each round that has ended since, in nats
+    score: float | None  # the policy's; low scores are evicted first; null: it has no scores
+    arrival_key: float  # a random number drawn for this token, uniform in [0, 1)
+    flags: tuple[str, ...]  # names of its other properties, such as `sink` and `pinned`
+    attention: float | None = None  # received so far, less the decay; null: never counted
 
     @property
     def rank_key(self) -> float:
@@ -54,23 +40,16 @@ class TokenRow:
 
     @property
     def shown_rank(self) -> float:
-        """`rank_key`, rounded to nine digits.
-
-        Rounding errors differ between processors. Without rounding, they could change the order in
-        which tokens of one word are shown.
-        """
+        """`rank_key`, rounded to nine digits."""
+        # Rounding errors differ between processors, and would change the order of what is shown.
         return float(f"{self.rank_key:.9g}")
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of all events.
+    """Base class of all events."""
 
-    `kind` is the value of the field "event" in the JSON. If `kind` is empty, `--json` prints no
-    line for the event.
-    """
-
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str] = ""  # the field "event" in the JSON; if empty, `--json` prints no line
 
 
 @dataclass(frozen=True)
@@ -90,10 +69,9 @@ class Delta(Event):
 
 @dataclass(frozen=True)
 class Choosing(Event):
-    """The next token of the reply is sampled, but the model has not read it yet.
+    """The next token of the reply is sampled, but not read yet; only if `Session.together`.
 
-    A session yields this event only if `Session.together` is true: then the caller can let the
-    model read the tokens of several sessions in one batch.
+    The caller can let the model read the tokens of several sessions in one batch.
     """
 
     token: ChosenToken
@@ -114,24 +92,18 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class TurnDone(Event):
-    """A turn was read or generated completely, up to the end tokens of the chat template.
-
-    During this turn, `tokens_in` tokens were read, `tokens_out` tokens were generated, and
-    `evicted` tokens were evicted. Now `resident` tokens are in the cache; recall restored
-    `recalled` of them for this round. Since the chat began, `seen` tokens were read or generated.
-    `finish` is the reason why the turn ended.
-    """
+    """A turn was read or generated completely, up to the end tokens of the chat template."""
 
     kind: ClassVar[str] = "turn"
     index: int
     role: str
     text: str
-    tokens_in: int
-    tokens_out: int
-    resident: int
-    seen: int
-    evicted: int
-    recalled: int
+    tokens_in: int  # read during this turn
+    tokens_out: int  # generated during this turn
+    resident: int  # in the cache now
+    seen: int  # read or generated since the chat began
+    evicted: int  # during this turn
+    recalled: int  # of `resident`, those that recall restored for this round
     seconds_prefill: float
     seconds_decode: float
     finish: Finish
@@ -164,38 +136,25 @@ class Restored(Event):
 
 @dataclass(frozen=True)
 class RecalledTurn:
-    """An earlier turn of which recall restored tokens, for a new turn.
+    """An earlier turn of which recall restored tokens, for a new turn."""
 
-    Attributes:
-        turn: index of the earlier turn.
-        tokens: how many of its tokens recall restored.
-        words: words that the earlier and the new turn have in common, the rarest first; empty if
-            recall did not compare words.
-    """
-
-    turn: int
-    tokens: int
-    words: tuple[str, ...] = ()
+    turn: int  # its index
+    tokens: int  # how many of them recall restored
+    words: tuple[str, ...] = ()  # that both turns have, rarest first; empty if not compared
 
 
 @dataclass(frozen=True)
 class Recalled(Event):
-    """Archived tokens at these stream positions were restored for turn `turn` and its reply.
-
-    `scores` has one number for each position: how well the token fits the turn. `released` are the
-    positions of the tokens that recall had restored for the turn before. `turns` are the turns of
-    the restored tokens, in order. `seconds` is the time for searching and restoring the tokens. If
-    the setting `recall_scope` is `layer`, some layers may restore a token and others not.
-    """
+    """Archived tokens at these stream positions were restored for turn `turn` and its reply."""
 
     kind: ClassVar[str] = "recall"
     turn: int
     retriever: str
-    positions: tuple[int, ...]
-    scores: tuple[float, ...]
-    released: tuple[int, ...]
-    turns: tuple[RecalledTurn, ...]
-    seconds: float
+    positions: tuple[int, ...]  # restored in any layer
+    scores: tuple[float, ...]  # of each position: how well the token fits the turn
+    released: tuple[int, ...]  # positions that recall had restored for the turn before
+    turns: tuple[RecalledTurn, ...]  # of the restored tokens, in order
+    seconds: float  # for searching and restoring
     resident: int
     seen: int
     tokens: tuple[TokenRow, ...] | None = None
@@ -215,10 +174,7 @@ class Switched(Event):
 
 @dataclass(frozen=True)
 class Pinned(Event):
-    """The user pinned or unpinned tokens; `tokens` is how many.
-
-    `pinned` is true if they were pinned, and false if they were unpinned.
-    """
+    """The user pinned (or, unless `pinned`, unpinned) so many tokens."""
 
     kind: ClassVar[str] = "pin"
     tokens: int
@@ -256,10 +212,7 @@ class Notice(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """A session ends; the event has the totals of its turns, tokens and seconds.
-
-    `seconds_prefill` is the time for reading, `seconds_decode` the time for generating.
-    """
+    """A session ends; the event has the totals of its turns, tokens and seconds."""
 
     kind: ClassVar[str] = "end"
     turns: int
@@ -270,14 +223,8 @@ class Ended(Event):
     seconds_decode: float
 
 
-_RENAMED = {"old": "from", "new": "to"}
-
-
 def to_json(event: Event) -> dict[str, Any]:
-    """The event as a dictionary that can be written as JSON.
-
-    A field `tokens` that is None is left out.
-    """
+    """The event as a dictionary that can be written as JSON; `tokens` is left out if None."""
     out: dict[str, Any] = {"event": event.kind}
     for field in fields(event):
         value = getattr(event, field.name)

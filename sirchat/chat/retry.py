@@ -14,12 +14,10 @@ from sirchat.memory.registry import BEST_RETRIEVER
 
 
 def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
-    """The settings with which `/retry full` answers, so that the cache holds the whole chat.
+    """The settings to change for `/retry full`, which holds the whole chat, and a note.
 
-    Returns two things. The first are the settings to change, by name; empty if every token is held
-    now. The second is a note for the user: if the chat is longer than the model's context, it says
-    that not all tokens can be held; otherwise it is empty. Raises UsageError if some tokens were
-    evicted and the archive is off, because these tokens can't be restored.
+    There are none if all is held; the note is empty unless the chat is longer than the context.
+    Raises UsageError if tokens were evicted and the archive is off.
     """
     profile, model = session.profile, session.model
     if session.resident == session.seen:
@@ -36,22 +34,25 @@ def settings_for_full(session: Session) -> tuple[dict[str, Any], str]:
     return updates, f"the chat is longer than the model's context of {model.context_length:,}"
 
 
+def retriever_for_retry(session: Session, name: str) -> str:
+    """The retriever that `/retry recall NAME` uses; without a name the chat's, or the best."""
+    usual = session.profile.recall
+    return name or (BEST_RETRIEVER if usual == "off" else usual)
+
+
 def retry_under(
     session: Session,
     updates: dict[str, Any],
     describe: Callable[[Session], str],
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Event]:
-    """Answer the user's last message again, with the settings `updates` for this one reply.
-
-    The new reply replaces the old reply. First the model answers with the changed settings; this is
-    a trial, which is undone. Then, with the usual settings, the message is read again, and so are
-    the tokens of the new reply. So the cache is as if the new reply had been given with the usual
-    settings. `describe` is called during the trial; the text that it returns becomes a notice.
+    """Replace the last reply by one under the settings `updates`; `describe` gives a notice of it.
 
     Raises UndoError if there is no message to undo, and SettingError if a setting is not allowed;
     both change nothing. If answering fails, the old reply is restored.
     """
+    # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
+    # the new reply, under the usual settings: so the cache is as if these had given that reply.
     text, attempt = session.last_said, session.conversation.attempt
     switched(session.profile, session.model, "/retry", updates)
     before = session.last_reply
@@ -72,19 +73,9 @@ def retry_under(
     yield Notice(note)
 
 
-def retriever_for_retry(session: Session, name: str) -> str:
-    """The name of the retriever, the method that finds archived tokens, for `/retry recall NAME`.
-
-    It is `name`, unless this is empty. Then it is the retriever that the chat uses or, if recall is
-    off in the chat, the default retriever `BEST_RETRIEVER`.
-    """
-    usual = session.profile.recall
-    return name or (BEST_RETRIEVER if usual == "off" else usual)
-
-
 @contextmanager
 def temporarily(session: Session, source: str, updates: dict[str, Any]) -> Iterator[None]:
-    """Context manager: the settings `updates` hold inside the `with` block, the old ones after it.
+    """Context manager: the settings `updates` hold in it, and the old ones after it.
 
     Error messages begin with `source`, the command that changes the settings.
     """

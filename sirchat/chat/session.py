@@ -384,10 +384,7 @@ class Session:
             self._now.system, self._now.prompt = range(0), None
         events = self._events.moved(self._now.last, moves)
         restored = sum(len(one.positions) for one in moves if isinstance(one, RestoredRows))
-        events += self._events.switched(before, profile, restored)
-        if profile.policy != before.policy:
-            events += self._events.untrained(self.model.anchors)
-            events += self._events.uncounted(self.model)
+        events += self._events.switched(self.model, before, profile, restored)
         if prompt is not None:
             events += [*self._flush(), *self._read_system(prompt, interrupted)]
         return events
