@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,18 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sirchat import __version__
-from sirchat.cli.chat import ask_once, open_chat, replay_transcript, tutorial
+from sirchat.cli.chat import (
+    Feed,
+    Format,
+    Json,
+    JsonTokens,
+    Quiet,
+    ask,
+    open_chat,
+    replay,
+    replay_transcript,
+    tutorial,
+)
 from sirchat.cli.doctor import completion, doctor, man, show_paths
 from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag, with_settings
 from sirchat.cli.registry import commands, lazy_commands, overview, with_example
@@ -25,9 +35,33 @@ from sirchat.cli.signals import end_in_order, leave_opening, leave_terminal
 from sirchat.errors import SirchatError, UsageError, format_value, nearest
 from sirchat.ui.text import displayable_line
 
+# For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same.
+_OTHER_COMMANDS = {
+    "run": "--model NAME opens a chat",
+    "chat": "opens a chat",
+    "pull": "models pull NAME downloads a model",
+    "list": "models lists them",
+    "ls": "models lists them",
+    "show": "sessions show last prints a chat",
+}
+# For a flag of Ollama, llm or llama.cpp: the flag of sirchat that does the same.
+_OTHER_FLAGS = {
+    **dict.fromkeys(
+        ("--max-tokens", "--num-predict", "--n-predict", "--predict"), "--max-new-tokens"
+    ),
+    **dict.fromkeys(("--num-ctx", "--ctx-size"), "--budget"),
+    "--system-prompt": "--system",
+    "--temp": "--temperature",
+    "--keep": "--sinks",
+    "--repeat-penalty": "--repetition-penalty",
+    "--repeat-last-n": "--repetition-window",
+    "--conversation": "--resume",
+}
+_LONGEST_PATH = 300  # characters of a path in an error
+
 
 class LazyCommand(TyperGroup):
-    """A command, or group of commands, whose module is imported only when the command is used.
+    """A command, or a group, whose module is imported only when it is used.
 
     The variable `NAME_app` of this module is the command; NAME is the command's name.
     """
@@ -40,39 +74,22 @@ class LazyCommand(TyperGroup):
     def _command(self) -> Any:
         command: Any = get_command(getattr(import_module(self._module), f"{self.name}_app"))
         command.name = self.name
-        for name, own in getattr(command, "commands", {}).items():
-            with_example(own, f"{self.name} {name}")
+        for name, subcommand in getattr(command, "commands", {}).items():
+            with_example(subcommand, f"{self.name} {name}")
         return with_example(command, str(self.name))
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Import the command, and make the Click context in which it runs."""
         return self._command.make_context(*args, **options)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names of the commands in this group."""
         return list(getattr(self._command, "commands", ()))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this group with the name `cmd_name`; None if there is none."""
         return self._command.get_command(ctx, cmd_name)
 
 
-_OTHER_COMMANDS = {
-    "run": "--model NAME opens a chat",
-    "chat": "opens a chat",
-    "pull": "models pull NAME downloads a model",
-    "list": "models lists them",
-    "ls": "models lists them",
-    "show": "sessions show last prints a chat",
-}
-"""For a command of Ollama, llm or llama.cpp: the command of sirchat that does the same."""
-
-
 class _Commands(TyperGroup):
-    """The group of all commands of `sirchat`.
-
-    If a command does not exist, the error names a similar command, or says how to ask a question.
-    """
+    """The group of all commands; for a wrong name, the error names a similar one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -81,7 +98,6 @@ class _Commands(TyperGroup):
             self.add_command(LazyCommand(name, module, lines[name]))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the overview of all commands; `--help-settings` shows the settings."""
         formatter.write(overview())
 
     def format_settings(self, ctx: Any) -> None:
@@ -89,7 +105,6 @@ class _Commands(TyperGroup):
         super().format_help(ctx, ctx.make_formatter())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command with the name `cmd_name`; its help begins with an example."""
         command = super().get_command(ctx, cmd_name)
         return command if command is None else with_example(command, cmd_name)
 
@@ -120,34 +135,8 @@ app.command("paths")(show_paths)
 app.command("man")(man)
 app.command("completion")(completion)
 app.command()(tutorial)
-
-_LONGEST_PATH = 300  # characters of a path in an error
-
-Json = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
-Feed = Annotated[
-    bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
-]
-Format = Annotated[
-    str,
-    typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
-]
-JsonTokens = Annotated[
-    bool,
-    typer.Option(
-        "--json-tokens",
-        help="Like --json; also list the tokens evicted, restored, and held after each turn.",
-    ),
-]
-
-Server = Annotated[
-    str,
-    typer.Option(
-        help="auto: a running sirchat serve answers, if it has this model; off; or its URL.",
-        metavar="auto|off|URL",
-    ),
-]
-
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only replies and errors.")]
+app.command()(ask)
+app.command()(replay)
 
 
 def main() -> None:
@@ -159,80 +148,6 @@ def main() -> None:
         raise
     finally:
         leave_terminal()
-
-
-def _run() -> None:
-    end_in_order()
-    debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
-    try:
-        code = app(args=_with_defaults(sys.argv[1:]), prog_name="sirchat", standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
-    except SirchatError as error:
-        if debug:
-            raise
-        _fail(str(error), error.exit_code)
-    except typer.TyperException as error:
-        if not error.format_message():  # a group was typed without a command; its help is shown
-            sys.exit(2)
-        _fail(error.format_message(), 2)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
-    except BrokenPipeError:
-        # The reader of the output has ended; prevent an error message of Python at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:
-        if debug:
-            raise
-        where = f": {str(error.filename)[:_LONGEST_PATH]}" if error.filename else ""
-        _fail(f"{error.strerror or error}{where}", 1)
-    except Exception as error:
-        if debug:
-            raise
-        _fail(f"{type(error).__name__}: {error} (--debug shows where)", 1)
-
-
-_OTHER_NAMES = {
-    **dict.fromkeys(
-        ("--max-tokens", "--num-predict", "--n-predict", "--predict"), "max-new-tokens"
-    ),
-    **dict.fromkeys(("--num-ctx", "--ctx-size"), "budget"),
-    "--system-prompt": "system",
-    "--temp": "temperature",
-    "--keep": "sinks",
-    "--repeat-penalty": "repetition-penalty",
-    "--repeat-last-n": "repetition-window",
-    "--conversation": "resume",
-}
-"""For a flag of Ollama, llm or llama.cpp: the name of the flag of sirchat that does the same."""
-
-
-def _with_defaults(arguments: list[str]) -> list[str]:
-    """The command-line arguments, with flags of other programs replaced by those of sirchat.
-
-    A `--resume` without a value, before the command's name, becomes `--resume=last`.
-    """
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    named = [_with_own_name(one) for one in arguments[:end]] + arguments[end:]
-    names = commands()
-    own = next((n for n, one in enumerate(named) if one in names), len(named))
-    front = named[:own]
-    for n, (one, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
-        if one == "--resume" and then.startswith("-"):
-            front[n] = "--resume=last"
-    return front + named[own:]
-
-
-def _with_own_name(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return f"--{_OTHER_NAMES[name]}{equals}{value}" if name in _OTHER_NAMES else argument
-
-
-def _fail(message: str, code: int) -> None:
-    with suppress(OSError):
-        sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
-        sys.stderr.flush()
-    sys.exit(code)
 
 
 def _version(asked: bool) -> None:
@@ -277,7 +192,7 @@ def start(
         bool,
         typer.Option("--rebuild", help="With --resume: let the model read the chat again."),
     ] = False,
-    server: Server = "off",
+    server: Annotated[str, typer.Option(hidden=True)] = "off",
     debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -290,108 +205,113 @@ def start(
     ] = False,
 ) -> None:
     """Open a chat; if input comes from a pipe or a file, replay that as a transcript instead."""
-    given = {"feed": feed, "format": format != "auto", "json": json, "json_tokens": json_tokens}
-    about_transcripts = [name for name, used in given.items() if used]
-    if server != "off" and context.invoked_subcommand is not None:
-        raise misplaced_flag("--server", context.invoked_subcommand)
-    is_ask = context.invoked_subcommand == "ask" and branch is None
-    if is_ask and not (feed or json_tokens or format != "auto"):
+    command, trust = context.invoked_subcommand, trust_remote_code
+    transcript: dict[str, Any] = {
+        "feed": feed,
+        "format": format,
+        "json": json,
+        "json_tokens": json_tokens,
+    }
+    about_transcripts = [name for name, value in transcript.items() if value not in (False, "auto")]
+    if server != "off":
+        if command is not None:
+            raise misplaced_flag("--server", command)
+        raise UsageError(
+            "--server no longer opens a chat",
+            hint="sirchat opens one here; sirchat ask --server URL asks a server, and any program "
+            "for OpenAI's API can chat with it",
+        )
+    if command == "ask" and branch is None and not (set(about_transcripts) - {"json"}):
         # `sirchat -m MODEL ask ...` is what people type. It prints the reply alone, --quiet or not.
-        context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust_remote_code}
+        context.obj = {"flags": flags, "resume": resume, "json": json, "trust": trust}
         return
-    if context.invoked_subcommand is not None:
-        misplaced = [*flags, *about_transcripts, *["trust_remote_code"] * trust_remote_code]
-        misplaced += ["resume"] * (resume is not None) + ["branch"] * (branch is not None)
-        misplaced += ["rebuild"] * rebuild + ["quiet"] * quiet
+    if command is not None:
+        more = {"trust_remote_code": trust, "resume": resume is not None}
+        more |= {"branch": branch is not None, "rebuild": rebuild, "quiet": quiet}
+        misplaced = [*flags, *about_transcripts, *(name for name, used in more.items() if used)]
         if misplaced:
-            raise misplaced_flag(_flag(misplaced[0]), context.invoked_subcommand)
+            raise misplaced_flag(_flag(misplaced[0]), command)
         return
     for name, used in (("--rebuild", rebuild), ("--branch", branch is not None)):
         if used and resume is None:
             raise UsageError(f"{name} has no effect without --resume")
     if not sys.stdin.isatty():
-        if resume is not None or server != "off":
-            flag = "--server" if resume is None else "--resume"
-            raise UsageError(f"{flag} opens a chat, so standard input must be a terminal")
-        replay_transcript(
-            "standard input",
-            flags,
-            feed=feed,
-            format=format,
-            json=json,
-            json_tokens=json_tokens,
-            trust=trust_remote_code,
-            quiet=quiet,
-        )
+        if resume is not None:
+            raise UsageError("--resume opens a chat, so standard input must be a terminal")
+        replay_transcript("-", flags, trust=trust, quiet=quiet, **transcript)
         return
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    options: dict[str, Any] = {"rebuild": rebuild, "trust": trust_remote_code, "debug": debug}
-    open_chat(flags, resume=resume, branch=branch, quiet=quiet, server=server, **options)
-
-
-@app.command()
-@with_settings
-def ask(
-    context: typer.Context,
-    flags: dict[str, Any],
-    question: Annotated[
-        list[str] | None, typer.Argument(help="The question; text from a pipe is put before it.")
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            help="Ask the question in this saved chat, and add the reply to the chat.",
-            autocompletion=complete_session,
-            metavar="ID|NAME|last",
-        ),
-    ] = None,
-    json: Json = False,
-    server: Server = "auto",
-    trust_remote_code: Trust = False,
-    debug: Debug = False,
-) -> None:
-    """Ask one question and print only the reply; text from a pipe is put before the question.
-
-    All of the text is held, if the model's context and the memory allow; if not all of it is, a
-    line on standard error says how much was read, and how much is held.
-    """
-    before = context.obj or {"flags": {}, "resume": None, "json": False, "trust": False}
-    ask_once(
-        " ".join(question or []),
-        before["flags"] | flags,
-        resume=resume or before["resume"],
-        json=json or before["json"],
-        trust=trust_remote_code or before["trust"],
-        server=server,
-    )
-
-
-@app.command()
-@with_settings
-def replay(
-    file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
-    flags: dict[str, Any],
-    feed: Feed = False,
-    format: Format = "auto",
-    json: Json = False,
-    json_tokens: JsonTokens = False,
-    quiet: Quiet = False,
-    trust_remote_code: Trust = False,
-    debug: Debug = False,
-) -> None:
-    """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
-    replay_transcript(
-        str(file),
+    open_chat(
         flags,
-        feed=feed,
-        format=format,
-        json=json,
-        json_tokens=json_tokens,
-        trust=trust_remote_code,
+        resume=resume,
+        branch=branch,
+        rebuild=rebuild,
+        trust=trust,
+        debug=debug,
         quiet=quiet,
     )
+
+
+def _run() -> None:
+    end_in_order()
+    debug = "--debug" in sys.argv or bool(os.environ.get("SIRCHAT_DEBUG"))
+    try:
+        code = app(args=_with_defaults(sys.argv[1:]), prog_name="sirchat", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except typer.TyperException as error:
+        if not error.format_message():  # a group was typed without a command; its help is shown
+            sys.exit(2)
+        _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of the output has ended; prevent an error message of Python at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(*_described(error))
+
+
+def _described(error: Exception) -> tuple[str, int]:
+    """The line that says what is wrong, and the exit code."""
+    if isinstance(error, SirchatError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError):
+        where = f": {str(error.filename)[:_LONGEST_PATH]}" if error.filename else ""
+        return f"{error.strerror or error}{where}", 1
+    return f"{type(error).__name__}: {error} (--debug shows where)", 1
+
+
+def _fail(message: str, code: int) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"sirchat: {displayable_line(message)}\n")
+        sys.stderr.flush()
+    sys.exit(code)
+
+
+def _with_defaults(arguments: list[str]) -> list[str]:
+    """The arguments, with flags of other programs replaced by those of sirchat.
+
+    A `--resume` without a value, before the command's name, becomes `--resume=last`.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    named = [_with_own_name(argument) for argument in arguments[:end]] + arguments[end:]
+    names = commands()
+    command = next((n for n, argument in enumerate(named) if argument in names), len(named))
+    front = named[:command]
+    for n, (argument, then) in enumerate(zip(front, [*front[1:], "-"], strict=False)):
+        if argument == "--resume" and then.startswith("-"):
+            front[n] = "--resume=last"
+    return front + named[command:]
+
+
+def _with_own_name(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"{_OTHER_FLAGS.get(name, name)}{equals}{value}"
 
 
 def _flag(name: str) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sirchat import paths
-from sirchat.cli.asking import answer_question
 from sirchat.cli.flags import Debug, Trust, load, profile_of, quick_start, with_settings
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError, UsageError, format_value
@@ -207,7 +206,6 @@ def _open(
             folder=paths.served_dir(),
             host=host,
             key=key,
-            answer=answer_question,
         )
 
 

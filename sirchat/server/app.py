@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,22 +25,25 @@ from starlette.types import Receive, Scope, Send
 
 from sirchat.chat.model_defaults import with_model_defaults
 from sirchat.chat.settings import check_profile
-from sirchat.config.profile import Profile
+from sirchat.config.profile import FIXED, Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError, format_value
+from sirchat.memory.policies import is_path
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.model import LoadedModel
-from sirchat.server.access import Access, too_large
-from sirchat.server.asking import Answer, AskRoutes
+from sirchat.paths import server_socket
+from sirchat.server.access import Access, read_body, show_error
 from sirchat.server.completions import ChatShape, Part, Shape, TextShape
-from sirchat.server.conversations import Conversations, History
+from sirchat.server.conversation import History
 from sirchat.server.formats import Formats
 from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
-from sirchat.server.replies import ReplyEnd, ReplyOptions, plain_text
+from sirchat.server.pool import ConversationPool
+from sirchat.server.replies import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import ReplyThread, Sent, WaitingReply
 from sirchat.server.requests import (
-    MOST_BYTES,
     ChatRequest,
+    NamedTool,
+    OwnSession,
     ReplyRequest,
     RequestError,
     TextRequest,
@@ -48,26 +52,19 @@ from sirchat.server.requests import (
 from sirchat.server.responses import KeptResponses, ResponsesRequest, ResponsesShape
 from sirchat.server.saved_conversations import SavedConversations
 from sirchat.server.session_routes import SessionRoutes
-from sirchat.server.tool_fields import NamedTool
 from sirchat.server.tools import as_said, calls_in_reply
 
 Result = TypeVar("Result")
 
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
-"""Names of the memory settings that a request may change for its conversation."""
-
-_MOST_CALLS = 8  # most calls in a reply that must call tools
+_MOST_CALLS = 8  # in a reply that must call tools
+# Settings that are fixed when a model is loaded, so a request can't have others.
+_LOADED = tuple(name for name in FIXED if name not in ("description", "model", "seed", "save"))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server: how many conversations it has, and how many requests may wait.
-
-    Attributes:
-        conversations: largest number of conversations in memory.
-        saved: largest number of conversations on disk.
-        queue: largest number of requests that may wait until a conversation is free.
-    """
+    """How many conversations a server has in memory and on disk, and how many requests may wait."""
 
     conversations: int = 8
     saved: int = 100
@@ -82,60 +79,41 @@ def open_server(
     folder: Path,
     host: str,
     key: str | None,
-    answer: Answer | None = None,
 ) -> ChatServer:
-    """Make the server of a loaded model; the server continues conversations saved in `folder`.
+    """The server of a loaded model, which continues the conversations saved in `folder`.
 
-    `profile` has the settings of all conversations. `host`, `key` and `answer` are passed to
-    `ChatServer`. Raises SettingError if a setting does not work with the model.
+    `profile` has the settings of all conversations; SettingError if one does not work here.
     """
     own = with_model_defaults(profile, model)
     check_profile(own, model)
     if own.compile == "auto":
         compile_in_background(model)
     disk = SavedConversations(model, own, limits.saved, folder) if own.save else None
-    kept = Conversations(model, own, limits.conversations, disk)
-    return ChatServer(kept, queue=limits.queue, host=host, key=key, answer=answer)
+    conversations = ConversationPool(model, own, limits.conversations, disk)
+    return ChatServer(conversations, queue=limits.queue, host=host, key=key)
 
 
 class ChatServer:
-    """The HTTP server of one model: an ASGI application with all endpoints.
+    """The HTTP server of one model: `app` is an ASGI application with all endpoints.
 
-    Attributes:
-        app: the ASGI application, which a server such as uvicorn runs.
-        replies: the thread that generates the replies.
-        model: the name by which clients call the model.
-
-    Args:
-        conversations: the conversations in which replies are generated.
-        queue: how many requests may wait until a conversation is free.
-        host: the name or address where the server listens.
-        key: the API key that requests must have; None if no key is needed.
-        answer: function that answers the command `sirchat ask`; None if the server refuses it.
+    Requests need the API key `key`, unless it is None. `model` is its name for clients, `replies`
+    the thread that generates the replies; `queue` requests may wait until a conversation is free.
     """
 
     def __init__(
-        self,
-        conversations: Conversations,
-        *,
-        queue: int,
-        host: str,
-        key: str | None,
-        answer: Answer | None = None,
+        self, conversations: ConversationPool, *, queue: int, host: str, key: str | None
     ) -> None:
         self.replies = ReplyThread(conversations, conversations.limit + queue)
-        self._profile = conversations.profile
+        self._loaded, self._profile = conversations.model, conversations.profile
         self._names = names_of(conversations.model.name)
         self.model = self._names[-1]
         self._since = int(time.time())
-        self._kept, self._formats = KeptResponses(), Formats()
-        asked = AskRoutes(self.replies, conversations, answer, read_body).routes if answer else []
+        self._responses, self._formats = KeptResponses(), Formats()
         self.app = Starlette(
             routes=[
-                *asked,
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
-                *SessionRoutes(self.replies, conversations, read_body).routes,
+                *SessionRoutes(self.replies, conversations).routes,
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/responses", self._respond, methods=["POST"]),
                 Route("/api/chat", self._ollama, methods=["POST"]),
@@ -156,8 +134,7 @@ class ChatServer:
 
     async def _models(self, request: Request) -> Response:
         model = {"object": "model", "created": self._since, "owned_by": "sirchat"}
-        data = [{"id": self.model, **model}]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [{"id": self.model, **model}]})
 
     async def _chat(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ChatRequest)
@@ -169,8 +146,8 @@ class ChatServer:
 
     async def _respond(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ResponsesRequest)
-        before = self._kept.messages(asked.previous_response_id)
-        shape = ResponsesShape(asked, before, self.model, self._kept)
+        before = self._responses.messages(asked.previous_response_id)
+        shape = ResponsesShape(asked, before, self.model, self._responses)
         return await self._answer(request, asked.chat(before), shape)
 
     async def _ollama(self, request: Request) -> Response:
@@ -186,11 +163,9 @@ class ChatServer:
         return JSONResponse({"version": VERSION})
 
     async def _answer(self, request: Request, asked: ReplyRequest, shape: Shape) -> Response:
-        """Generate the reply to a request, and return it as an HTTP response.
+        """Generate the reply to a request; the response is a stream if the request asks for one.
 
-        `shape` makes the JSON of the response. The response is streamed if the request asks for a
-        stream. Raises RequestError if the request names another model, or if the reply fails before
-        the response begins.
+        Raises RequestError if it names another model, or if the reply fails before it begins.
         """
         if asked.model not in (None, *self._names):
             raise RequestError(
@@ -211,18 +186,36 @@ class ChatServer:
 
     def _history(self, asked: ReplyRequest) -> History:
         if isinstance(asked, TextRequest):
-            return plain_text(asked.prompt)
+            return History.alone("text", asked.prompt)
         assert isinstance(asked, ChatRequest)
+        if asked.sirchat_ask is not None:
+            profile = self._own_profile(asked.sirchat_ask)
+            return History.alone("user", asked.messages[-1].text, profile)
         system = self._profile.system if asked.system is None else asked.system
-        tools = [one.model_dump(exclude_none=True) for one in asked.tools]
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
         written = json.dumps(tools, ensure_ascii=False) if tools else ""
         return History.of(system, as_said(asked.turns), written)
 
-    def _options(self, asked: ReplyRequest) -> ReplyOptions:
-        """Make the options of a reply from the fields of a request and the server's settings.
+    def _own_profile(self, asked: OwnSession) -> Profile:
+        """The settings of `sirchat ask`; RequestError if they need the model loaded otherwise."""
+        try:
+            profile = Profile(**asked.settings)
+        except ValidationError:
+            raise RequestError("the settings are not those of this version of sirchat") from None
+        if is_path(profile.policy):
+            raise RequestError("a question can't name a policy of your own")
+        other = [n for n in _LOADED if getattr(profile, n) != getattr(self._profile, n)]
+        if server_socket(profile.model) != server_socket(self._profile.model):
+            other.insert(0, "model")
+        if other:
+            value = getattr(self._profile, other[0])
+            raise RequestError(f"the server has a different {other[0]}: {value}", status=409)
+        return with_model_defaults(profile, self._loaded)
 
-        Raises RequestError if a field has a value that the setting of this name does not allow.
-        """
+    def _options(self, asked: ReplyRequest) -> ReplyOptions:
+        """How to generate the reply; RequestError if a setting can't have the request's value."""
+        if isinstance(asked, ChatRequest) and asked.sirchat_ask is not None:
+            return ReplyOptions(is_plain=True, holds_all=asked.sirchat_ask.holds_all)
         settings = asked.settings()
         for name, value in settings.items():
             try:
@@ -231,46 +224,33 @@ class ChatServer:
                 raise RequestError(str(error), param=name) from None
         if "seed" not in self._profile.model_fields_set:
             settings.setdefault("seed", secrets.randbelow(2**63))
+        own = asked.sirchat.given()
         try:
-            wanted = changed(self._profile, "sirchat", **asked.sirchat.given())
+            profile = changed(self._profile, "sirchat", **own)
         except SettingError as error:
             raise RequestError(str(error), param="sirchat") from None
-        memory = {name: getattr(wanted, name) for name in _MEMORY}
-        own = frozenset(asked.sirchat.given())
-        options = ReplyOptions(settings, memory, tuple(asked.stop), own=own)
+        memory = {name: getattr(profile, name) for name in _MEMORY}
+        options = ReplyOptions(settings, memory, tuple(asked.stop), own=frozenset(own))
         if not isinstance(asked, ChatRequest):
             return options
-        schema, made = asked.response_format.schema_of_reply, None
-        if schema is not None:
-            made = partial(self._formats.json, schema)
+        form = None
+        if (schema := asked.response_format.schema_of_reply) is not None:
+            form = partial(self._formats.json, schema)
         if called := asked.called_tools:
             is_one = isinstance(asked.tool_choice, NamedTool) or not asked.parallel_tool_calls
-            made = partial(self._formats.calls, called, 1 if is_one else _MOST_CALLS)
-        return replace(options, logprobs=asked.logprobs, calls=calls_in_reply(asked), format=made)
+            form = partial(self._formats.calls, called, 1 if is_one else _MOST_CALLS)
+        return replace(options, logprobs=asked.logprobs, calls=calls_in_reply(asked), format=form)
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """The names by which clients may call a model: its full name, and the last part of this name.
-
-    The last part of `org/name`, for example, is `name`. A full name without `/` is the only name.
-    """
+    """The names by which clients may call a model: its full name, and its part after the last /."""
     return tuple(dict.fromkeys((model, model.rstrip("/").rpartition("/")[2])))
-
-
-async def read_body(request: Request) -> bytes:
-    """Read a request's body; raises RequestError as soon as it has more than `MOST_BYTES` bytes."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MOST_BYTES:
-            raise too_large()
-    return bytes(body)
 
 
 class ReplyParts:
     """The parts of one reply, which one thread generates and the event loop iterates over.
 
-    A new instance submits the reply to the thread that generates replies.
+    A new instance submits the reply; iterating raises RequestError if it fails.
     """
 
     def __init__(self, thread: ReplyThread, history: History, options: ReplyOptions) -> None:
@@ -290,46 +270,21 @@ class ReplyParts:
         self._first = await self._next()
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        """Yield all parts of the reply, the last of which is a `ReplyEnd`.
-
-        Raises RequestError if the reply fails.
-        """
         part = self._first or await self._next()
         yield part
         while not isinstance(part, ReplyEnd):
             part = await self._next()
             yield part
 
+    def cancel(self) -> None:
+        """Stop generating the reply, because the client no longer waits for it."""
+        self._thread.cancel(self._reply)
+
     async def _next(self) -> Part:
         part = await self._queue.get()
         if isinstance(part, RequestError):
             raise part
         return part
-
-    def cancel(self) -> None:
-        """Stop generating the reply, because the client no longer waits for it."""
-        self._thread.cancel(self._reply)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait until the coroutine `work` has ended, and return its result.
-
-    Raises RequestError if the client closes the connection before `work` has ended.
-    """
-
-    async def wait_for_end() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, gone = asyncio.create_task(work), asyncio.create_task(wait_for_end())
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise RequestError("the client closed the connection", status=499)
-    finally:
-        working.cancel()
-        gone.cancel()
 
 
 class _EventStream(StreamingResponse):
@@ -347,9 +302,22 @@ class _EventStream(StreamingResponse):
             self._parts.cancel()
 
 
-async def show_error(request: Request, error: RequestError) -> Response:
-    """Make the HTTP response that reports a RequestError to the client."""
-    return JSONResponse(error.body, error.status, error.headers)
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`; RequestError if the client closes the connection before."""
+
+    async def wait_for_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(wait_for_end())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestError("the client closed the connection", status=499)
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def _show_http_error(request: Request, error: HTTPException) -> Response:

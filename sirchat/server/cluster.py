@@ -1,9 +1,7 @@
 """Runs several servers, called replicas, with Ray Serve, on one machine or on many.
 
-Each conversation belongs to one replica. A hash of the conversation's beginning (system prompt and
-first user message) selects this replica. So all requests of a conversation go to the same replica,
-and no other replica has the conversation. When a replica dies, Ray restarts it, on another machine
-if necessary. The restarted replica loads its conversations from a folder that all machines share.
+A hash of a conversation's beginning selects its replica, so that all its requests go there. A
+replica that died is started again, and finds its conversations in a folder that all machines share.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from sirchat.memory.segments import sweep
 from sirchat.models.devices import in_ending_thread
 from sirchat.models.load import load_model_of
 from sirchat.paths import archives_dir, served_dir
-from sirchat.server.app import Limits, open_server, read_body, show_error
+from sirchat.server.access import read_body, show_error
+from sirchat.server.app import Limits, open_server
 from sirchat.server.requests import RequestError
 
 _SESSIONS = "/v1/sirchat/sessions"
@@ -38,13 +37,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class ClusterOptions(BaseModel):
-    """The number of replicas (servers of a cluster), and the limits and resources of each.
+    """The number of replicas, and what each of them has.
 
     Attributes:
-        replicas: number of replicas; each loads the model.
-        conversations, saved, queue: limits of each replica; see `Limits`.
-        cpus: number of CPUs that Ray reserves for each replica, and number of its threads.
-        gpus: number of GPUs for each replica; it may be a fraction.
+        conversations, saved, queue: see `Limits`.
+        cpus: number of CPUs that Ray reserves, and number of threads.
+        gpus: number of GPUs; it may be a fraction.
         folder: where conversations are saved; each replica has a folder of its own in it.
     """
 
@@ -60,14 +58,7 @@ class ClusterOptions(BaseModel):
 
 
 class Replica:
-    """One of the servers of a cluster; it has the conversations that belong to it, and no others.
-
-    Args:
-        profile: the settings of the model and of each new conversation.
-        limits: how many conversations and waiting requests this replica may have.
-        folder: where this replica saves its conversations; no other replica uses this folder.
-        key: the API key that requests must have.
-    """
+    """One of the servers; no other uses its conversations, nor the `folder` with their files."""
 
     def __init__(self, profile: Profile, limits: Limits, folder: Path, key: str) -> None:
         sweep(archives_dir())  # removes archives of replicas that were killed
@@ -75,10 +66,7 @@ class Replica:
         self._server = open_server(model, profile, limits, folder=folder, host="0.0.0.0", key=key)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Pass a request to this replica's ASGI application; yields the response's ASGI messages.
-
-        `scope` is the ASGI scope of the request, `body` is its whole body.
-        """
+        """Answer a request, given by its ASGI scope and body; yields the ASGI messages."""
         sent, asked = asyncio.Queue[dict[str, Any] | None](), [body]
 
         async def receive() -> dict[str, Any]:
@@ -102,7 +90,7 @@ class Replica:
             running.cancel()
 
     def end(self) -> None:
-        """End all replies that are being generated, and save this replica's conversations."""
+        """End all replies, and save the conversations."""
         self._server.replies.end()
         self._server.replies.join()
 
@@ -112,20 +100,16 @@ class Replica:
 
 
 class Router:
-    """Sends each request to the replica (server of a cluster) that has its conversation.
+    """Sends each request to the replica that has its conversation.
 
-    Args:
-        replicas: Ray's handles of the replicas, always in the same order.
+    `replicas` are Ray's handles, always in the same order.
     """
 
     def __init__(self, *replicas: Any) -> None:
         self._replicas = replicas
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request to the replica that has its conversation; returns the replica's response.
-
-        A request for the list of conversations goes to all replicas, and their lists are joined.
-        """
+        """The response of the replica that has the conversation; a list is that of all."""
         try:
             body, path = await read_body(request), request.url.path
             given = _parsed(body)
@@ -139,25 +123,20 @@ class Router:
             return await show_error(request, error)
 
     async def _overview(self, request: Request) -> Response:
-        """Return the list of all conversations, joined from the lists of all replicas.
-
-        If a replica answers with an error, this error response is returned instead.
-        """
+        """The conversations of all replicas; the error of one that has no list."""
         numbers = range(len(self._replicas))
-        found = await asyncio.gather(*(self._ask(number, request, b"") for number in numbers))
-        bodies = [await _whole(one) for one in found]
-        for one, body in zip(found, bodies, strict=True):
-            if one.status_code != 200:
-                return Response(body, one.status_code, dict(one.headers))
-        lists = [json.loads(one) for one in bodies]
-        return JSONResponse(lists[0] | {"data": [one for each in lists for one in each["data"]]})
+        responses = await asyncio.gather(*(self._ask(number, request, b"") for number in numbers))
+        lists = []
+        for response in responses:
+            body = await _whole(response)
+            if response.status_code != 200:
+                return Response(body, response.status_code, dict(response.headers))
+            lists.append(json.loads(body))
+        data = [conversation for each in lists for conversation in each["data"]]
+        return JSONResponse(lists[0] | {"data": data})
 
     async def _of_any(self, request: Request, body: bytes) -> Response:
-        """Ask the replicas one after another; returns the first response whose status is not 404.
-
-        This finds the replica for a request that names a conversation or a response by its id. If
-        no replica knows the id, the last response is returned.
-        """
+        """The first response that is not 404, for a request that names what it wants by its id."""
         for number in range(len(self._replicas)):
             response = await self._ask(number, request, body)
             if response.status_code != 404:
@@ -166,12 +145,9 @@ class Router:
         return Response(told, 404, dict(response.headers))
 
     async def _ask(self, number: int, request: Request, body: bytes) -> StreamingResponse:
-        """Pass a request to the replica with the number `number`; returns its response as a stream.
-
-        Raises RequestError if the replica has died.
-        """
+        """The response of one replica, as a stream; RequestError if the replica has died."""
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
-        scope |= {"root_path": "", "headers": [tuple(one) for one in request.scope["headers"]]}
+        scope |= {"root_path": "", "headers": [tuple(pair) for pair in request.scope["headers"]]}
         messages = self._replicas[number].options(stream=True).answer.remote(scope, body)
         try:
             begun = await anext(messages)
@@ -184,66 +160,48 @@ class Router:
             ) from None
 
         async def pieces() -> AsyncIterator[bytes]:
-            async for one in messages:
-                yield one.get("body", b"")
+            async for message in messages:
+                yield message.get("body", b"")
 
         response = StreamingResponse(pieces(), begun["status"])
-        response.raw_headers = [tuple(one) for one in begun["headers"]]
+        response.raw_headers = [tuple(pair) for pair in begun["headers"]]
         return response
 
 
-async def _whole(response: StreamingResponse) -> bytes:
-    """Read the whole body of a streamed response, and return it as bytes."""
-    return b"".join([bytes(piece) async for piece in response.body_iterator])  # type: ignore[arg-type]
-
-
 def conversation_key(given: Mapping[str, Any]) -> bytes:
-    """Hash the beginning of a conversation: the system prompt and the first user message.
+    """Hash (SHA-256) how a conversation begins: the system prompt and the first user message.
 
-    All requests of a conversation have the same hash (SHA-256). `given` is the JSON of a request,
-    in the format of any of the server's APIs.
+    `given` is the JSON of a request, in the shape of any of the server's APIs.
     """
     messages = given.get("messages", given.get("input", given.get("prompt")))
     said = [given.get("instructions")]
-    for one in messages if isinstance(messages, list) else [{"role": "user", "content": messages}]:
-        fields = one if isinstance(one, dict) else {}
+    if not isinstance(messages, list):
+        messages = [{"role": "user", "content": messages}]
+    for message in messages:
+        fields = message if isinstance(message, dict) else {}
         content = fields.get("content")
         parts = content if isinstance(content, list) else [{"text": content}]
         said += [part.get("text") for part in parts if isinstance(part, dict)]
         if fields.get("role") == "user":
             break
-    texts = [one for one in said if isinstance(one, str)]
+    texts = [text for text in said if isinstance(text, str)]
     return sha256(json.dumps(texts).encode()).digest()
 
 
 def owner(key: bytes, count: int) -> int:
-    """The number, from 0 to `count` - 1, of the replica that has the conversations with this key.
+    """Which of `count` replicas has the conversations with this key of `conversation_key`.
 
-    `key` is a hash from `conversation_key`; `count` is the number of replicas. If a replica is
-    added, each conversation either stays at its replica or moves to the new one (rendezvous
-    hashing, Thaler and Ravishankar 1998).
+    With one replica more, each stays or moves to the new one (rendezvous hashing, Thaler and
+    Ravishankar 1998).
     """
     return max(range(count), key=lambda number: sha256(key + number.to_bytes(2)).digest())
 
 
-def _parsed(body: bytes) -> dict[str, Any]:
-    """Parse a request's body as a JSON object; returns {} if the body is not a JSON object.
-
-    The replica that gets such a request answers it with an error.
-    """
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return given if isinstance(given, dict) else {}
-
-
 def app(settings: Mapping[str, Any]) -> Any:
-    """Make the Ray Serve application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
+    """The Ray Serve application for `serve run sirchat.server.cluster:app NAME=VALUE ...`.
 
-    `settings` has each VALUE by its NAME. A NAME is an attribute of `ClusterOptions`, a setting of
-    sirchat, or `profile`. Raises UsageError or SettingError for a name or value that is not
-    allowed.
+    A NAME is a field of `ClusterOptions`, a setting of sirchat, or `profile`; UsageError or
+    SettingError for what is not allowed.
     """
     own = {name: settings[name] for name in ClusterOptions.model_fields if name in settings}
     try:
@@ -273,6 +231,18 @@ def app(settings: Mapping[str, Any]) -> Any:
         )
         for number in range(options.replicas)
     ]
-
     router = serve.deployment(name="router", ray_actor_options={"num_cpus": 0}, **many)(Router)
     return router.bind(*replicas)
+
+
+async def _whole(response: StreamingResponse) -> bytes:
+    return b"".join([bytes(piece) async for piece in response.body_iterator])  # type: ignore[arg-type]
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """A request's body; {} if it is no JSON object, which the replica answers with an error."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return given if isinstance(given, dict) else {}

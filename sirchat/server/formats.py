@@ -1,8 +1,4 @@
-"""Makes replies follow a format: JSON, JSON that matches a schema, or calls of tools.
-
-At each step, the package llguidance says which tokens the format allows next, and the model chooses
-one of these tokens.
-"""
+"""Makes replies follow a format, JSON or calls of tools; llguidance says which tokens it allows."""
 
 from __future__ import annotations
 
@@ -15,32 +11,23 @@ import torch
 from torch import Tensor
 
 from sirchat.chat.session import Session
-from sirchat.server.requests import RequestError
-from sirchat.server.tool_fields import FunctionFields
+from sirchat.server.requests import FunctionFields, RequestError
 from sirchat.server.tools import CLOSE, OPEN
 from sirchat.text.other_templates import ToolTemplate
 
+# JSON has blanks only where Python's `json.dumps` writes them: with others allowed, small models
+# would write blanks without end.
 _BLANKS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of llguidance: JSON has blanks only where Python's `json.dumps` writes them.
-
-If other blanks were allowed, small models would write blanks without end.
-"""
 
 
 class Formats:
-    """Makes the formats of replies (`ReplyFormat`) for one model.
-
-    When the first format is made, the model's vocabulary is prepared for llguidance.
-    """
+    """Makes the formats of replies for one model; the first one prepares its vocabulary."""
 
     def __init__(self) -> None:
         self._vocabulary: Any = None
 
     def json(self, schema: dict[str, Any], session: Session) -> ReplyFormat:
-        """Make the format of a reply that is JSON and matches the JSON schema `schema`.
-
-        Raises RequestError if the schema can't be used, or if the model can't have formats.
-        """
+        """A reply that is JSON by this schema; RequestError if schema or model can't be used."""
         return self._format(
             session,
             "response_format",
@@ -48,10 +35,9 @@ class Formats:
         )
 
     def calls(self, tools: Sequence[FunctionFields], most: int, session: Session) -> ReplyFormat:
-        """Make the format of a reply that consists of one to `most` calls of the given tools.
+        """A reply of one to `most` calls of these tools.
 
-        Raises RequestError if the chat template does not write calls as JSON, if a tool's schema
-        can't be used, or if the model can't have formats.
+        RequestError if the chat template does not write calls as JSON, or as in `json`.
         """
         template = session.template
         form = template.call_form() if isinstance(template, ToolTemplate) else None
@@ -65,12 +51,7 @@ class Formats:
         )
 
     def _format(self, session: Session, param: str, grammar: Callable[[Any], str]) -> ReplyFormat:
-        """Make a reply format from a grammar.
-
-        `grammar` is a function that takes llguidance's class `LLMatcher`, and returns the grammar
-        as text. `param` is the field of the request that asks for the format. A RequestError that
-        is raised names this field.
-        """
+        """The format by the text that `grammar` makes with llguidance's class `LLMatcher`."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
@@ -101,16 +82,15 @@ class Formats:
 def _grammar(
     tools: Sequence[FunctionFields], most: int, opening: str, arguments: str, closing: str
 ) -> str:
-    """A grammar for a reply of one to `most` calls of `tools`, each call on its own line.
+    """A grammar, in llguidance's dialect of Lark, for one to `most` calls, each on its own line.
 
-    The grammar is text in llguidance's dialect of Lark. `opening` and `closing` are the texts
-    before and after a call; `arguments` is the name of the JSON field for a call's arguments.
+    `opening` and `closing` stand around a call; `arguments` names the field for its arguments.
     """
     before, after = ([json.dumps(text)] if text else [] for text in (opening, closing))
-    one = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
+    calls = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
     lines = [
         "start: call" + (f' ("\\n" call){{0,{most - 1}}}' if most > 1 else ""),
-        f"call: {' '.join([*before, one, *after])}",
+        f"call: {' '.join([*before, calls, *after])}",
     ]
     for number, tool in enumerate(tools):
         begun = f'{{"name": {json.dumps(tool.name)}, {json.dumps(arguments)}: '
@@ -121,24 +101,16 @@ def _grammar(
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Change the schema of a tool's arguments to allow only the arguments that the schema names.
-
-    Without this change, small models would invent more and more arguments. A schema that has
-    `additionalProperties` or that combines schemas (such as `anyOf`) stays unchanged.
-    """
+    """A schema of a tool's arguments, which allows only those that it names if it is plain."""
+    # small models would invent more and more arguments
     is_plain = "properties" in schema and not {"allOf", "anyOf", "oneOf", "$ref"} & set(schema)
     return {"additionalProperties": False, **schema} if is_plain else schema
 
 
 class ReplyFormat:
-    """Says which tokens may come next in a reply that must follow a format.
+    """Says which ids may follow those of the reply so far: a mask, bool [V].
 
-    An instance is called with the ids of the reply so far. It returns a mask, a boolean tensor [V],
-    that is true for each id that may come next.
-
-    Args:
-        matcher: llguidance's matcher, which reads the ids one after another.
-        size: the size of the vocabulary, V.
+    `matcher` is llguidance's, which reads the ids one after another; `size` is V.
     """
 
     def __init__(self, matcher: Any, size: int) -> None:
@@ -147,8 +119,8 @@ class ReplyFormat:
         self._read = 0
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        for one in ids[self._read :]:
-            self._matcher.consume_token(one)
+        for token in ids[self._read :]:
+            self._matcher.consume_token(token)
         self._read = len(ids)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._size].astype(bool))

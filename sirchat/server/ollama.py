@@ -1,7 +1,4 @@
-"""Ollama's chat API: converts its requests to chat requests, and makes the JSON of replies.
-
-A reply is one JSON object, or a stream with one JSON object per line.
-"""
+"""Ollama's chat API: its requests as chat requests, its replies as one or several JSON objects."""
 
 from __future__ import annotations
 
@@ -19,20 +16,21 @@ from sirchat.server.replies import ReplyEnd
 from sirchat.server.requests import (
     MANY,
     MOST_MESSAGES,
+    CallId,
     ChatRequest,
+    Fields,
+    Json,
     MemorySettings,
+    Name,
     RequestError,
+    Tool,
     checked,
 )
-from sirchat.server.tool_fields import CallId, Fields, Json, Name, Tool
 from sirchat.server.tools import ToolCall, call_id
 
-VERSION = "0.12.0"
-"""The version of Ollama that the server reports to clients; the server has its chat API."""
+VERSION = "0.12.0"  # of Ollama, whose chat API this is
 
-
-def _endless(number: Any) -> Any:
-    return MANY if number == -1 else number
+_RENAMED = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 
 
 class OllamaOptions(Fields):
@@ -45,21 +43,16 @@ class OllamaOptions(Fields):
     seed: int | None = None
     stop: list[str] | str | None = None
     repeat_penalty: float | None = None
-    num_predict: Annotated[int | None, BeforeValidator(_endless), Field(ge=1, le=MANY)] = None
+    num_predict: Annotated[
+        int | None,
+        BeforeValidator(lambda number: MANY if number == -1 else number),
+        Field(ge=1, le=MANY),
+    ] = None
     num_ctx: int | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """The options as fields of an OpenAI chat request, by OpenAI's names; without `num_ctx`."""
-        given = self.model_dump(exclude_none=True, exclude={"num_ctx"})
-        renamed = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
-        return {renamed.get(name, name): value for name, value in given.items()}
 
 
 class OllamaFunction(Fields):
-    """The field `function` of a tool call: the tool's name, and the arguments of the call.
-
-    The field `index` is ignored.
-    """
+    """The field `function` of a tool call."""
 
     index: int | None = None
     name: Name
@@ -67,11 +60,7 @@ class OllamaFunction(Fields):
 
 
 class OllamaCall(Fields):
-    """A tool call in a message.
-
-    If the call has no id, the result of the tool is found by the order of calls and the tool's
-    name.
-    """
+    """A tool call in a message; without an id, its result is found by order and by name."""
 
     id: CallId | None = None
     type: Literal["function"] = "function"
@@ -89,7 +78,7 @@ class OllamaMessage(Fields):
 
 
 class OllamaRequest(Fields):
-    """The body of a request to `/api/chat`, Ollama's endpoint for a reply in a chat."""
+    """The body of a request to `/api/chat`."""
 
     model: str
     messages: list[OllamaMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -100,51 +89,49 @@ class OllamaRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self) -> ChatRequest:
-        """Convert this request to a request of OpenAI's chat API; `num_ctx` becomes the budget.
-
-        Raises RequestError if a value is not allowed.
-        """
-        budget, own = self.options.num_ctx, self.sirchat
-        if budget is not None and own.budget not in (None, budget):
-            raise RequestError("num_ctx and sirchat.budget differ; give one of them")
+        """As a request of OpenAI's chat API; RequestError if a value is not allowed."""
+        options = self.options.model_dump(exclude_none=True)
+        budget, memory = options.pop("num_ctx", None), self.sirchat
+        if budget is not None:
+            if memory.budget not in (None, budget):
+                raise RequestError("num_ctx and sirchat.budget differ; give one of them")
+            memory = memory.model_copy(update={"budget": budget})
         fields: dict[str, Any] = {
             "model": self.model.removesuffix(":latest"),
             "messages": list(self._messages()),
             "tools": self.tools,
             "stream": self.stream,
-            "sirchat": own if budget is None else own.model_copy(update={"budget": budget}),
+            "sirchat": memory,
         }
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format is not None:
             schema = {"name": "format", "schema": self.format}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return checked(ChatRequest, fields | self.options.settings())
+        fields |= {_RENAMED.get(name, name): value for name, value in options.items()}
+        return checked(ChatRequest, fields)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages as dictionaries, in the form of OpenAI's chat request.
-
-        OpenAI's form needs an id for each tool call, and the same id for the tool's result. Ids
-        that are missing in Ollama's request are added.
-        """
-        ids, waiting = map(call_id, count()), list[tuple[str, str]]()
-        for one in self.messages:
-            fields: dict[str, Any] = {"role": one.role, "content": one.content, "tool_calls": []}
-            for call in one.tool_calls:
+        """Yield the messages of a chat request, in which each call and each result has an id."""
+        ids, waiting = map(call_id, count()), list[tuple[str, str]]()  # of calls: name and id
+        for message in self.messages:
+            fields: dict[str, Any] = {"role": message.role, "content": message.content}
+            fields["tool_calls"] = []
+            for call in message.tool_calls:
                 ident, name = call.id or next(ids), call.function.name
                 function = {"name": name, "arguments": json.dumps(call.function.arguments)}
                 fields["tool_calls"].append({"id": ident, "function": function})
                 waiting.append((name, ident))
-            if one.role == "tool":
-                fits = [pair for pair in waiting if one.tool_name in (None, pair[0])]
+            if message.role == "tool":
+                fits = [pair for pair in waiting if message.tool_name in (None, pair[0])]
                 waiting = [pair for pair in waiting if pair not in fits[:1]]
-                answered = one.tool_call_id or next((ident for _, ident in fits), "none")
-                fields |= {"tool_call_id": answered, "name": one.tool_name}
+                answered = message.tool_call_id or next((ident for _, ident in fits), "none")
+                fields |= {"tool_call_id": answered, "name": message.tool_name}
             yield fields
 
 
 class OllamaShape:
-    """Makes the JSON of one reply in Ollama's format: one object, or one object per line."""
+    """The JSON of one reply in Ollama's format: one object, or one object per line."""
 
     media = "application/x-ndjson"
 
@@ -155,15 +142,11 @@ class OllamaShape:
     async def whole(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
         first = time.monotonic_ns()
-        text, said, end = await collected(parts)
-        calls = [call for one in said for call in one.calls]
-        return self._piece(text, calls) | self._end(end, first)
+        said, end = await collected(parts)
+        return self._piece(said.text, said.calls) | self._end(end, first)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the lines of the streamed response, while the reply is generated.
-
-        Each line is a JSON object.
-        """
+        """Yield the lines of the streamed response, while the reply is generated."""
         first = time.monotonic_ns()
         try:
             async for part in parts:
@@ -182,11 +165,7 @@ class OllamaShape:
         return {"model": self._model, "created_at": now, "message": message, "done": False}
 
     def _end(self, end: ReplyEnd, first: int) -> dict[str, Any]:
-        """The fields that only the last JSON object of a reply has, such as token counts.
-
-        `first` is the time, in ns, when the first part of the reply was generated. Durations are in
-        ns.
-        """
+        """The fields of only the last object; the first part was generated at `first`, in ns."""
         now = time.monotonic_ns()
         return {
             "done": True,
@@ -205,8 +184,7 @@ def _shown(call: ToolCall) -> dict[str, Any]:
         given = json.loads(call.arguments)
     except ValueError:
         given = {}
-    arguments = given if isinstance(given, dict) else {}
-    return {"function": {"name": call.name, "arguments": arguments}}
+    return {"function": {"name": call.name, "arguments": given if isinstance(given, dict) else {}}}
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""One thread that generates all replies, in rounds: in each round, every reply does one step.
+"""One thread that generates all replies, in rounds: in each, every reply does one step.
 
-Only this thread uses the model, so a session needs no lock. A step generates one token of a reply,
-or reads one chunk of a message. The next tokens of all replies are read in one forward pass, so
-that the model's weights are read only once.
+Only this thread uses the model, so a session needs no lock. A step generates one token, or reads
+one chunk of a message. The next tokens of all replies are read in one forward pass, so the weights
+are read once for all.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from typing import Any, TypeVar
 
 from sirchat.engine.types import ChosenToken
 from sirchat.errors import ContextFullError, SirchatError, UsageError
-from sirchat.server.conversations import (
-    BusyError,
-    Conversations,
-    History,
-    ServedConversation,
-)
+from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.pool import BusyError, ConversationPool
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText, Step, generate_reply
 from sirchat.server.requests import RequestError
 
-Sent = ReplyText | ReplyEnd | RequestError
-"""What is sent for a request: one part of its reply (the last is a `ReplyEnd`), or an error."""
+Sent = ReplyText | ReplyEnd | RequestError  # the last one sent is a `ReplyEnd` or an error
 
 Result = TypeVar("Result")
 
@@ -42,11 +37,10 @@ class WaitingReply:
         history: the messages of the request, which the reply answers.
         options: how the reply is generated.
         send: called with each part of the reply, in the thread that generates it.
-        is_cancelled: whether the reply was cancelled, because the client no longer waits for it.
-        conversation: where the reply is generated; None while the reply waits.
-        steps: generator that does one step of the reply at a time; None while the reply waits.
-        chosen: the token that the next step reads, if it can be read together with the tokens of
-            other replies; else None.
+        is_cancelled: whether the client no longer waits for it.
+        conversation: where the reply is generated; None while it waits.
+        steps: does one step of the reply at a time; None while it waits.
+        chosen: the token to read next, if it can be read together with those of other replies.
     """
 
     history: History
@@ -61,25 +55,14 @@ class WaitingReply:
         """Whether the client no longer waits for the reply."""
         return self.is_cancelled
 
-    def generate(self, conversation: ServedConversation) -> Generator[Step]:
-        """Generate the reply in `conversation`, whose session has read the beginning of `history`.
-
-        Yields what each step of the reply yields; see `Step`.
-        """
-        return generate_reply(conversation, self.history, self.options, self.is_gone)
-
 
 class ReplyThread:
     """A thread that generates several replies at a time, each in its own conversation.
 
-    Replies for which no conversation is free wait.
-
-    Args:
-        conversations: the conversations in which replies are generated.
-        most: the largest number of replies, including those that wait.
+    At most `most` replies may be under way or wait for a conversation that is free.
     """
 
-    def __init__(self, conversations: Conversations, most: int) -> None:
+    def __init__(self, conversations: ConversationPool, most: int) -> None:
         self._conversations = conversations
         self._most = most
         self._waiting: list[WaitingReply] = []
@@ -93,10 +76,7 @@ class ReplyThread:
         self._thread.start()
 
     def submit(self, reply: WaitingReply) -> None:
-        """Add a reply, which begins when a conversation is free for it.
-
-        Raises RequestError if there are too many replies, or if the thread is ending.
-        """
+        """Add a reply; RequestError if there are too many, or if the thread is ending."""
         with self._changed:
             if self._is_ending:
                 raise _ending()
@@ -113,22 +93,24 @@ class ReplyThread:
 
     def cancel(self, reply: WaitingReply) -> None:
         """Stop a reply, because the client no longer waits for it."""
+        reply.is_cancelled = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Tell the thread that a conversation is free now, so that a waiting reply can begin."""
         with self._changed:
-            reply.is_cancelled = self._may_begin = True
+            self._may_begin = True
             self._changed.notify()
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
-        """Let the thread call `work` between two steps; returns a future with the result of `work`.
-
-        If `work` raises BusyError, it is called again after a reply has ended.
-        """
-        found: Future[Result] = Future()
+        """Let the thread call `work` between two steps; after BusyError again when a reply ends."""
+        result: Future[Result] = Future()
         with self._changed:
             if self._is_ending:
                 raise _ending()
-            self._asked.append((work, found))
+            self._asked.append((work, result))
             self._changed.notify()
-        return found
+        return result
 
     def end(self) -> None:
         """Tell the thread to end; all replies then end with an error."""
@@ -137,17 +119,14 @@ class ReplyThread:
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until the thread has ended its last step, and has saved all conversations.
-
-        If the last step takes longer than 5 seconds, return before it has ended.
-        """
+        """Wait until all conversations are saved, or 5 seconds if the last step takes longer."""
         self._thread.join(_SECONDS)
         if self._is_saving:
             self._thread.join()
 
     def _run(self) -> None:
         while self._wait():
-            self._look()
+            self._call()
             self._begin()
             for reply in tuple(self._running):
                 if reply.chosen is None:
@@ -155,40 +134,37 @@ class ReplyThread:
             self._read_chosen()
         for reply in (*self._running, *self._waiting):
             reply.send(_ending())
-        self._look()
-        for _, found in self._later:
-            found.set_exception(_ending())
+        self._call()
+        for _, result in self._later:
+            result.set_exception(_ending())
         self._is_saving = True
         self._conversations.end()
 
     def _wait(self) -> bool:
-        """Wait until the thread has something to do; returns False if the thread must end."""
+        """Wait until the thread has something to do; returns False if it must end."""
         with self._changed:
             while not (self._running or self._may_begin or self._asked or self._is_ending):
                 self._changed.wait()
             return not self._is_ending
 
-    def _look(self) -> None:
-        """Call the functions that were passed to `call`, and put their results into the futures."""
+    def _call(self) -> None:
+        """Call what was passed to `call`."""
         with self._changed:
             asked, self._asked = self._asked, []
             if self._may_begin or self._is_ending:
                 asked, self._later = self._later + asked, []
-        for work, found in asked:
-            if found.cancelled():
+        for work, result in asked:
+            if result.cancelled():
                 continue
             try:
-                found.set_result(work())
+                result.set_result(work())
             except BusyError:
-                self._later.append((work, found))
+                self._later.append((work, result))
             except Exception as error:  # whatever a policy's scores raise
-                found.set_exception(_as_answer(error))
+                result.set_exception(_as_answer(error))
 
     def _begin(self) -> None:
-        """Begin each waiting reply for which a conversation is free, in the order of submission.
-
-        Replies that were cancelled while they waited are removed.
-        """
+        """Begin each waiting reply for which a conversation is free; drop those cancelled."""
         with self._changed:
             waiting = tuple(self._waiting) if self._may_begin else ()
             self._may_begin = False
@@ -208,15 +184,15 @@ class ReplyThread:
                 reply.send(RequestError("the request was cancelled", status=499))
                 continue
             reply.conversation = taken
-            reply.steps = reply.generate(taken)
+            reply.steps = generate_reply(taken, reply.history, reply.options, reply.is_gone)
 
     def _read_chosen(self) -> None:
         """Read the next token of each reply, all in one forward pass, and continue the replies.
 
         If this pass fails, each reply reads its token alone, so that an error ends only one reply.
         """
-        replies = [one for one in self._running if one.chosen is not None]
-        chosen = [one.chosen for one in replies if one.chosen is not None]
+        replies = [reply for reply in self._running if reply.chosen is not None]
+        chosen = [reply.chosen for reply in replies if reply.chosen is not None]
         if len(chosen) > 1:
             try:
                 self._read_together(chosen)
@@ -227,20 +203,22 @@ class ReplyThread:
             self._advance(reply)
 
     def _read_together(self, chosen: Sequence[ChosenToken]) -> None:
-        tokens = [(one.id, one.position, one.cache) for one in chosen]
         model = self._conversations.model
         assert model.decode_step is not None
+        tokens = [(token.id, token.position, token.cache) for token in chosen]
         logits, states = model.decode_step.read_together(tokens)
         scores = model.scorer.scores(states)
-        for one, row, score in zip(chosen, logits, scores, strict=True):
-            one.accept(row[None], score)
+        for token, row, score in zip(chosen, logits, scores, strict=True):
+            token.accept(row[None], score)
 
     def _advance(self, reply: WaitingReply) -> None:
         """Do one step of a reply, and send the part of the reply that the step yields, if any."""
         if reply.conversation is not None:
-            are_several = len(self._running) > 1
-            can = are_several and self._conversations.model.decode_step is not None
-            reply.conversation.session.together = can
+            reply.conversation.session.together = (
+                len(self._running) > 1
+                and self._conversations.model.decode_step is not None
+                and not reply.options.is_plain  # its rounding is that of a program on its own
+            )
         try:
             part = None if reply.steps is None else next(reply.steps)
         except StopIteration:
@@ -266,22 +244,13 @@ class ReplyThread:
         if ended is not None:
             self._conversations.release(ended, self.wake)
 
-    def wake(self) -> None:
-        """Tell the thread that a conversation is free now, so that a waiting reply can begin."""
-        with self._changed:
-            self._may_begin = True
-            self._changed.notify()
-
 
 def _ending() -> RequestError:
     return RequestError("the server is ending", status=503)
 
 
 def _as_answer(error: Exception) -> RequestError:
-    """Convert an exception to the RequestError that is sent to the client.
-
-    The exception is logged if it is not the request's fault.
-    """
+    """The error that the client gets; it is logged if it is not the request's fault."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextFullError):

@@ -1,7 +1,4 @@
-"""The fields of requests for a reply, and the checks of their values.
-
-A value that the server can't obey is refused, not ignored.
-"""
+"""The fields of requests for a reply, in OpenAI's shape; what the server can't obey is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -20,38 +19,38 @@ from pydantic_core import PydanticCustomError
 
 from sirchat.errors import format_value
 from sirchat.memory.policies import is_path
-from sirchat.server.tool_fields import (
-    CallFields,
-    CallId,
-    Fields,
-    FunctionFields,
-    Json,
-    Name,
-    NamedTool,
-    Tool,
-)
 
-MOST_BYTES = 16 * 2**20
-"""Largest size of a request's body, in bytes."""
-
+MOST_BYTES = 16 * 2**20  # of a request's body
 MOST_MESSAGES = 10_000
-"""Largest number of messages in a request."""
-
-MANY = 10**9
-"""Largest number of tokens that a request may give as a limit, such as `max_tokens`."""
+MANY = 10**9  # the highest limit of tokens, such as `max_tokens`, that a request may give
 
 _MOST_STOPS = 4
 _MOST_TOOLS = 128
+_DEEPEST = 64  # levels of nested lists and objects
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "keep_alive")
+_LISTS = {"messages", "input"}
+# Values that change nothing, of fields that some requests do not support; others are refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "store": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "background": (False,),
+    "think": (False,),
+    "parallel_tool_calls": (True,),
+    "truncation": ("auto",),
+    "echo": (False,),
+    "tool_choice": ("none", "auto"),
+    "service_tier": ("auto", "default"),
+}
 
 
 class RequestError(Exception):
-    """Raised if a request can't be answered; the client gets this error as the HTTP response.
-
-    Attributes:
-        status: the status code of the HTTP response.
-        body: the response's JSON, in the format of OpenAI's errors.
-        headers: further headers of the response.
-    """
+    """A request can't be answered; `body` is the JSON of the response, as OpenAI writes errors."""
 
     def __init__(
         self,
@@ -69,12 +68,23 @@ class RequestError(Exception):
         self.headers = headers or {}
 
 
-def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
-    """Convert a message's `content`, a text or a list of text parts, to one text.
+def shallow(value: Any) -> Any:
+    """Return a JSON value; PydanticCustomError if it is nested too deeply."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        level = [
+            each for item in nested for each in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return value
+    raise PydanticCustomError("deep", "lists and objects are nested too deeply")
 
-    Parts are joined by line breaks. `kinds` are the types that a part may have; `extra` are names
-    of further fields of parts, which are ignored. Anything but a list is returned unchanged. Raises
-    PydanticCustomError for a part that is not text.
+
+def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] = ()) -> Any:
+    """Join a list of text parts, of one of these `kinds`, to one text; return all else unchanged.
+
+    Further fields of parts with names in `extra` are ignored. PydanticCustomError for other parts.
     """
     if not isinstance(content, list):
         return content
@@ -85,20 +95,68 @@ def joined(content: Any, kinds: Sequence[str] = ("text",), extra: Sequence[str] 
     return "\n".join(part["text"] for part in content)
 
 
-def _only(prompt: Any) -> Any:
-    """Return the only item of a list with one prompt; return anything else unchanged."""
-    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:|/-]{1,256}$")]
+Json = Annotated[dict[str, Any], BeforeValidator(shallow)]
 
 
-def _listed(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else stop
+class Fields(BaseModel):
+    """Base class of requests and their parts; it refuses fields that a subclass does not define."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def check(self) -> None:
+        """Raise RequestError if the values of some fields contradict each other."""
+
+
+class FunctionCall(Fields):
+    """The field `function` of a tool call; `arguments` is JSON text."""
+
+    name: Name
+    arguments: str
+    parsed_arguments: Any = None  # OpenAI's client adds it to calls that it sends back
+
+
+class CallFields(Fields):
+    """A tool call in a message of the assistant."""
+
+    index: int | None = None  # the calls of a streamed reply have it
+    id: CallId
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionFields(Fields):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: Json = {"type": "object", "properties": {}}
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """An item of the field `tools`."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class ToolName(Fields):
+    """An object whose only field is the name of a tool."""
+
+    name: Name
+
+
+class NamedTool(Fields):
+    """The field `tool_choice`, if it names the tool that the reply must call."""
+
+    type: Literal["function"]
+    function: ToolName
 
 
 class ChatMessage(Fields):
-    """One message in the field `messages` of a chat request.
-
-    The field `parsed` is ignored; OpenAI's client adds it to replies that it sends back.
-    """
+    """One message in the field `messages` of a chat request."""
 
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
@@ -108,19 +166,15 @@ class ChatMessage(Fields):
     tool_calls: list[CallFields] = Field(default=[])
     tool_call_id: CallId | None = None
     name: Name | None = None
-    parsed: Any = None
+    parsed: Any = None  # OpenAI's client adds it to replies that it sends back
 
     @property
     def text(self) -> str:
-        """The message's text; "" if the message has only calls of tools."""
+        """The message's text; "" if it has only calls of tools."""
         return self.content or ""
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
-        """Check that the message has text or calls, and only fields that its role may have.
-
-        Returns the message, or raises PydanticCustomError.
-        """
         is_tool, calls = self.role == "tool", bool(self.tool_calls)
         if calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only the assistant calls tools")
@@ -134,10 +188,7 @@ class ChatMessage(Fields):
 
 
 class JsonSchema(Fields):
-    """The field `json_schema` of a reply's format: a named JSON schema that the reply must match.
-
-    The model does not see the schema's name.
-    """
+    """The field `json_schema` of a reply's format; the model does not see its name."""
 
     name: Name
     description: str | None = None
@@ -175,10 +226,9 @@ class StreamOptions(Fields):
 
 
 class MemorySettings(Fields):
-    """The field `sirchat` of a request: settings of the conversation's memory.
+    """The field `sirchat`: settings of the conversation's memory, for this reply.
 
-    None means that the request does not set the value. The conversation then uses the value that
-    was set for it before, or else the server's value.
+    None stands for the value that was set for the conversation before, or else the server's.
     """
 
     policy: str | None = None
@@ -189,25 +239,28 @@ class MemorySettings(Fields):
     @field_validator("policy")
     @classmethod
     def _without_code(cls, name: str | None) -> str | None:
-        """Refuse a policy `module:Class`, because the server would run code that a client chose.
-
-        Returns any other name of a policy unchanged.
-        """
-        if name is not None and is_path(name):
+        if name is not None and is_path(name):  # the server would run code that a client chose
             raise PydanticCustomError("policy", "a request can't name a policy of your own")
         return name
 
     def given(self) -> dict[str, Any]:
-        """The memory settings that the request sets, which are those that are not None, by name."""
+        """The settings that the request has, by name."""
         return self.model_dump(exclude_none=True)
 
 
-class ReplyRequest(Fields):
-    """Base class of requests for a reply: the fields that chat requests and text requests have.
+class OwnSession(Fields):
+    """The field `sirchat_ask`, by which `sirchat ask` gets the reply that it would generate itself.
 
-    The limits of sampling settings are those of the server's own settings; `ChatServer` checks
-    them.
+    The reply comes from a session of its own, under these `settings` and sirchat's defaults, not
+    the server's; nothing of it is kept. `holds_all` raises the budget to hold all of the message.
     """
+
+    settings: dict[str, Any]
+    holds_all: bool = False
+
+
+class ReplyRequest(Fields):
+    """The fields that chat and text requests have; `ChatServer` checks sampling settings."""
 
     model: str | None = None
     temperature: float | None = None
@@ -219,29 +272,34 @@ class ReplyRequest(Fields):
     max_tokens: int | None = Field(default=None, ge=1, le=MANY)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
-        BeforeValidator(_listed),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
         Field(max_length=_MOST_STOPS),
     ] = Field(default=[])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     sirchat: MemorySettings = MemorySettings()
 
-    def settings(self) -> dict[str, Any]:
-        """The values, by name, of the settings that the request changes for this reply alone."""
-        given = {name: getattr(self, name) for name in _SAMPLING}
-        given["max_new_tokens"] = self.most_tokens
-        return {name: value for name, value in given.items() if value is not None}
-
     @property
     def most_tokens(self) -> int | None:
         """The largest number of tokens that the reply may have; None for the server's setting."""
         return self.max_tokens
 
+    def settings(self) -> dict[str, Any]:
+        """The settings that the request changes for this reply alone, by name."""
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given["max_new_tokens"] = self.most_tokens
+        return {name: value for name, value in given.items() if value is not None}
+
 
 class TextRequest(ReplyRequest):
     """The body of a request to `/v1/completions`: the model continues the text `prompt`."""
 
-    prompt: Annotated[str, BeforeValidator(_only)] = Field(min_length=1)
+    prompt: Annotated[
+        str,
+        BeforeValidator(
+            lambda text: text[0] if isinstance(text, list) and len(text) == 1 else text
+        ),
+    ] = Field(min_length=1)
 
 
 class ChatRequest(ReplyRequest):
@@ -254,16 +312,42 @@ class ChatRequest(ReplyRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
+    sirchat_ask: OwnSession | None = None
 
     @property
     def most_tokens(self) -> int | None:
         """The largest number of tokens that the reply may have; None for the server's setting."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def called_tools(self) -> list[FunctionFields]:
+        """The tools of which the reply must call at least one, if `tool_choice` requires a call."""
+        if self.tool_choice in ("none", "auto"):
+            return []
+        name = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        return [tool.function for tool in self.tools if name in (None, tool.function.name)]
+
+    @property
+    def system(self) -> str | None:
+        """The text of the system message, which can only be the first message."""
+        first = self.messages[0]
+        return first.content if first.role == "system" else None
+
+    @property
+    def turns(self) -> Sequence[ChatMessage]:
+        """All messages except the system message."""
+        return self.messages[self.messages[0].role == "system" :]
+
     def check(self) -> None:
         """Raise RequestError if messages have a wrong order, or if fields contradict each other."""
         _check_order(self.turns)
-        self._check_tools()
+        is_free = self.tool_choice in ("none", "auto")
+        if not is_free and not self.called_tools:
+            raise RequestError("tool_choice names no tool of the request", param="tool_choice")
+        if is_free and any(tool.function.strict for tool in self.tools):
+            raise RequestError(
+                "strict can be had only with a tool_choice that requires a call", param="tools"
+            )
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
         if self.tools and self.response_format.type != "text":
@@ -273,77 +357,12 @@ class ChatRequest(ReplyRequest):
                 "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
             )
 
-    def _check_tools(self) -> None:
-        """Raise RequestError if a required tool does not exist, or if `strict` can't be obeyed.
-
-        A tool's field `strict` can be obeyed only if `tool_choice` requires a call.
-        """
-        is_free = self.tool_choice in ("none", "auto")
-        if not is_free and not self.called_tools:
-            raise RequestError("tool_choice names no tool of the request", param="tool_choice")
-        if is_free and any(one.function.strict for one in self.tools):
-            raise RequestError(
-                "strict can be had only with a tool_choice that requires a call", param="tools"
-            )
-
-    @property
-    def called_tools(self) -> list[FunctionFields]:
-        """The tools of which the reply must call at least one, as `tool_choice` requires.
-
-        The list is empty if `tool_choice` requires no call.
-        """
-        if self.tool_choice in ("none", "auto"):
-            return []
-        wanted = None if isinstance(self.tool_choice, str) else self.tool_choice.function.name
-        return [one.function for one in self.tools if wanted in (None, one.function.name)]
-
-    @property
-    def system(self) -> str | None:
-        """The text of the first message if it is a system message; else None."""
-        first = self.messages[0]
-        return first.content if first.role == "system" else None
-
-    @property
-    def turns(self) -> Sequence[ChatMessage]:
-        """All messages except the system message, which can only be the first message."""
-        return self.messages[self.messages[0].role == "system" :]
-
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-
-_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "keep_alive")
-
-_LISTS = {"messages", "input"}
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "store": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "top_logprobs": (0,),
-    "best_of": (1,),
-    "background": (False,),
-    "think": (False,),
-    "parallel_tool_calls": (True,),
-    "truncation": ("auto",),
-    "echo": (False,),
-    "tool_choice": ("none", "auto"),
-    "service_tier": ("auto", "default"),
-}
-"""Fields that some requests do not support, each with the values that change nothing.
-
-An unsupported field with such a value is ignored; with any other value, the request is refused.
-"""
-
 
 Request = TypeVar("Request", bound=Fields)
 
 
 def parse_request(body: bytes, kind: type[Request]) -> Request:
-    """Parse and check the JSON body of a request; returns a request of the class `kind`.
-
-    Raises RequestError for the first problem.
-    """
+    """Parse the JSON body of a request of this kind; RequestError for the first problem."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -354,10 +373,7 @@ def parse_request(body: bytes, kind: type[Request]) -> Request:
 
 
 def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
-    """Make a request of the class `kind` with these fields.
-
-    Raises RequestError for the first invalid field.
-    """
+    """Make a request of this kind; RequestError for the first problem."""
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
@@ -367,11 +383,9 @@ def checked(kind: type[Request], fields: dict[str, Any]) -> Request:
 
 
 def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a request without those that have no effect.
+    """The fields of a request that have an effect; `offered` are those that it supports.
 
-    `offered` are the names of the fields that the server supports. A field has no effect if it is
-    empty, such as None, if the server ignores its name, or if `_NEUTRAL` lists its value. Raises
-    RequestError if an unsupported field of `_NEUTRAL` has another value.
+    Raises RequestError if an unsupported field of `_NEUTRAL` has a value that would have one.
     """
     kept = {}
     for name, value in given.items():
@@ -389,13 +403,14 @@ def _with_effect(given: dict[str, Any], offered: Collection[str]) -> dict[str, A
             )
     for name in _LISTS & set(kept):
         if isinstance(kept[name], list):
-            kept[name] = [
-                {key: value for key, value in one.items() if value not in (None, [], {})}
-                if isinstance(one, dict)
-                else one
-                for one in kept[name]
-            ]
+            kept[name] = [_without_empty(item) for item in kept[name]]
     return kept
+
+
+def _without_empty(item: Any) -> Any:
+    if not isinstance(item, dict):
+        return item
+    return {name: value for name, value in item.items() if value not in (None, [], {})}
 
 
 def _refusal(error: ValidationError) -> RequestError:
@@ -404,35 +419,31 @@ def _refusal(error: ValidationError) -> RequestError:
     place = ".".join(name for name in names if not name.startswith("literal["))
     if first["type"] == "extra_forbidden":
         return RequestError(f"{place} is not supported", param=place, code="unsupported_parameter")
-    found = "" if first["type"] == "missing" else f" (not {format_value(first['input'])})"
-    return RequestError(f"{place}: {first['msg']}{found}", param=place)
+    value = "" if first["type"] == "missing" else f" (not {format_value(first['input'])})"
+    return RequestError(f"{place}: {first['msg']}{value}", param=place)
 
 
 def _check_order(turns: Sequence[ChatMessage]) -> None:
     before, open_calls = "system", set[str]()
-    for number, one in enumerate(turns):
+    for number, message in enumerate(turns):
         where = f"message {number + 1} after the system message"
-        if one.role == "system":
-            raise RequestError("a system message must be the first message", param="messages")
-        if one.role == "tool":
-            if one.tool_call_id not in open_calls:
-                raise RequestError(
-                    f"{where} answers the call {format_value(one.tool_call_id)}, but the reply "
-                    "before has no such call, or it is answered already",
-                    param="messages",
-                )
-            open_calls.discard(one.tool_call_id)
-        elif open_calls:
-            raise RequestError(
-                f"{where} must be what the tool returned for the call {min(open_calls)}",
-                param="messages",
+        problem = ""
+        if message.role == "system":
+            problem = "a system message must be the first message"
+        elif message.role == "tool" and message.tool_call_id not in open_calls:
+            problem = (
+                f"{where} answers the call {format_value(message.tool_call_id)}, but the reply "
+                "before has no such call, or it is answered already"
             )
-        if one.role == "assistant" and before not in ("user", "tool"):
-            raise RequestError(
-                f"{where} is of the assistant, but follows no user message", param="messages"
-            )
-        open_calls |= {call.id for call in one.tool_calls}
-        before = one.role
+        elif message.role != "tool" and open_calls:
+            problem = f"{where} must be what the tool returned for the call {min(open_calls)}"
+        elif message.role == "assistant" and before not in ("user", "tool"):
+            problem = f"{where} is of the assistant, but follows no user message"
+        if problem:
+            raise RequestError(problem, param="messages")
+        open_calls.discard(message.tool_call_id or "")
+        open_calls |= {call.id for call in message.tool_calls}
+        before = message.role
     if before not in ("user", "tool") or open_calls:
         raise RequestError(
             "the last message must be a user message, or what the called tools returned",

@@ -1,8 +1,6 @@
-"""OpenAI's responses API: a request names the response that it continues.
+"""OpenAI's responses API: a request has new messages, and names the response that it continues.
 
-A request has only the new messages. The server has stored the earlier messages, under the id of the
-response that the request names. The reply is generated as in a chat completion with the earlier and
-the new messages.
+The reply is that of a chat completion with all messages up to this response and the new ones.
 """
 
 from __future__ import annotations
@@ -10,96 +8,91 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from sirchat.errors import format_value
 from sirchat.server.completions import Parts, collected, event
-from sirchat.server.replies import ReplyEnd
+from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import (
     MANY,
     MOST_MESSAGES,
-    ChatMessage,
-    ChatRequest,
-    MemorySettings,
-    RequestError,
-    checked,
-    joined,
-)
-from sirchat.server.tool_fields import (
     CallFields,
     CallId,
+    ChatMessage,
+    ChatRequest,
     Fields,
     FunctionCall,
     FunctionFields,
     Json,
+    MemorySettings,
     Name,
+    RequestError,
     ToolName,
+    checked,
+    joined,
 )
 from sirchat.server.tools import ToolCall
 
 _MOST_KEPT = 1000  # responses
 _MOST_CHARACTERS = 2**26  # in all responses that are kept
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirchat")
 
-_PARTS = partial(
-    joined, kinds=("input_text", "output_text"), extra=("annotations", "logprobs", "parsed")
-)
+_Content = Annotated[
+    str,
+    BeforeValidator(
+        partial(
+            joined, kinds=("input_text", "output_text"), extra=("annotations", "logprobs", "parsed")
+        )
+    ),
+]
 
 
-class InputMessage(Fields):
-    """A message in the field `input` of a request.
+class _Item(Fields):
+    """What items of the field `input` share: clients send back items of earlier responses."""
 
-    It may be a message of an earlier response, which clients send back with `id` and `status`.
-    """
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(_Item):
+    """A message in the field `input` of a request."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_PARTS)]
-    id: str | None = None
-    status: Literal["completed", "incomplete"] | None = None
+    content: _Content
 
     def message(self) -> ChatMessage:
-        """Convert this message to a message of a chat request."""
-        role = "system" if self.role == "developer" else self.role
-        return ChatMessage(role=role, content=self.content)
+        """As a message of a chat request."""
+        return ChatMessage(role=self.role, content=self.content)  # type: ignore[arg-type]
 
 
-class CalledFunction(Fields):
-    """A tool call in the field `input` of a request.
-
-    It is a call of an earlier response, which clients send back.
-    """
+class CalledFunction(_Item):
+    """A tool call in the field `input` of a request."""
 
     type: Literal["function_call"]
     call_id: CallId
     name: Name
     arguments: str
     parsed_arguments: Any = None
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def message(self) -> ChatMessage:
-        """Convert this tool call to a message of the assistant, for a chat request."""
-        function = FunctionCall(name=self.name, arguments=self.arguments)
-        return ChatMessage(
-            role="assistant", tool_calls=[CallFields(id=self.call_id, function=function)]
-        )
+        """As a message of a chat request."""
+        return _reply("", [ToolCall(self.call_id, self.name, self.arguments)])
 
 
-class FunctionOutput(Fields):
+class FunctionOutput(_Item):
     """The result of one tool call, in the field `input` of a request."""
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Annotated[str, BeforeValidator(_PARTS)]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    output: _Content
 
     def message(self) -> ChatMessage:
-        """Convert this result to a message with the role `tool`, for a chat request."""
+        """As a message of a chat request."""
         return ChatMessage(role="tool", content=self.output, tool_call_id=self.call_id)
 
 
@@ -109,7 +102,7 @@ class FunctionTool(FunctionFields):
     type: Literal["function"]
 
     def tool(self) -> dict[str, Any]:
-        """Convert this tool to the form of a chat request: its fields are inside `function`."""
+        """As a tool of a chat request."""
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
@@ -120,11 +113,7 @@ class NamedFunction(ToolName):
 
 
 class TextFormat(Fields):
-    """The format of a reply: text, any JSON object, or JSON that matches a schema.
-
-    The schema and its name are fields beside `type`; in a chat request, they are inside
-    `json_schema`.
-    """
+    """The format of a reply; in a chat request, all but `type` is inside `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -139,50 +128,33 @@ class TextOptions(Fields):
     format: TextFormat = TextFormat()
 
     def response_format(self) -> dict[str, Any]:
-        """Convert the format of the reply to the field `response_format` of a chat request."""
+        """As the field `response_format` of a chat request."""
         given = self.format.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         return {"type": self.format.type} | ({"json_schema": given} if given else {})
 
 
-def _listed(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
 def _kind(item: Any) -> Any:
-    """The type of an item of the field `input`; `message` for an item without a type."""
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
-_Item = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[CalledFunction, Tag("function_call")]
-    | Annotated[FunctionOutput, Tag("function_call_output")],
-    Discriminator(_kind),
+_Items = list[
+    Annotated[
+        Annotated[InputMessage, Tag("message")]
+        | Annotated[CalledFunction, Tag("function_call")]
+        | Annotated[FunctionOutput, Tag("function_call_output")],
+        Discriminator(_kind),
+    ]
 ]
-
-
-def _messages(items: Iterable[_Item]) -> list[ChatMessage]:
-    """Convert the items of the field `input` to messages of a chat request.
-
-    A reply's text and its calls of tools become one message.
-    """
-    found: list[ChatMessage] = []
-    for one in items:
-        message = one.message()
-        if message.tool_calls and found and found[-1].role == "assistant":
-            calls = [*found[-1].tool_calls, *message.tool_calls]
-            found[-1] = found[-1].model_copy(update={"tool_calls": calls})
-        else:
-            found.append(message)
-    return found
 
 
 class ResponsesRequest(Fields):
     """The body of a request to `/v1/responses`."""
 
     input: Annotated[
-        list[_Item],
-        BeforeValidator(_listed),
+        _Items,
+        BeforeValidator(
+            lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+        ),
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
     model: str | None = None
@@ -200,10 +172,7 @@ class ResponsesRequest(Fields):
     sirchat: MemorySettings = MemorySettings()
 
     def chat(self, before: list[ChatMessage]) -> ChatRequest:
-        """Convert this request to a chat request; `before` are the conversation's earlier messages.
-
-        Raises RequestError if a value is not allowed.
-        """
+        """As a chat request, after the messages `before`; RequestError if it can't be answered."""
         messages = [*before, *_messages(self.input)]
         if self.instructions is not None:
             if messages[0].role == "system":
@@ -211,41 +180,30 @@ class ResponsesRequest(Fields):
                     "instructions and a system message can't both be given", param="instructions"
                 )
             messages.insert(0, ChatMessage(role="system", content=self.instructions))
-        fields = {name: getattr(self, name) for name in _SAME}
-        named = {} if isinstance(self.tool_choice, str) else {"name": self.tool_choice.name}
-        fields |= {
+        choice: Any = self.tool_choice
+        if not isinstance(choice, str):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        fields = {name: getattr(self, name) for name in _SAME} | {
             "messages": messages,
-            "tools": [one.tool() for one in self.tools],
-            "tool_choice": {"type": "function", "function": named} if named else self.tool_choice,
+            "tools": [tool.tool() for tool in self.tools],
+            "tool_choice": choice,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.response_format(),
         }
         return checked(ChatRequest, fields)
 
 
-_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirchat")
-
-
 class KeptResponses:
-    """Stores the messages of earlier responses, so that later requests can continue them.
-
-    For the id of each response, it has all messages of the chat up to this response, which is the
-    last message. If there are more than 1000 responses, or if their texts are too long together,
-    the oldest responses are dropped.
-    """
+    """The messages up to each earlier response, by its id; the oldest are dropped."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[list[ChatMessage], int]] = OrderedDict()
         self._size = 0
 
     def add(self, ident: str, before: list[ChatMessage], new: list[ChatMessage]) -> None:
-        """Store a response under the id `ident`.
-
-        `before` are the messages before its request; `new` are the messages of its request and
-        reply.
-        """
-        texts = [one.text for one in new]  # texts of earlier messages are shared, not copied
-        texts += [call.function.arguments for one in new for call in one.tool_calls]
+        """Keep a response: the messages `before` its request, and those of request and reply."""
+        texts = [message.text for message in new]  # those of earlier messages are shared
+        texts += [call.function.arguments for message in new for call in message.tool_calls]
         size = sum(map(len, texts))
         self._kept[ident] = [*before, *new], size
         self._size += size
@@ -253,11 +211,7 @@ class KeptResponses:
             self._size -= self._kept.popitem(last=False)[1][1]
 
     def messages(self, ident: str | None) -> list[ChatMessage]:
-        """All messages up to the response with the id `ident`, which is the last one.
-
-        If `ident` is None, returns an empty list. Raises RequestError if no response with this id
-        is stored.
-        """
+        """All messages up to a response, [] for None; RequestError if it is not kept."""
         if ident is None:
             return []
         if ident not in self._kept:
@@ -271,10 +225,7 @@ class KeptResponses:
 
 
 class ResponsesShape:
-    """Makes the JSON of one response, in one piece or as events, and stores the response.
-
-    The response is stored, for later requests, only if the request's field `store` is true.
-    """
+    """The JSON of one response, whole or as events; it is kept if the request says so."""
 
     media = "text/event-stream"
 
@@ -282,8 +233,8 @@ class ResponsesShape:
         self, asked: ResponsesRequest, before: list[ChatMessage], model: str, kept: KeptResponses
     ) -> None:
         self._asked, self._before, self._kept = asked, before, kept
-        self._id, self._item = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
-        self._number = 0
+        self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
+        self._number = 0  # of the next event
         self._common = {
             "id": self._id,
             "object": "response",
@@ -301,126 +252,127 @@ class ResponsesShape:
             "parallel_tool_calls": asked.parallel_tool_calls,
             "text": asked.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": asked.model_dump()["tool_choice"],
-            "tools": [one.model_dump() for one in asked.tools],
+            "tools": [tool.model_dump() for tool in asked.tools],
             "truncation": "auto",
             "usage": None,
         }
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
-        text, said, end = await collected(parts)
-        calls = [call for one in said for call in one.calls]
-        items = [self._message(_status(end), text)] if text or not calls else []
-        return self._done([*items, *map(_call, calls)], end)
+        said, end = await collected(parts)
+        items = [self._message(_status(end), said.text)] if said.text or not said.calls else []
+        return self._done([*items, *map(_call, said.calls)], said, end)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
         """Yield the server-sent events of the response, while it is generated."""
-        begun, text, items = self._response("in_progress", []), "", list[dict[str, Any]]()
-        at: dict[str, Any] = {}  # the place of the text, once there is some
+        begun = self._response("in_progress", [])
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
+        text, calls, items = "", list[ToolCall](), list[dict[str, Any]]()
+        at: dict[str, Any] = {}  # the place of the text, once there is some
         try:
             async for part in parts:
                 if isinstance(part, ReplyEnd):
                     end = part
                     break
-                if part.text and not at:
-                    at = self._place(items)
-                    for one in self._opened(at, items[-1]):
-                        yield one
                 if part.text:
+                    if not at:
+                        at = self._place(items)
+                        for told in self._opened(at, items[-1]):
+                            yield told
                     text += part.text
                     yield self._event(
                         "response.output_text.delta", **at, delta=part.text, logprobs=[]
                     )
                 for call in part.calls:
+                    calls.append(call)
                     items.append(_call(call))
-                    for one in self._called(items):
-                        yield one
+                    for told in self._called(len(items) - 1, items[-1]):
+                        yield told
         except RequestError as error:
-            told = error.body["error"]
-            failed = {"code": told["code"] or "server_error", "message": told["message"]}
+            problem = error.body["error"]
+            failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
             response = self._response("failed", []) | {"error": failed}
             yield self._event("response.failed", response=response)
             return
         if not items:  # the reply is empty
             at = self._place(items)
-            for one in self._opened(at, items[-1]):
-                yield one
+            for told in self._opened(at, items[-1]):
+                yield told
         if at:
-            items[at["output_index"]] = item = self._message(_status(end), text)
-            for one in self._closed(at, item):
-                yield one
-        response = self._done(items, end)
+            items[at["output_index"]] = message = self._message(_status(end), text)
+            for told in self._closed(at, message):
+                yield told
+        response = self._done(items, ReplyText(text, calls=tuple(calls)), end)
         yield self._event(f"response.{response['status']}", response=response)
 
     def _place(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Append an empty message, for the reply's text, to `items`; returns the place of the text.
-
-        The place is a dictionary of the fields with which events name the message and its part.
-        """
-        items.append(self._message())
-        return {"item_id": self._item, "output_index": len(items) - 1, "content_index": 0}
+        """Append an empty message to `items`; the fields by which events name it and its text."""
+        items.append(self._message("in_progress"))
+        return {"item_id": self._message_id, "output_index": len(items) - 1, "content_index": 0}
 
     def _opened(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        """Yield the events that tell the client, before any text, that the message `item` begins.
-
-        `at` is the place of the text; see `_place`.
-        """
         yield self._event("response.output_item.added", output_index=at["output_index"], item=item)
         yield self._event("response.content_part.added", **at, part=_text(""))
 
     def _closed(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        """Yield the events that tell the client, after all text, that the message `item` ends.
-
-        `at` is the place of the text; see `_place`.
-        """
         (part,) = item["content"]
         yield self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
         yield self._event("response.content_part.done", **at, part=part)
         yield self._event("response.output_item.done", output_index=at["output_index"], item=item)
 
-    def _called(self, items: Sequence[dict[str, Any]]) -> Iterator[str]:
-        """Yield all events of one tool call, which is the last of the `items`."""
-        index, item = len(items) - 1, items[-1]
+    def _called(self, index: int, item: dict[str, Any]) -> Iterator[str]:
         at = {"item_id": item["id"], "output_index": index}
-        begun, name = item | {"arguments": "", "status": "in_progress"}, "function_call_arguments"
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event(f"response.{name}.delta", **at, delta=item["arguments"])
+        begun, kind = item | {"arguments": "", "status": "in_progress"}, "function_call_arguments"
         told = {"arguments": item["arguments"], "name": item["name"]}
-        yield self._event(f"response.{name}.done", **at, **told)
+        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(f"response.{kind}.delta", **at, delta=item["arguments"])
+        yield self._event(f"response.{kind}.done", **at, **told)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
-    def _done(self, output: list[dict[str, Any]], end: ReplyEnd) -> dict[str, Any]:
-        """Make the JSON object of the complete response.
-
-        The response is stored for later requests if the request's field `store` is true.
-        """
+    def _done(self, output: list[dict[str, Any]], said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
+        """The JSON object of the complete response, which is kept for later requests."""
         if self._asked.store:
-            said = TypeAdapter(list[_Item]).validate_python(output)
-            self._kept.add(self._id, self._before, _messages([*self._asked.input, *said]))
+            new = [*_messages(self._asked.input), _reply(said.text, said.calls)]
+            self._kept.add(self._id, self._before, new)
         status = _status(end)
-        more = {
-            "usage": _usage(end.usage),
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
-            "sirchat": end.memory,
-        }
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
         return self._response(status, output) | more
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._common, "status": status, "output": output}
 
-    def _message(self, status: str = "in_progress", text: str | None = None) -> dict[str, Any]:
+    def _message(self, status: str, text: str | None = None) -> dict[str, Any]:
         content = [] if text is None else [_text(text)]
-        item = {"id": self._item, "type": "message", "role": "assistant"}
+        item = {"id": self._message_id, "type": "message", "role": "assistant"}
         return {**item, "status": status, "content": content}
 
     def _event(self, kind: str, **fields: Any) -> str:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event(numbered, kind)
+
+
+def _messages(items: Iterable[InputMessage | CalledFunction | FunctionOutput]) -> list[ChatMessage]:
+    """Items as messages of a chat request; a reply's text and its calls become one message."""
+    messages: list[ChatMessage] = []
+    for message in (item.message() for item in items):
+        if message.tool_calls and messages and messages[-1].role == "assistant":
+            calls = [*messages[-1].tool_calls, *message.tool_calls]
+            messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+        else:
+            messages.append(message)
+    return messages
+
+
+def _reply(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
+    fields = [
+        CallFields(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for call in calls
+    ]
+    content = None if fields and not text else text
+    return ChatMessage(role="assistant", content=content, tool_calls=fields)
 
 
 def _status(end: ReplyEnd) -> str:

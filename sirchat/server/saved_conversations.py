@@ -1,7 +1,7 @@
 """The conversations on disk: each is a saved chat, in the server's own folder.
 
-One thread writes all conversations, so that no reply waits for the disk. A conversation is written
-after each finished turn. Its keys and values are written when it is removed from memory.
+One thread writes them all, so that no reply waits for the disk: each after every finished turn, its
+keys and values when it leaves memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,9 @@ from sirchat.saved.database import SUFFIX, decoding, require
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
-from sirchat.server.conversations import (
-    History,
-    ServedConversation,
-    shared_messages,
-    shown_first,
-)
+from sirchat.server.conversation import History, ServedConversation, first_words, shared_messages
 
-MOST_BYTES = 8 * 2**30
-"""Largest size, in bytes, of all files of conversations that are only on disk.
-
-If the files are larger, the conversations used longest ago are deleted first.
-"""
+MOST_BYTES = 8 * 2**30  # of all files of conversations that are only on disk
 
 _LOG = logging.getLogger(__name__)
 _SILENCE = 600  # least number of seconds between two logged errors of writing
@@ -59,13 +50,9 @@ class _Fields(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class SavedConversation:
-    """An entry for a conversation on disk, which is used to list it and to find it.
+    """An entry for a conversation on disk; its fields are those of `ServedConversation`.
 
-    Attributes:
-        id, keys, roles, settings: as in `ServedConversation`.
-        first: the beginning of the conversation's first user message.
-        file: a future with the path of the conversation's file, done when the file is written; its
-            result is None if writing failed.
+    `first` is how it begins; `file` has the path once the file is written, None if that failed.
     """
 
     id: str
@@ -77,10 +64,7 @@ class SavedConversation:
 
     @staticmethod
     def of(conversation: ServedConversation, file: Future[Path | None]) -> SavedConversation:
-        """Make the entry for a conversation in memory.
-
-        `file` is a future with the path of the conversation's file.
-        """
+        """The entry for a conversation in memory."""
         return SavedConversation(
             conversation.id,
             tuple(conversation.keys),
@@ -92,10 +76,7 @@ class SavedConversation:
 
     @staticmethod
     def read(store: SessionStore) -> SavedConversation:
-        """Make the entry for the conversation in an open file.
-
-        Raises SessionError if the file has no conversation of the server, or is damaged.
-        """
+        """The entry for the conversation in an open file; SessionError if it has none."""
         head = store.head()
         with decoding(store.path):
             fields = _Fields.model_validate(head.fields.get(_FIELD) if head else None)
@@ -103,23 +84,19 @@ class SavedConversation:
             turns = store.turns()
             count = len(fields.roles)
             if len(turns) != fields.turns:  # a crash came while turns were replaced
-                own = sum(turn.role != "system" for turn in turns)
-                require(own < count == fields.turns - (len(turns) - own))
-                count = own
+                messages = sum(turn.role != "system" for turn in turns)
+                require(messages < count == fields.turns - (len(turns) - messages))
+                count = messages
             require(len(keys) == len(fields.roles) + 1)
-        first = next((shown_first(turn.text) for turn in turns if turn.role == "user"), "")
         keys, roles = keys[: count + 1], tuple(fields.roles[:count])
-        return SavedConversation(fields.id, keys, roles, fields.settings, first, _at(store.path))
+        file = _written(store.path)
+        return SavedConversation(fields.id, keys, roles, fields.settings, first_words(turns), file)
 
 
 class SavedConversations:
     """The list of the conversations that are only on disk, not in memory.
 
-    Args:
-        model: the loaded model.
-        profile: the server's settings.
-        limit: the largest number of conversations on disk, including those that are also in memory.
-        folder: the folder with the files of the conversations.
+    At most `limit` conversations exist on disk, those that are also in memory included.
     """
 
     def __init__(self, model: LoadedModel, profile: Profile, limit: int, folder: Path) -> None:
@@ -139,30 +116,23 @@ class SavedConversations:
         return self._listed
 
     def find(self, ident: str) -> SavedConversation | None:
-        """The entry of the conversation with the id `ident`.
-
-        Returns None if no conversation has this id, or if the conversation is in memory.
-        """
-        return next((one for one in self.all if one.id == ident), None)
+        """The entry with this id; None if there is none, or if it is in memory."""
+        return next((saved for saved in self.all if saved.id == ident), None)
 
     def best(self, history: History, shared: int) -> SavedConversation | None:
-        """The entry of the conversation that has read most messages at the start of `history`.
+        """The entry that has read most of `history`, and more than `shared` messages of it.
 
-        Only conversations that can be continued without undo count. Returns None if none of them
-        has read more than `shared` of these messages.
+        Only conversations that can be continued without undo count.
         """
         best = None
-        for one in reversed(self.all):
-            own = shared_messages(one.keys, one.roles, history, 0)
-            if own > shared:
-                best, shared = one, own
+        for saved in reversed(self.all):
+            count = shared_messages(saved.keys, saved.roles, history, 0)
+            if count > shared:
+                best, shared = saved, count
         return best
 
     def load(self, saved: SavedConversation) -> ServedConversation | None:
-        """Load a conversation into memory, and remove its entry `saved` from this list.
-
-        Returns None if the conversation's file can't be used.
-        """
+        """Load a conversation, and remove it from this list; None if its file can't be used."""
         self.all.remove(saved)
         if (path := saved.file.result()) is None:
             return None
@@ -181,22 +151,6 @@ class SavedConversations:
         self._files[loaded] = saved
         return loaded
 
-    def _resumed(self, store: SessionStore, own: dict[str, Any]) -> Session:
-        """Continue the session that is saved in `store`, with the server's settings.
-
-        The session is loaded with its saved settings, and then switched to those of the server.
-        `own` are settings that were changed for this conversation alone; they replace the server's.
-        """
-        before = saved_profile(store, (self._profile.policy,))
-        now = {name: getattr(self._profile, name) for name in Profile.model_fields}
-        session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
-        resume_session(session, store)
-        wanted = {name: now[name] for name in now if name not in (*FIXED, "system")} | own
-        changed = {n: v for n, v in wanted.items() if getattr(session.profile, n) != v}
-        if changed:
-            session.switch("the server", **changed)
-        return session
-
     def save(self, conversation: ServedConversation, then: Callable[[], None]) -> None:
         """Let the writing thread write what is new in a conversation, and then call `then`."""
 
@@ -207,11 +161,7 @@ class SavedConversations:
         self._writer.submit(write)
 
     def put_away(self, conversation: ServedConversation) -> SavedConversation:
-        """Let the writing thread write a conversation, with keys and values, and close its file.
-
-        The caller removes the conversation from memory. Returns the conversation's new entry in
-        this list.
-        """
+        """Let the writing thread write a conversation that leaves memory; returns its entry."""
 
         def write() -> Path | None:
             self._write(conversation, with_kv=True)
@@ -222,42 +172,44 @@ class SavedConversations:
         return saved
 
     def give_up(self, conversation: ServedConversation) -> None:
-        """Drop all that a conversation in memory has read since its last finished turn.
-
-        If the conversation has a file, the file is closed, and the conversation's entry is listed
-        again as it was after that turn.
-        """
+        """List a conversation that leaves memory as it was after its last finished turn."""
         if (saved := self._files.get(conversation)) is not None:
             self.all.append(replace(saved, file=self._writer.submit(self._close, conversation)))
 
     def prune(self, others: int) -> None:
-        """Delete conversations that are only on disk, if there are too many or too large ones.
+        """Delete the conversations used longest ago, if there are too many or too large ones.
 
-        Those used longest ago are deleted first. At most `limit` conversations may exist, including
-        the `others`, which is the number of conversations in memory. The files of the conversations
-        that are only on disk may take at most `MOST_BYTES` bytes.
+        `others` is the number of conversations in memory.
         """
         stays: list[SavedConversation] = []
         size = 0
-        for one in reversed(self.all):
-            size += _size(one)
+        for saved in reversed(self.all):
+            size += _size(saved)
             if len(stays) + others < self._limit and size <= MOST_BYTES:
-                stays.insert(0, one)
+                stays.insert(0, saved)
             else:
-                self._writer.submit(_remove, one)
+                self._writer.submit(_remove, saved)
         self._listed = stays
 
     def end(self) -> None:
-        """Delete surplus conversations (see `prune`), and wait until the writing thread ends."""
+        """Delete surplus conversations, and wait until the writing thread ends."""
         self.prune(0)
         self._writer.shutdown()
 
-    def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
-        """Write what is new in a conversation to its file; `with_kv` also writes keys and values.
+    def _resumed(self, store: SessionStore, changed: dict[str, Any]) -> Session:
+        """The session saved in `store`, under the server's settings and those in `changed`."""
+        before = saved_profile(store, (self._profile.policy,))
+        now = {name: getattr(self._profile, name) for name in Profile.model_fields}
+        session = Session(self._model, before.model_copy(update={n: now[n] for n in FIXED}))
+        resume_session(session, store)
+        values = {name: now[name] for name in now if name not in (*FIXED, "system")} | changed
+        other = {name: v for name, v in values.items() if getattr(session.profile, name) != v}
+        if other:
+            session.switch("the server", **other)
+        return session
 
-        If an error occurs, it is not raised, and the next finished turn tries to write again. Of
-        several errors within `_SILENCE` seconds, only the first is logged.
-        """
+    def _write(self, conversation: ServedConversation, *, with_kv: bool = False) -> None:
+        """Write what is new in a conversation; after an error, its next turn tries again."""
         saving = conversation.saving or Autosave(conversation.session, folder=self._folder)
         saving.more = {_FIELD: _fields(conversation)}
         conversation.is_outdated = conversation.saving is not None
@@ -268,7 +220,7 @@ class SavedConversations:
             else:
                 saving.update()
             path = self._folder / f"{saving.id}{SUFFIX}"
-            self._files[conversation] = SavedConversation.of(conversation, _at(path))
+            self._files[conversation] = SavedConversation.of(conversation, _written(path))
             conversation.is_outdated = False
             if with_kv:
                 saving.save_kv()
@@ -279,10 +231,7 @@ class SavedConversations:
                 self._said_at = time.monotonic()
 
     def _close(self, conversation: ServedConversation) -> Path | None:
-        """Close a conversation's file without writing to it.
-
-        Returns the path of the file; None if the conversation has never been written.
-        """
+        """Close a conversation's file without writing; its path, None if it was never written."""
         if conversation.saving is not None:
             conversation.saving.abandon()
             conversation.saving = None
@@ -290,20 +239,19 @@ class SavedConversations:
         return None if saved is None else saved.file.result()
 
     def _read(self) -> list[SavedConversation]:
-        """Read the entries of all conversations in the folder; the one changed last is at the end.
+        """The entries of this model's conversations in the folder; the one changed last at the end.
 
-        Conversations of another model, files that a process has open, and damaged files are left
-        out.
+        Files that a process has open, and damaged ones, are left out.
         """
-        found, wanted = [], (self._model.precision, fingerprint(self._model))
-        for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda one: one.stat().st_mtime):
+        entries, model = [], (self._model.precision, fingerprint(self._model))
+        for path in sorted(self._folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
             try:
                 with SessionStore.open(path) as store:
-                    if (store.meta.get("dtype"), store.meta.get("fingerprint")) == wanted:
-                        found.append(SavedConversation.read(store))
+                    if (store.meta.get("dtype"), store.meta.get("fingerprint")) == model:
+                        entries.append(SavedConversation.read(store))
             except SirchatError as error:
                 _LOG.info("a saved conversation is left out: %s", error)
-        return found
+        return entries
 
 
 def _fields(conversation: ServedConversation) -> dict[str, Any]:
@@ -316,15 +264,14 @@ def _fields(conversation: ServedConversation) -> dict[str, Any]:
     }
 
 
-def _at(path: Path) -> Future[Path | None]:
-    """Make a future that is already done: its result is `path`, the path of a written file."""
+def _written(path: Path) -> Future[Path | None]:
     file: Future[Path | None] = Future()
     file.set_result(path)
     return file
 
 
 def _size(saved: SavedConversation) -> int:
-    """Total size of a conversation's files in bytes; 0 if they are missing or being written."""
+    """Size of a conversation's files in bytes; 0 if they are missing or being written."""
     if not saved.file.done() or (path := saved.file.result()) is None:
         return 0
     files = (path, path.with_suffix(".safetensors"))

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sirchat.server.requests import ChatMessage, ChatRequest
-from sirchat.server.tool_fields import shallow
+from sirchat.server.requests import ChatMessage, ChatRequest, shallow
 from sirchat.text.text_file import without_surrogates
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -20,14 +19,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # as in requests
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool: its id, the tool's name, and the arguments as JSON text."""
+    """A call of a tool; `arguments` is JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """This call as a JSON object in the format of OpenAI's API."""
+        """This call as a JSON object in the shape of OpenAI's API."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -63,11 +62,7 @@ class CallParser:
         return self._only_one and bool(self.calls)
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece of the reply; returns the text outside calls, and the complete calls.
-
-        Returned text and calls have not been returned before. Text that may belong to a call is
-        held back.
-        """
+        """Add a piece of the reply; returns new text outside calls, and new complete calls."""
         self._waiting += text
         start = self._waiting.lstrip()
         if not self._has_begun and (not start or _begins(start, "{") or _begins(start, _PYTHON)):
@@ -77,11 +72,22 @@ class CallParser:
         shown = "".join(iter(self._next, None))
         return shown, self.calls[before:]
 
-    def _next(self) -> str | None:
-        """Take the next text or call from the waiting text; returns the text that can be shown.
+    def rest(self) -> tuple[str, list[ToolCall]]:
+        """The text and the calls that were held back, at the end of the reply."""
+        before, left = len(self.calls), self._waiting
+        if self.are_complete:
+            self.is_cut = bool(left.strip())
+            return "", []
+        if left.startswith(OPEN):
+            is_call = self._add(left.removeprefix(OPEN))
+        else:
+            is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
+        if is_call or (self.calls and not left.strip()):
+            left = ""
+        return left, self.calls[before:]
 
-        For a call, returns "". If the waiting text ends too early to decide, returns None.
-        """
+    def _next(self) -> str | None:
+        """Take text or a call from what waits; returns the text to show, None to wait for more."""
         if self.are_complete:
             return None
         at = self._waiting.find(OPEN)
@@ -101,27 +107,9 @@ class CallParser:
         self._waiting = self._waiting[len(shown) :]
         return shown or None
 
-    def rest(self) -> tuple[str, list[ToolCall]]:
-        """The text and the calls that were held back; call this at the end of the reply."""
-        before, left = len(self.calls), self._waiting
-        if self.are_complete:
-            self.is_cut = bool(left.strip())
-            return "", []
-        if left.startswith(OPEN):
-            is_call = self._add(left.removeprefix(OPEN))
-        else:
-            is_call = not self._has_begun and self._add(left.strip(), is_tagged=False)
-        if is_call or (self.calls and not left.strip()):
-            left = ""
-        return left, self.calls[before:]
-
     def _add(self, written: str, *, is_tagged: bool = True) -> bool:
-        """Add the calls that the text `written` consists of; returns whether this is possible.
-
-        If the text is empty, or has anything but calls, nothing is added. If `is_tagged` is true, a
-        call may name a tool that does not exist.
-        """
-        found: list[ToolCall] = []
+        """Add the calls that `written` consists of; False, adding nothing, if it has other text."""
+        calls: list[ToolCall] = []
         left = written.strip().removeprefix(_PYTHON).strip()
         while left:
             try:
@@ -136,31 +124,27 @@ class CallParser:
             if name not in self._names and not (is_tagged and _NAME.fullmatch(name)):
                 return False
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            found.append(ToolCall(call_id(self._number + len(found)), name, text))
+            calls.append(ToolCall(call_id(self._number + len(calls)), name, text))
             left = left[end:].lstrip().removeprefix(";").lstrip()
-        if self._only_one and len(found) > 1:
-            found, self.is_cut = found[:1], True
-        self._number += len(found)
-        self.calls += found
-        return bool(found)
+        if self._only_one and len(calls) > 1:
+            calls, self.is_cut = calls[:1], True
+        self._number += len(calls)
+        self.calls += calls
+        return bool(calls)
 
 
 def call_id(number: int) -> str:
-    """Make the id of a call from its number in the conversation."""
+    """The id of a call, from its number in the conversation."""
     return f"call{number:05}"
 
 
-def _begins(text: str, opening: str) -> bool:
-    return text.startswith(opening) or opening.startswith(text)
-
-
 def calls_in_reply(asked: ChatRequest) -> CallParser | None:
-    """Make a parser for calls in the reply to `asked`; None if the reply must not call tools."""
+    """A parser for calls in the reply to `asked`; None if the reply must not call tools."""
     if not asked.tools or asked.tool_choice == "none":
         return None
-    ids = [call.id for one in asked.turns for call in one.tool_calls]
-    used = [int(one[4:]) for one in ids if re.fullmatch(r"call[0-9]{5}", one)]
-    names = {one.function.name for one in asked.tools}
+    ids = [call.id for message in asked.turns for call in message.tool_calls]
+    used = [int(ident[4:]) for ident in ids if re.fullmatch(r"call[0-9]{5}", ident)]
+    names = {tool.function.name for tool in asked.tools}
     only_one = not asked.parallel_tool_calls
     return CallParser(names, max(used, default=-1) + 1, only_one=only_one)
 
@@ -174,59 +158,58 @@ def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
     said: list[tuple[str, str]] = []
     results: list[Any] = []
     names: dict[str, str] = {}
-    for one in messages:
-        if one.role == "tool":
-            name = one.name or names.get(one.tool_call_id or "")
-            results.append([one.tool_call_id, name, one.text])
+    for message in messages:
+        if message.role == "tool":
+            name = message.name or names.get(message.tool_call_id or "")
+            results.append([message.tool_call_id, name, message.text])
             continue
         if results:
             said.append(("tool", json.dumps(results, ensure_ascii=False)))
             results = []
         calls = [
             ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in one.tool_calls
+            for call in message.tool_calls
         ]
         names |= {call.id: call.name for call in calls}
-        said.append(("calls", calls_key(one.text, calls)) if calls else (one.role, one.text))
+        is_call = bool(calls)
+        text = calls_key(message.text, calls) if is_call else message.text
+        said.append(("calls" if is_call else message.role, text))
     if results:
         said.append(("tool", json.dumps(results, ensure_ascii=False)))
     return said
 
 
 def calls_key(text: str, calls: Iterable[ToolCall]) -> str:
-    """Write a reply that calls tools as JSON text.
-
-    The result stays the same if a client changes blanks around the text or in the arguments.
-    """
-    written = [[one.id, one.name, _value(one.arguments)] for one in calls]
+    """A reply that calls tools as JSON, the same however a client writes blanks and arguments."""
+    written = [[call.id, call.name, _value(call.arguments)] for call in calls]
     key = json.dumps([text.strip(), written], ensure_ascii=False, sort_keys=True)
     return without_surrogates(key)
 
 
-def _value(arguments: str) -> Any:
-    """Parse the arguments of a call; returns the text unchanged if it is not valid JSON."""
-    try:
-        return shallow(json.loads(arguments))
-    except (ValueError, RecursionError):
-        return arguments
-
-
 def calls_of(key: str) -> tuple[str, list[dict[str, Any]]]:
-    """Read what `calls_key` has written: returns the reply's text, and its calls.
-
-    The calls have the form that chat templates need.
-    """
+    """Text and calls that `calls_key` has written, in the form that chat templates need."""
     text, calls = json.loads(key)
-    functions = [(ident, {"name": name, "arguments": value}) for ident, name, value in calls]
-    return text, [{"id": one, "type": "function", "function": fields} for one, fields in functions]
+    return text, [
+        {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for ident, name, arguments in calls
+    ]
 
 
 def results_of(text: str) -> list[dict[str, str]]:
-    """Convert results of tools from JSON text, as `as_said` writes it, to messages.
-
-    The messages have the form that chat templates need.
-    """
+    """Results of tools, from JSON as `as_said` writes it, in the form that chat templates need."""
     return [
         {"role": "tool", "tool_call_id": ident, "content": said} | ({"name": name} if name else {})
         for ident, name, said in json.loads(text)
     ]
+
+
+def _begins(text: str, opening: str) -> bool:
+    return text.startswith(opening) or opening.startswith(text)
+
+
+def _value(arguments: str) -> Any:
+    """The arguments of a call; the text itself if it is not valid JSON."""
+    try:
+        return shallow(json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments

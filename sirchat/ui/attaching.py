@@ -26,7 +26,6 @@ from sirchat.ui.text import displayable_line, shorten
 if TYPE_CHECKING:  # a prompt must not import a model, nor `sirchat ask` a prompt
     from prompt_toolkit.completion import CompleteEvent, Completion
 
-    from sirchat.chat.events import TurnDone
     from sirchat.chat.session import Session
 
 _MENTION = re.compile(r'(?<!\S)(?P<escape>\\?)@(?:"(?P<quoted>[^"\n]+)"|(?P<word>\S+))')
@@ -138,28 +137,6 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
         return line
     share = "most" if total > 2 * room else "a part"
     return f"{line}, so {share} of the text will be evicted while it is read"
-
-
-def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
-    """A line that says how many tokens of a user turn are held, and which budget would hold all.
-
-    A token is held if it is in the cache. `option` is how the user sets the budget: `/budget` or
-    `--budget`. Returns "" if the whole turn is held, if the budget has room for the whole turn, or
-    if the user did not write the turn.
-    """
-    limits = session.limits
-    if turn.role != "user" or turn.tokens_in <= limits.evictable():
-        return ""
-    held = limits.ledger.held_of_turn(turn.index)
-    if held == turn.tokens_in:
-        return ""
-    enough = limits.enough_for(turn.tokens_in)
-    if enough is None:
-        rest = f"the model's context, {limits.context_length:,} tokens, is too short for all"
-    else:
-        rest = f"{option} {enough} would hold all"
-    kept = f" (recall keeps {limits.reserve:,} of the budget free)" if limits.reserve else ""
-    return f"read {turn.tokens_in:,} tokens, {held:,} held{kept}; {rest}"
 
 
 def _named(found: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:

@@ -18,8 +18,8 @@ from rich.text import Text
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
 from sirchat.chat.evicted_text import evicted_words, latest_words
 from sirchat.chat.panel_snapshot import Snapshot
+from sirchat.chat.plain_reply import describe_excess
 from sirchat.chat.session import Session
-from sirchat.ui.attaching import describe_excess
 from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.painter import TEXT_SECONDS, Pace, Region
 from sirchat.ui.progress import draw_bar

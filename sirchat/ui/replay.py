@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
-from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.turn import FinalAnswer
+from sirchat.chat.plain_reply import PlainReply, describe_excess, hold_all
+from sirchat.chat.session import Session
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
-from sirchat.ui.attaching import describe_excess
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
 from sirchat.ui.status_line import describe_turn
@@ -157,62 +156,35 @@ class _Dialogue:
         self._screen.remark(describe_turn(turn, self._session.budget, recalled))
 
 
-def print_reply(session: Session, text: str, screen: Screen, *, as_json: bool) -> None:
-    """Send the message `text`, and print the reply while it is generated.
+def print_reply(
+    session: Session, text: str, screen: Screen, *, as_json: bool, holds_all: bool = False
+) -> None:
+    """Send the message `text`, and print the reply while it is generated; all events if `as_json`.
 
-    If `as_json` is true, all events are printed as JSON instead. If not, the reply's reasoning is
-    printed only if the setting `thinking` is "show"; if it is "fold", a note says that the
-    reasoning was left out. Raises KeyboardInterrupt after Ctrl-C, which ends the reply.
+    `holds_all` raises the budget to hold all of the message. KeyboardInterrupt after Ctrl-C, which
+    ends the reply.
     """
-    with Interrupt() as interrupted:
-        for _ in reply_steps(session, text, screen, interrupted, as_json=as_json):
-            pass
-    _stop_if(interrupted)
+    if holds_all:
+        hold_all(session, text)
+    reply = PlainReply(session)
 
+    def show(event: Event) -> None:
+        if as_json:
+            screen.json(event)
+            return
+        said, notes = reply.push(event)
+        screen.stream(said)
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            screen.line()
+        for note in notes:
+            screen.note(note)
 
-def reply_steps(
-    session: Session, text: str, screen: Screen, interrupted: Interrupted, *, as_json: bool
-) -> Iterator[None]:
-    """Do what `print_reply` does in steps: yield None after each event has been printed.
-
-    When `interrupted` returns true, the reply ends.
-    """
-    show = screen.json if as_json else _Reply(session, screen).show
     for event in session.start():
         show(event)
-    try:
-        for event in session.ask(text, interrupted):
-            show(event)
-            yield
-    finally:
-        show(session.end())
-
-
-class _Reply:
-    def __init__(self, session: Session, screen: Screen) -> None:
-        self._screen, self._session = screen, session
-        self._folds = session.profile.thinking == "fold"
-        self._answer: FinalAnswer | None = None  # None: all of the reply is printed
-        if session.profile.thinking != "show":
-            self._answer = FinalAnswer(is_open=session.template.opens_reasoning)
-
-    def show(self, event: Event) -> None:
-        match event:
-            case Delta():
-                answer = self._answer
-                self._screen.stream(answer.push(event.text) if answer else event.text)
-            case TurnDone(role="user"):
-                if excess := describe_excess(event, self._session, "--budget"):
-                    self._screen.note(excess)
-            case TurnDone(role="assistant"):
-                if self._answer:
-                    self._screen.stream(self._answer.end())
-                self._screen.line()
-                if self._answer and self._answer.has_thought and self._folds:
-                    self._screen.note("the reasoning was left out; --thinking show prints it")
-                if event.finish == "length":
-                    self._screen.note(
-                        "the reply was cut at the length limit; --max-new-tokens raises the limit"
-                    )
-            case Notice():
-                self._screen.note(event.text)
+    with Interrupt() as interrupted:
+        try:
+            for event in session.ask(text, interrupted):
+                show(event)
+        finally:
+            show(session.end())
+    _stop_if(interrupted)

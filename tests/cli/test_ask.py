@@ -90,7 +90,7 @@ def test_a_piped_text_takes_no_more_than_half_of_the_memory_that_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row_bytes = tiny().row_bytes
-    monkeypatch.setattr("sirchat.models.shape.free_memory", lambda: 2 * 1500 * row_bytes)
+    monkeypatch.setattr("sirchat.chat.plain_reply.free_memory", lambda: 2 * 1500 * row_bytes)
     assert held(text=LONG * 2) == (1500, 2013)
 
 

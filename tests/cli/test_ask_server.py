@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import socket
 import stat
@@ -13,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ import uvicorn
 
 from chatting import babbler, tiny
 from command import Done, run
-from serving import served
-from sirchat.cli.asking import answer_question
+from serving import Served, served
 from sirchat.cli.serve import _private_socket
+from sirchat.engine.sampling import Sampler
 from sirchat.paths import server_socket
+from speaking import saying
 
 JOKE = "Tell me a joke."
+ANSWERED = ["POST /v1/chat/completions 200"]
 
 
 @pytest.fixture
@@ -39,15 +40,17 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def server(home: Path) -> Iterator[list[str]]:
-    """A running server for `tiny`, with a key; the paths that were asked for."""
-    yield from listening("tiny", tiny())
+def asked(home: Path) -> Iterator[list[str]]:
+    """What a running server for `tiny`, with a key and with other settings, was asked for."""
+    with listening("tiny", tiny(), policy="sink", budget=64, max_new_tokens=5) as (asked, _):
+        yield asked
 
 
-def listening(name: str, model: Any) -> Iterator[list[str]]:
+@contextmanager
+def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str], Served]]:
     asked: list[str] = []
     with (
-        served(model, key="secret", answer=answer_question, name=name, compile="off") as one,
+        served(model, key="secret", name=name, compile="off", **settings) as server,
         _private_socket(name) as private,
     ):
         assert private is not None
@@ -59,13 +62,13 @@ def listening(name: str, model: Any) -> Iterator[list[str]]:
                     asked.append(f"{scope['method']} {scope['path']} {message['status']}")
                 await send(message)
 
-            await one.server.app(scope, receive, noting)
+            await server.server.app(scope, receive, noting)
 
         running = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [private]})
         thread.start()
         try:
-            yield asked
+            yield asked, server
         finally:
             running.should_exit = True
             thread.join()
@@ -85,37 +88,45 @@ def both(*arguments: str, text: str = "") -> tuple[Done, Done]:
         (["Who has it?"], "Anna has a red bicycle. " * 100),
         (["Who has it?", "--budget", "64"], "Anna has a red bicycle. " * 20),
         ([JOKE, "--policy", "sink", "--budget", "3"], ""),
-        (["Go.", "--policy", "full"], "one two three " * 3000),
     ],
 )
 def test_output_errors_and_exit_code_are_those_without_a_server(
-    server: list[str], arguments: list[str], text: str
+    asked: list[str], arguments: list[str], text: str
 ) -> None:
     by_server, without = both(*arguments, text=text)
     assert by_server == without
-    assert server == ["POST /v1/sirchat/ask 200"] or without.returncode == 2
+    assert asked == ANSWERED or without.returncode == 2
 
 
-def test_the_events_are_those_without_a_server(server: list[str]) -> None:
-    def events(done: Done) -> list[Any]:
-        found = [json.loads(line) for line in done.stdout.splitlines()]
-        return [{k: v for k, v in one.items() if not k.startswith("seconds")} for one in found]
+@pytest.mark.parametrize("thinking", ["show", "fold", "hide"])
+def test_reasoning_is_as_without_a_server(
+    asked: list[str], thinking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+    by_server = run("ask", JOKE, "--thinking", thinking)
+    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+    assert by_server == run("ask", JOKE, "--thinking", thinking, "--server", "off")
+    assert asked == ANSWERED
 
-    by_server, without = both("--json", "--policy", "sink", "--budget", "64", JOKE * 20)
-    assert events(by_server) == events(without)
-    assert server
-    spacing = re.sub(r"[0-9.e-]+", "0", by_server.stdout), re.sub(r"[0-9.e-]+", "0", without.stdout)
-    assert spacing[0] == spacing[1]
 
-
-def test_another_model_or_other_settings_of_it_do_without_the_server(server: list[str]) -> None:
-    assert run("ask", JOKE).stdout
-    assert server == ["POST /v1/sirchat/ask 200"]
+def test_what_the_server_can_not_answer_is_answered_without_it(asked: list[str]) -> None:
     assert run("ask", JOKE, "--model", "tiny-anchor").stdout
     assert run("ask", JOKE, "--policy", "sirchat.memory.policies.sink:Sink").returncode in (0, 1, 2)
-    assert len(server) == 1
+    assert run("ask", JOKE, "--json").stdout.startswith("{")
+    assert not asked
     assert run("ask", JOKE, "--dtype", "float32").stdout
-    assert server[1:] == ["POST /v1/sirchat/ask 409"]
+    by_server, without = both("Go.", "--policy", "full", text="one two three " * 3000)
+    assert by_server == without
+    assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
+
+
+def test_nothing_of_a_question_is_kept(home: Path, tmp_path: Path) -> None:
+    with listening("tiny", tiny(), folder=tmp_path) as (asked, server):
+        assert run("ask", JOKE).stdout
+        assert asked == ANSWERED
+        key = {"Authorization": "Bearer secret"}
+        assert server.client.get("/v1/sirchat/sessions", headers=key).json()["data"] == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_socket_that_a_killed_server_left_is_no_obstacle(home: Path) -> None:
@@ -134,16 +145,16 @@ def test_a_socket_that_a_killed_server_left_is_no_obstacle(home: Path) -> None:
 
 
 def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated(home: Path) -> None:
-    said = b'{"id": "a"}\n[["stream", "Half a"]]\n'
+    said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
     with _private_socket("tiny") as private:
         assert private is not None
         private.listen()
 
         def answer() -> None:
             client, _ = private.accept()
-            asked = b""
-            while not asked.endswith(b"}"):  # what is unread would reset the connection
-                asked += client.recv(65536)
+            body = b""
+            while not body.endswith(b"}"):  # what is unread would reset the connection
+                body += client.recv(65536)
             client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + said)
             client.close()
 
@@ -163,43 +174,49 @@ def test_only_the_user_can_open_the_socket(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("words", "code", "message"),
     [
         (
-            ["--server", "nonsense"],
+            ["ask", "--server", "nonsense", JOKE],
             2,
             '--server can\'t be "nonsense"; allowed: auto, off, or a URL',
         ),
-        (["--server", "http://127.0.0.1:9"], 1, "can't be asked: "),
-        (["--server", "http://h", "--resume", "last"], 2, "--server has no effect with --resume"),
+        (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
+        (["ask", "--server", "http://h", "--resume", "last", JOKE], 2, "no effect with --resume"),
+        (["ask", "--server", "http://h", "--json", JOKE], 2, "--server has no effect with --json"),
+        (
+            ["--server", "http://h"],
+            2,
+            "no longer opens a chat (sirchat opens one here; ",
+        ),
+        (["--server", "auto", "ask", JOKE], 2, "put --server after ask"),
     ],
 )
 def test_a_wrong_server_is_refused_in_one_line(
-    home: Path, flags: list[str], code: int, message: str
+    home: Path, words: list[str], code: int, message: str
 ) -> None:
-    done = run("ask", JOKE, *flags)
+    done = run(*words)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_ends_the_reply_as_without_a_server(
+def test_ctrl_c_ends_the_reply_here_and_on_the_server(
     home: Path, monkeypatch: pytest.MonkeyPatch, endless: str
 ) -> None:
     monkeypatch.setenv("SIRCHAT_MODEL", endless)
-    flags = ("ask", "--json", "--max-new-tokens", "1000000", "--temperature", "0", "Hello.")
-    for asked in listening(endless, babbler()):
+    flags = ("ask", "--max-new-tokens", "1000000", "--temperature", "0", "Hello.")
+    with listening(endless, babbler()) as (asked, server):
         killing = threading.Thread(target=_interrupt_once, args=(asked,))
         killing.start()
         done = run(*flags)
         killing.join()
-        assert asked[1].startswith("DELETE /v1/sirchat/ask/")
-    assert done.returncode == 130
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [one["event"] for one in events if one["event"] != "evict"] == [
-        *("session", "turn", "turn", "end")
-    ]
-    assert events[-2]["finish"] == "interrupt"
+        key = {"Authorization": "Bearer secret"}
+        while server.client.get("/v1/sirchat/sessions", headers=key).json()["data"]:
+            time.sleep(0.01)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert len(done.stdout.split()) > 1
+    assert done.stdout.endswith("\n")
 
 
 def _interrupt_once(asked: list[str]) -> None:
@@ -209,7 +226,7 @@ def _interrupt_once(asked: list[str]) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_client_imports_no_heavy_library(server: list[str], home: Path) -> None:
+def test_the_client_imports_no_heavy_library(asked: list[str], home: Path) -> None:
     code = (
         "import sys; sys.argv = ['sirchat', 'ask', 'Tell me a joke.']\n"
         "from sirchat.cli import main\n"

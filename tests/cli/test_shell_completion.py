@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from command import run
-from sirchat.cli.app import _OTHER_NAMES, app
+from sirchat.cli.app import _OTHER_FLAGS, app
 from sirchat.config.profile import Profile
 
 
@@ -62,8 +62,8 @@ def test_options_may_have_the_names_that_other_programs_give_them(tmp_path: Path
         assert (done.stdout, done.returncode) == (long.stdout, 0)
     assert "--max-tokens" not in run("--help-settings").stdout
     settings = [name.replace("_", "-") for name in Profile.model_fields]
-    assert set(_OTHER_NAMES.values()) <= {*settings, "resume"}
-    assert not {name.removeprefix("--") for name in _OTHER_NAMES} & set(settings)
+    assert set(_OTHER_FLAGS.values()) <= {*settings, "resume"}
+    assert not {name.removeprefix("--") for name in _OTHER_FLAGS} & set(settings)
 
 
 def test_what_stands_after_a_double_dash_is_text() -> None:

@@ -16,7 +16,8 @@ from listening import listening
 from serving import URL, Message, Served, assistant, served, system, told, user
 from sirchat.chat.events import TurnDone
 from sirchat.server.app import names_of
-from sirchat.server.conversations import Conversations, History
+from sirchat.server.conversation import History
+from sirchat.server.pool import ConversationPool
 from sirchat.server.replies import ReplyOptions, ReplyText, StopStrings, generate_reply
 
 ASKED = [system("Be kind."), user("My name is Anna.")]
@@ -322,7 +323,7 @@ def test_too_many_requests_are_refused_until_a_client_that_left_makes_room(
 
 
 def test_what_was_said_when_the_client_left_is_kept() -> None:
-    kept = Conversations(tiny(), session(policy="full").profile, 1)
+    kept = ConversationPool(tiny(), session(policy="full").profile, 1)
     history = History.of(None, [("user", "My name is Anna.")])
     conversation = kept.take(history)
     assert conversation is not None
@@ -339,7 +340,7 @@ def test_what_was_said_when_the_client_left_is_kept() -> None:
 
 
 def test_a_message_that_was_being_read_when_the_client_left_is_taken_back() -> None:
-    kept = Conversations(babbler(), session(babbler(), budget=64, max_new_tokens=4).profile, 1)
+    kept = ConversationPool(babbler(), session(babbler(), budget=64, max_new_tokens=4).profile, 1)
     first: list[Message] = [user("Hello.")]
     history = History.of(None, [("user", "Hello.")])
     conversation = kept.take(history)

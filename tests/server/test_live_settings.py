@@ -127,7 +127,7 @@ def test_all_conversations_are_listed_and_one_on_disk_is_shown_too(tmp_path: Pat
         ({"policy": "nosuch"}, 400, 'policy can\'t be "nosuch"'),
         ({"policy": "os:system"}, 400, "a request can't name a policy of your own"),
         ({"budget": 3}, 400, "budget"),
-        ({"model": "other"}, 400, "model: Extra inputs are not permitted"),
+        ({"model": "other"}, 400, "model is not supported"),
         ({"pin": ""}, 400, "pin: String should have at least 1 character"),
         ({"pin": "Nobody said this"}, 400, "Nobody said this"),
         ([], 400, "is not a JSON object"),

@@ -19,7 +19,7 @@ from sirchat.chat.session import Session
 from sirchat.engine.reader import Reader
 from sirchat.engine.sampling import Allowed
 from sirchat.models.decode_step import DecodeStep
-from sirchat.server.conversations import History
+from sirchat.server.conversation import History
 from sirchat.server.replies import ReplyEnd, ReplyOptions, ReplyText
 from sirchat.server.reply_thread import Sent, WaitingReply
 from sirchat.server.requests import RequestError

@@ -15,8 +15,7 @@ from chatting import answer, session, tiny
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.app import ChatServer
-from sirchat.server.asking import Answer
-from sirchat.server.conversations import Conversations
+from sirchat.server.pool import ConversationPool
 from sirchat.server.saved_conversations import SavedConversations
 
 Message = dict[str, str]
@@ -77,7 +76,6 @@ def served(
     key: str | None = None,
     folder: Path | None = None,
     saved: int = 100,
-    answer: Answer | None = None,
     name: str = "tiny",
     **settings: Any,
 ) -> Iterator[Served]:
@@ -87,8 +85,8 @@ def served(
     """
     profile, model = Profile(model=name, **settings), model or tiny()
     disk = SavedConversations(model, profile, saved, folder) if folder else None
-    kept = Conversations(model, profile, conversations, disk)
-    server = ChatServer(kept, queue=queue, host=host, key=key, answer=answer)
+    kept = ConversationPool(model, profile, conversations, disk)
+    server = ChatServer(kept, queue=queue, host=host, key=key)
     try:
         yield Served(server)
     finally:

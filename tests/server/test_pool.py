@@ -18,7 +18,7 @@ import pytest
 
 from chatting import answer, babbler, session
 from serving import Message, Served, assistant, served, system, told, user
-from sirchat.server.conversations import History
+from sirchat.server.conversation import History
 from sirchat.server.replies import ReplyEnd, ReplyOptions
 from sirchat.server.reply_thread import Sent, WaitingReply
 

@@ -1,0 +1,174 @@
+"""A conversation on the server: its session, and which messages of a client it has read.
+
+A client sends all messages of a chat with each request. Each prefix of them, the first n, has a
+hash as its key; a conversation knows the keys of the prefixes that its session has read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from sirchat.chat.rereading import SaidTurn, copied
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.errors import UndoError
+from sirchat.saved.autosave import KV_BYTES, Autosave
+from sirchat.text.text_file import without_surrogates
+
+_FIRST = 80  # characters
+
+
+@dataclass(frozen=True)
+class History:
+    """The messages of a request.
+
+    Attributes:
+        system: the system prompt.
+        messages: role and text of each message, as `tools.as_said` writes them.
+        keys: `keys[n]` is the hash of system prompt, tools and the first n messages.
+        tools: the tools that the model may call, as JSON; "" if there are none.
+        profile: the settings of a session that answers this request alone; None for the server's.
+    """
+
+    system: str | None
+    messages: tuple[tuple[str, str], ...]
+    keys: tuple[bytes, ...]
+    tools: str = ""
+    profile: Profile | None = None
+
+    @classmethod
+    def of(
+        cls, system: str | None, messages: Iterable[tuple[str, str]], tools: str = ""
+    ) -> History:
+        """Compute the keys; lone surrogates, which no tokenizer can read, are replaced."""
+        system = None if system is None else without_surrogates(system)
+        read = tuple((role, without_surrogates(text)) for role, text in messages)
+        tools = without_surrogates(tools)
+        keys = [sha256(b"" if system is None else b"system" + system.encode()).digest()]
+        if tools:
+            keys = [key_after(keys[0], "tools", tools)]
+        for role, text in read:
+            keys.append(key_after(keys[-1], role, text))
+        return cls(system, read, tuple(keys), tools)
+
+    @classmethod
+    def alone(cls, role: str, text: str, profile: Profile | None = None) -> History:
+        """A message that no conversation continues, and that is not continued: its keys are random.
+
+        The role `text` is that of a text which the model continues, without a chat template.
+        """
+        keys = secrets.token_bytes(), secrets.token_bytes()
+        return cls(None, ((role, without_surrogates(text)),), keys, profile=profile)
+
+
+def key_after(key: bytes, role: str, text: str) -> bytes:
+    """The key of messages, of which the last has this role and text; `key` is that before it."""
+    said = text.strip() if role == "assistant" else text  # clients often remove blanks around it
+    return sha256(key + role.encode() + b"\n" + said.encode()).digest()
+
+
+@dataclass(eq=False)
+class ServedConversation:
+    """A conversation on the server.
+
+    Attributes:
+        session: the chat session, which has the KV cache.
+        keys: `keys[n]` is the hash of the first n messages that the session has read, as in
+            `History`.
+        roles: the role of each of these messages.
+        id: the name by which clients refer to this conversation; nobody can guess it.
+        settings: settings that were changed for this conversation alone, such as its policy.
+        saving: writes the conversation to its file; None if it has no file yet.
+        is_busy: whether it is being answered or saved.
+        is_exact: whether the session has read the messages of `keys` and nothing else; if not, the
+            conversation is dropped.
+        is_outdated: whether the file lacks the newest part, because writing it failed.
+    """
+
+    session: Session
+    keys: list[bytes]
+    roles: list[str]
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    settings: dict[str, Any] = field(default_factory=dict)
+    saving: Autosave | None = None
+    is_busy: bool = False
+    is_exact: bool = True
+    is_outdated: bool = False
+
+    def add(self, role: str, text: str) -> None:
+        """Note a message that the session has read or generated."""
+        self.keys.append(key_after(self.keys[-1], role, text))
+        self.roles.append("user" if role == "tool" else role)  # undo can go back to before it
+
+    def fork(self, history: History) -> int:
+        """How many messages of `history` need not be read again; the last one always is."""
+        return shared_messages(self.keys, self.roles, history, len(self.session.undoable))
+
+    def fitness(self, history: History) -> tuple[int, bool, bool]:
+        """How well `history` can be continued here; a greater tuple is better."""
+        shared = self.fork(history)
+        return shared, shared == len(self.roles), not self.is_busy
+
+    def is_answered_again(self, history: History) -> bool:
+        """Whether `history` differs from this conversation only after its last user message."""
+        asked = 1 + self._last_question
+        return len(history.keys) > asked and history.keys[asked] == self.keys[asked]
+
+    def copy(self) -> ServedConversation | None:
+        """A copy, session included; None if keys and values take more than `KV_BYTES` bytes."""
+        session = copied(self.session, KV_BYTES)
+        if session is None:
+            return None
+        return ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
+
+    def take_back(self) -> None:
+        """Undo the last user message and what follows; `is_exact` is whether this was possible."""
+        self.is_exact = self.back_to(self._last_question)
+
+    def back_to(self, count: int) -> bool:
+        """Undo all messages after the first `count`; pins stay. False if that is not possible."""
+        turns = self.roles[count:].count("user")
+        if turns > len(self.session.undoable):
+            return False
+        try:
+            for _ in range(turns):
+                self.session.undo(keep_pins=True)
+                last = self._last_question
+                del self.roles[last:], self.keys[last + 1 :]
+        except UndoError:
+            return False
+        return True
+
+    @property
+    def first(self) -> str:
+        """The beginning of the first user message, on one line."""
+        return first_words(self.session.turns)
+
+    @property
+    def _last_question(self) -> int:
+        return len(self.roles) - 1 - self.roles[::-1].index("user")
+
+
+def shared_messages(
+    keys: Sequence[bytes], roles: Sequence[str], history: History, undoable: int
+) -> int:
+    """How many messages of `history` a conversation with these keys and roles need not read again.
+
+    Undo goes back to just before a user message, so the result can be smaller than the number of
+    equal messages. It is 0 if more than `undoable` user messages would have to be undone.
+    """
+    most = min(len(keys), len(history.keys) - 1)
+    shared = next((n for n in reversed(range(most)) if keys[n] == history.keys[n]), 0)
+    while shared and shared < len(roles) and roles[shared] != "user":
+        shared -= 1
+    return shared if roles[shared:].count("user") <= undoable else 0
+
+
+def first_words(turns: Iterable[SaidTurn]) -> str:
+    """The beginning of the first user turn, on one line; "" if there is none."""
+    first = next((turn.text for turn in turns if turn.role == "user"), "")
+    return " ".join(first.split())[:_FIRST]

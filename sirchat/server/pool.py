@@ -1,0 +1,201 @@
+"""A server's conversations; finds the one that a request continues, so nothing is read twice.
+
+A request continues the conversation that has read the longest prefix of the request's messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sirchat.chat.events import Event
+from sirchat.chat.session import Session
+from sirchat.config.profile import Profile
+from sirchat.models.model import LoadedModel
+from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.saved_conversations import SavedConversation, SavedConversations
+
+
+class BusyError(Exception):
+    """A conversation is in use, or memory has no place for another: try again after a reply."""
+
+
+class ConversationPool:
+    """The conversations of one model; at most `limit` of them are in memory.
+
+    When a place is needed, the conversation used longest ago leaves memory, for `disk` if there is
+    one. `profile` has the settings of each new conversation.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        profile: Profile,
+        limit: int,
+        disk: SavedConversations | None = None,
+    ) -> None:
+        self.model = model
+        self.profile = profile
+        self.limit = limit
+        self._disk = disk
+        self._held: list[ServedConversation] = []  # by last use, the latest at the end
+
+    def take(self, history: History) -> ServedConversation | None:
+        """The conversation in which to answer `history`, now busy; it may be new, or a copy.
+
+        None if the conversation that fits best is busy, or if memory has no place for another.
+        """
+        best = max(reversed(self._held), key=lambda held: held.fitness(history), default=None)
+        shared = 0 if best is None else best.fork(history)
+        if self._disk is not None and (saved := self._disk.best(history, shared)) is not None:
+            if not self._make_room():
+                return None
+            if (best := self._load(saved)) is None:
+                return self.take(history)  # `saved` is no longer listed
+            shared = best.fork(history)
+        if best is None or not shared:
+            return self._use(self._new(history))
+        if best.is_busy:
+            return None
+        return self._use(self._at(best, history, shared) or self._new(history))
+
+    def find(self, ident: str) -> ServedConversation | None:
+        """The conversation with this id, loaded if it is only on disk; None if there is none.
+
+        Raises BusyError if memory has no place to load it.
+        """
+        for conversation in self._held:
+            if conversation.id == ident:
+                return conversation
+        if self._disk is None or (saved := self._disk.find(ident)) is None:
+            return None
+        if not self._make_room():
+            raise BusyError
+        return self._load(saved)
+
+    def change(
+        self,
+        ident: str,
+        work: Callable[[ServedConversation], list[Event]],
+        then: Callable[[], None],
+    ) -> tuple[ServedConversation, list[Event]] | None:
+        """Change the conversation with this id by `work`, and save it; None if there is none.
+
+        Returns the conversation and the events of `work`. `then` is called when it is saved. Raises
+        BusyError if it is in use, or if memory has no place to load it.
+        """
+        conversation = self.find(ident)
+        if conversation is None:
+            return None
+        if conversation.is_busy:
+            raise BusyError
+        conversation.is_busy = True
+        try:
+            return conversation, work(conversation)
+        finally:
+            self.release(conversation, then)
+
+    def overview(self) -> list[dict[str, Any]]:
+        """All conversations, in memory or on disk, as JSON objects; the one used last is first."""
+        held = [(each.id, each.first, len(each.roles), each.is_busy, True) for each in self._held]
+        saved = [] if self._disk is None else self._disk.all
+        away = [(each.id, each.first, len(each.roles), False, False) for each in saved]
+        names = ("id", "first", "messages", "busy", "in_memory")
+        return [dict(zip(names, values, strict=True)) for values in reversed([*away, *held])]
+
+    def release(
+        self, conversation: ServedConversation, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """End the use of a conversation: save it, or drop it if it can't be continued.
+
+        `then` is called when the conversation is free, perhaps in another thread.
+        """
+
+        def free() -> None:
+            conversation.is_busy = False
+            then()
+
+        if not conversation.is_exact or not conversation.roles:
+            self._drop(conversation)
+            if self._disk is not None:
+                self._disk.give_up(conversation)
+            free()
+        elif self._disk is None:
+            free()
+        else:
+            self._disk.save(conversation, free)
+
+    def end(self) -> None:
+        """Save all conversations with keys and values; of an unfinished reply nothing is saved."""
+        if self._disk is not None:
+            for conversation in self._held:
+                is_whole = conversation.is_exact and conversation.roles
+                (self._disk.put_away if is_whole else self._disk.give_up)(conversation)
+            self._disk.end()
+        self._held = []
+
+    def _at(
+        self, conversation: ServedConversation, history: History, shared: int
+    ) -> ServedConversation | None:
+        """A conversation that has read the first `shared` messages of `history` and nothing else.
+
+        Further messages are undone in a copy, so that both branches can be continued; if the client
+        only asks for another reply, in `conversation` itself. None if undo is not possible.
+        """
+        if shared == len(conversation.roles):
+            return conversation
+        if not conversation.is_answered_again(history):
+            copy = conversation.copy() if self._make_room(besides=conversation) else None
+            if copy is None and self._disk is not None:  # the other branch goes to the disk
+                self._drop(conversation)
+                self._disk.put_away(conversation).file.result()
+                copy = ServedConversation(
+                    conversation.session,
+                    conversation.keys,
+                    conversation.roles,
+                    settings={**conversation.settings},
+                )
+            conversation = copy or conversation
+        return conversation if conversation.back_to(shared) else None
+
+    def _new(self, history: History) -> ServedConversation | None:
+        if not self._make_room():
+            return None
+        own = self.profile.model_copy(update={"system": history.system})
+        session = Session(self.model, history.profile or own)
+        return ServedConversation(session, [history.keys[0]], [])
+
+    def _use(self, conversation: ServedConversation | None) -> ServedConversation | None:
+        if conversation is not None:
+            self._drop(conversation)
+            self._held.append(conversation)
+            conversation.is_busy = True
+            if self._disk is not None:
+                self._disk.prune(len(self._held))
+        return conversation
+
+    def _load(self, saved: SavedConversation) -> ServedConversation | None:
+        """Load a conversation from the disk into memory; None if its file can't be used."""
+        assert self._disk is not None
+        loaded = self._disk.load(saved)
+        if loaded is not None:
+            self._held.append(loaded)
+        return loaded
+
+    def _make_room(self, besides: ServedConversation | None = None) -> bool:
+        """Let the conversation used longest ago leave memory, if it is full; False if none can.
+
+        Neither a busy conversation nor `besides` leaves.
+        """
+        if len(self._held) < self.limit:
+            return True
+        idle = (each for each in self._held if not each.is_busy and each is not besides)
+        if (leaving := next(idle, None)) is None:
+            return False
+        self._drop(leaving)
+        if self._disk is not None:
+            self._disk.put_away(leaving)
+        return True
+
+    def _drop(self, conversation: ServedConversation) -> None:
+        self._held = [each for each in self._held if each is not conversation]
