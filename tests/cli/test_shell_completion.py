@@ -62,8 +62,8 @@ def test_options_may_have_the_names_that_other_programs_give_them(tmp_path: Path
         assert (done.stdout, done.returncode) == (long.stdout, 0)
     assert "--max-tokens" not in run("--help-settings").stdout
     settings = [name.replace("_", "-") for name in Profile.model_fields]
-    assert set(_OTHER_FLAGS.values()) <= {*settings, "resume"}
-    assert not {name.removeprefix("--") for name in _OTHER_FLAGS} & set(settings)
+    assert set(_OTHER_FLAGS.values()) <= {f"--{name}" for name in (*settings, "resume")}
+    assert not set(_OTHER_FLAGS) & {f"--{name}" for name in settings}
 
 
 def test_what_stands_after_a_double_dash_is_text() -> None:
