@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from sirchat.chat.rereading import SaidTurn, copied
+from sirchat.chat.rereading import copied
 from sirchat.chat.session import Session
+from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.errors import UndoError
 from sirchat.saved.autosave import KV_BYTES, Autosave
+from sirchat.saved.store import SavedTurn
 from sirchat.text.text_file import without_surrogates
 
 _FIRST = 80  # characters
@@ -168,7 +170,7 @@ def shared_messages(
     return shared if roles[shared:].count("user") <= undoable else 0
 
 
-def first_words(turns: Iterable[SaidTurn]) -> str:
+def first_words(turns: Iterable[Turn | SavedTurn]) -> str:
     """The beginning of the first user turn, on one line; "" if there is none."""
     first = next((turn.text for turn in turns if turn.role == "user"), "")
     return " ".join(first.split())[:_FIRST]
