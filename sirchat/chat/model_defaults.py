@@ -12,6 +12,7 @@ from sirchat.models.names import BUNDLED
 if TYPE_CHECKING:  # the prompt appears before torch is loaded
     from sirchat.models.model import LoadedModel
 
+# If the user sets any of these, those in the model's files are ignored.
 SAMPLING_PARAMETERS = (
     "temperature",
     "top_k",
@@ -20,26 +21,18 @@ SAMPLING_PARAMETERS = (
     "repetition_penalty",
     "repetition_window",
 )
-"""The sampling settings. If the user sets any of them, those in the model's files are ignored."""
 
-
+# For a model whose files say nothing of sampling: likely tokens, with little repetition.
 SOUND: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.05}
-"""Sampling settings for a model whose files have none: likely tokens, with little repetition."""
 
-
-MOST_BUDGET = 4096
+MOST_BUDGET = 4096  # tokens
 
 
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """This profile, in which settings that the user did not set have this model's defaults.
 
-    A bundled model keeps the built-in defaults. For any other model, the following settings change,
-    unless the user set them:
-
-    - The budget becomes half of the model's context, but at most 4,096 tokens. It is at least the
-      built-in budget, or the whole context if the context is shorter.
-    - Recall is switched on, if it can work with the policy, the archive and its other settings.
-    - Sampling uses the settings in the model's files, or `SOUND` if the files have none.
+    A bundled model keeps the built-in ones. For any other: the budget of `budget_for`; recall, if
+    it can work; and sampling as the model's files say, or else `SOUND`.
     """
     if model.name in BUNDLED:
         return profile
@@ -47,40 +40,25 @@ def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     if "recall" not in profile.model_fields_set and _can_recall(profile):
         values["recall"] = BEST_RETRIEVER
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
-        values |= _own_drawing(model) or SOUND
+        values |= _sampling_in_files(model) or SOUND
     return profile.model_copy(update=values)
 
 
-def _can_recall(profile: Profile) -> bool:
-    """Whether recall can be switched on with these settings.
-
-    The policy must evict whole words, not only compress them into anchors; evicted tokens must be
-    archived; and recall must search for the text of the new turn in all layers at once.
-    """
-    searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
-    evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
-    return evicts_words and searches_turns and profile.archive != "off"
+def follows_model(profile: Profile, name: str) -> bool:
+    """Whether the budget follows from the model: not a bundled one, and the user set no budget."""
+    return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
 def budget_for(profile: Profile, name: str, context_length: int) -> int:
     """The budget, in tokens, for the model `name`, whose context has `context_length` tokens.
 
-    It is the budget that the user set. If the user set none, a bundled model has the built-in
-    budget, and any other model has about half of its context (`with_model_defaults` gives the exact
-    limits).
+    If it follows from the model: half of the context, at most 4,096, and at least the built-in
+    budget, or the whole context if this is shorter.
     """
     if not follows_model(profile, name):
         return profile.budget
-    usual = min(profile.budget, context_length)
-    return max(usual, min(MOST_BUDGET, context_length // 2))
-
-
-def follows_model(profile: Profile, name: str) -> bool:
-    """Whether the default budget follows from the length of the model's context.
-
-    This is true if the user set no budget, and the model `name` is not bundled with sirchat.
-    """
-    return name not in BUNDLED and "budget" not in profile.model_fields_set
+    least = min(profile.budget, context_length)
+    return max(least, min(MOST_BUDGET, context_length // 2))
 
 
 def most_rows(profile: Profile, name: str, context_length: int) -> int:
@@ -90,16 +68,20 @@ def most_rows(profile: Profile, name: str, context_length: int) -> int:
     return min(budget_for(profile, name, context_length), context_length)
 
 
-def _own_drawing(model: LoadedModel) -> dict[str, Any]:
-    """The sampling settings in the model's generation config, by name.
+def _can_recall(profile: Profile) -> bool:
+    """Whether words are evicted, archived, and searched for the text of a new turn."""
+    searches_turns = profile.recall_scope == "token" and profile.recall_query == "turn"
+    evicts_words = policy_class(profile.policy).bounded and profile.policy != "anchor"
+    return evicts_words and searches_turns and profile.archive != "off"
 
-    Empty if the config has none, if it does not switch on sampling, or if a value is not allowed.
-    """
+
+def _sampling_in_files(model: LoadedModel) -> dict[str, Any]:
+    """The sampling settings in the model's generation config, if it samples by allowed values."""
     config = getattr(model.module, "generation_config", None)
-    said = {} if config is None else config.to_diff_dict()
-    if not said.get("do_sample"):
+    given = {} if config is None else config.to_diff_dict()
+    if not given.get("do_sample"):
         return {}
-    values = {name: said[name] for name in SAMPLING_PARAMETERS if said.get(name) is not None}
+    values = {name: given[name] for name in SAMPLING_PARAMETERS if given.get(name) is not None}
     values.setdefault("temperature", 1.0)
     if values.get("top_k") == 0:  # off, in transformers
         del values["top_k"]

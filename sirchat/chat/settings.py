@@ -28,8 +28,8 @@ def build_policy(profile: Profile) -> Policy:
 
     Raises SettingError if the policy has no option of a given name, or can't have its value.
     """
-    made = policy_class(profile.policy)
-    known = {field.name: field for field in fields(made)}
+    policy = policy_class(profile.policy)
+    known = {field.name: field for field in fields(policy)}
     options: dict[str, Any] = dict(profile.policy_options)
     for name in options:
         if name not in known:
@@ -44,66 +44,32 @@ def build_policy(profile: Profile) -> Policy:
         options["recent"] = profile.recent
     for name, value in options.items():
         default = known[name].default
-        optional = default is None and value is None
-        if not optional and not _fits(value, default):
+        is_unset = default is None and value is None
+        if not is_unset and not _fits(value, default):
             allowed = "true or false" if isinstance(default, bool) else "a whole number from 0"
             raise SettingError(
                 f"option {name} of policy {profile.policy} can't be {value!r}; it must be {allowed}"
             )
-    return made(**options)
+    return policy(**options)
 
 
-def _fits(value: object, default: object) -> bool:
-    """Whether a policy's option may have this `value`.
-
-    If the option's `default` is a boolean, `value` must be one; else, a whole number from 0.
-    """
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    return isinstance(value, int) and value >= 0
-
-
-def refuse_fixed(before: Profile, after: Profile, source: str) -> None:
-    """Raise SettingError if `before` and `after` differ in a setting that is fixed during a chat.
-
-    The message begins with `source`, the command that changes the settings, such as "/set".
-    """
-    for name in FIXED:
-        if getattr(before, name) != getattr(after, name):
-            hint = hint_for_fixed(name, getattr(after, name))
-            raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
-
-
-def hint_for_fixed(name: str, wanted: object) -> str:
-    """A hint for the user: how to get the value `wanted` of a setting that a chat can't change."""
-    if name == "save":
-        return "/save saves this chat from now on" if wanted else "start sirchat with --no-save"
-    return f"start sirchat with --{name}"
+def options_of(policy: str) -> list[Field[Any]]:
+    """The options of the policy named `policy`; without `recent`, a setting of its own."""
+    return [field for field in fields(policy_class(policy)) if field.name != "recent"]
 
 
 def has_effect(profile: Profile, setting: str) -> bool:
     """Whether the setting named `setting` changes anything under the policy of the profile."""
-    made = policy_class(profile.policy)
-    if setting not in ("budget", "sinks", "recent", "decay"):
-        return True
-    if setting in (field.name for field in fields(made)):
-        return True
-    return setting in made.uses
-
-
-def options_of(policy: str) -> list[Field[Any]]:
-    """The options of the policy named `policy`, as dataclass fields.
-
-    `recent` is not among them, because it is a setting of its own.
-    """
-    return [f for f in fields(policy_class(policy)) if f.name != "recent"]
+    policy = policy_class(profile.policy)
+    options = {field.name for field in fields(policy)}
+    return setting not in ("budget", "sinks", "recent", "decay") or setting in {
+        *options,
+        *policy.uses,
+    }
 
 
 def build_cache_settings(profile: Profile, folder: Path | None = None) -> CacheSettings:
-    """The settings of the engine that follow from a profile.
-
-    If the profile puts the archive on disk, its files are stored in `folder`.
-    """
+    """The settings of the engine that follow from a profile; `folder` is for an archive on disk."""
     return CacheSettings(
         policy=build_policy(profile),
         budget=profile.budget,
@@ -130,6 +96,140 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
     )
 
 
+def build_sampling(profile: Profile) -> Sampling:
+    """The sampling settings of a profile."""
+    return Sampling(**{field.name: getattr(profile, field.name) for field in fields(Sampling)})
+
+
+def check_profile(profile: Profile, model: LoadedModel) -> None:
+    """Raise SettingError if a setting of the profile does not work with this model."""
+    check_budget(profile, model, "budget")
+    check_recall(profile, model, "recall")
+    check_policy(profile, model, "policy")
+
+
+def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
+    """A copy of the settings `before`, with the new values `updates`.
+
+    Raises SettingError if a value is not allowed, does not work with this model, or can't be set
+    during a chat. As in all checks here, the message begins with `source`, such as "/budget".
+    """
+    after = changed(before, source, **updates)
+    for name in FIXED:
+        if getattr(before, name) != getattr(after, name):
+            hint = hint_for_fixed(name, getattr(after, name))
+            raise SettingError(f"{source}: {name} can't change in a running chat", hint=hint)
+    check_budget(after, model, source)
+    if after.recall != before.recall:  # this check runs the model
+        check_recall(after, model, source)
+    if any(
+        getattr(after, name) != getattr(before, name)
+        for name in ("policy", "policy_options", "attention")
+    ):
+        check_policy(after, model, source)
+    return after
+
+
+def hint_for_fixed(name: str, value: object) -> str:
+    """A hint how to get this value of a setting that a running chat can't change."""
+    if name == "save":
+        return "/save saves this chat from now on" if value else "start sirchat with --no-save"
+    return f"start sirchat with --{name}"
+
+
+def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError if the budget is above the length of the model's context."""
+    if policy_class(profile.policy).bounded and profile.budget > model.context_length:
+        raise SettingError(
+            f"{source}: budget {profile.budget} is above the context length of {model.name}; "
+            f"allowed: {profile.sinks + 16} to {model.context_length}",
+            hint=f"for example: {model.context_length}",
+        )
+
+
+def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError if recall is on, but does not work with `positions` or the model."""
+    if profile.recall == "off":
+        return
+    if profile.recall_scope == "layer" and profile.positions == "stream":
+        raise SettingError(
+            f"{source}: positions can't be 'stream' when recall_scope is 'layer'",
+            hint="set positions to 'cache', or recall_scope to 'token'",
+        )
+    if not retriever(profile.recall).needs_queries:
+        return
+    try:
+        require_comparable_queries(model)
+    except ModelError as error:
+        raise SettingError(f"{source}: recall can't be {profile.recall!r}: {error}") from None
+
+
+def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
+    """Raise SettingError if the policy, or `attention`, needs what this model does not have."""
+    name = "attention" if profile.attention == "on" else "policy"
+    cls, policy = policy_class(profile.policy), build_policy(profile)
+    if (cls.needs_attention or name == "attention") and not model.exposes_attention:
+        raise SettingError(
+            f"{source}: {name} can't be {getattr(profile, name)!r}: {no_attention_reason(model)}",
+            hint="set attention to 'auto': it is then counted only if the model exposes it"
+            if name == "attention"
+            else "choose policy entropy, which does not use attention",
+        )
+    if caches_latents(model) and policy.key_value_stats:
+        raise SettingError(
+            f"{source}: policy {profile.policy} with these options doesn't work with "
+            f"{model.name}, because this model caches compressed keys and values",
+            hint="choose policy entropy, which does not use keys and values",
+        )
+    if cls.needs_scorer and not model.scorer.layers:
+        raise SettingError(
+            f"{source}: policy can't be {profile.policy!r}: there is no scorer for {model.name}",
+            hint=f"train a scorer: sirchat train scorer --model {model.name}",
+        )
+    # An anchor attends only to its own sequence, and then stands for it; a recurrent layer's state
+    # depends on all tokens.
+    if model.has_state and policy.compacts_at_anchors:
+        raise SettingError(
+            f"{source}: policy can't be {profile.policy}: {model.name} has layers with a state, "
+            "which read every token",
+            hint="choose policy entropy, which works with any model",
+        )
+
+
+@contextmanager
+def all_or_nothing(engine: Engine) -> Iterator[None]:
+    """Context manager: if its block fails, restore the engine's pins and settings."""
+    settings, pinned = engine.settings, engine.ledger.pinned_positions
+    try:
+        yield
+    except Exception:  # a policy of the user's own may raise anything
+        engine.ledger.pin_only(pinned)
+        engine.residency.switch(settings)
+        raise
+
+
+@contextmanager
+def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
+    """Context manager, between two rounds: at its end, undo every change of the engine in it.
+
+    Yields a checkpoint of the engine's state before.
+    """
+    settings, checkpoint = engine.settings, engine.checkpoint()
+    with engine.store.unlimited():
+        try:
+            yield checkpoint
+        finally:
+            engine.residency.switch(settings)
+            engine.undo(checkpoint)
+
+
+def _fits(value: object, default: object) -> bool:
+    """Whether an option may have this `value`: true or false as its `default`, or a number."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, int) and value >= 0
+
+
 def _recall(profile: Profile) -> RecallSettings | None:
     if profile.recall == "off":
         return None
@@ -143,159 +243,3 @@ def _recall(profile: Profile) -> RecallSettings | None:
         scope=profile.recall_scope,
         query=profile.recall_query,
     )
-
-
-def build_sampling(profile: Profile) -> Sampling:
-    """The sampling settings of a profile."""
-    return Sampling(**{f.name: getattr(profile, f.name) for f in fields(Sampling)})
-
-
-def check_profile(profile: Profile, model: LoadedModel) -> None:
-    """Raise SettingError if a setting of the profile does not work with this model.
-
-    The checked settings are the budget, recall, attention and the policy.
-    """
-    check_budget(profile, model, "budget")
-    check_recall(profile, model, "recall")
-    check_attention(profile, model, "policy")
-    check_key_values(profile, model, "policy")
-    check_scorer(profile, model, "policy")
-    check_anchors(profile, model, "policy")
-
-
-def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if recall is on but can't work.
-
-    Recall can't work if each layer recalls its own tokens while the setting `positions` is
-    `stream`, or if it requires queries, and the model's queries can't be compared with its cached
-    keys. The message begins with `source`, the setting or command that caused the check.
-    """
-    by_layer = profile.recall != "off" and profile.recall_scope == "layer"
-    if by_layer and profile.positions == "stream":
-        raise SettingError(
-            f"{source}: positions can't be 'stream' when recall_scope is 'layer'",
-            hint="set positions to 'cache', or recall_scope to 'token'",
-        )
-    if profile.recall == "off" or not retriever(profile.recall).needs_queries:
-        return
-    try:
-        require_comparable_queries(model)
-    except ModelError as error:
-        raise SettingError(f"{source}: recall can't be {profile.recall!r}: {error}") from None
-
-
-def check_attention(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if a setting needs attention weights that the model does not expose.
-
-    The message begins with `source`, the setting or command that caused the check.
-    """
-    name = "attention" if profile.attention == "on" else "policy"
-    needed = policy_class(profile.policy).needs_attention or name == "attention"
-    if needed and not model.exposes_attention:
-        raise SettingError(
-            f"{source}: {name} can't be {getattr(profile, name)!r}: {no_attention_reason(model)}",
-            hint="set attention to 'auto': it is then counted only if the model exposes it"
-            if name == "attention"
-            else "choose policy entropy, which does not use attention",
-        )
-
-
-def check_key_values(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the policy uses cached keys or values, but the model compresses them.
-
-    The message begins with `source`, the setting or command that caused the check.
-    """
-    if caches_latents(model) and build_policy(profile).key_value_stats:
-        raise SettingError(
-            f"{source}: policy {profile.policy} with these options doesn't work with "
-            f"{model.name}, because this model caches compressed keys and values",
-            hint="choose policy entropy, which does not use keys and values",
-        )
-
-
-def check_scorer(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the policy needs a trained scorer for this model, and there is none.
-
-    The message begins with `source`, the setting or command that caused the check.
-    """
-    if policy_class(profile.policy).needs_scorer and not model.scorer.layers:
-        raise SettingError(
-            f"{source}: policy can't be {profile.policy!r}: there is no scorer for {model.name}",
-            hint=f"train a scorer: sirchat train scorer --model {model.name}",
-        )
-
-
-def check_anchors(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the policy compresses text into anchors, but the model is recurrent.
-
-    An anchor is a token that attends only to its own sequence and then stands for it. A recurrent
-    layer can't do this: its state depends on all tokens. The message begins with `source`, the
-    setting or command that caused the check.
-    """
-    if model.has_state and build_policy(profile).compacts_at_anchors:
-        raise SettingError(
-            f"{source}: policy can't be {profile.policy}: {model.name} has layers with a state, "
-            "which read every token",
-            hint="choose policy entropy, which works with any model",
-        )
-
-
-def check_budget(profile: Profile, model: LoadedModel, source: str) -> None:
-    """Raise SettingError if the budget is above the length of the model's context.
-
-    The message begins with `source`, the setting or command that caused the check.
-    """
-    if policy_class(profile.policy).bounded and profile.budget > model.context_length:
-        raise SettingError(
-            f"{source}: budget {profile.budget} is above the context length of {model.name}; "
-            f"allowed: {profile.sinks + 16} to {model.context_length}",
-            hint=f"for example: {model.context_length}",
-        )
-
-
-def switched(before: Profile, model: LoadedModel, source: str, updates: dict[str, Any]) -> Profile:
-    """A copy of the settings `before`, with the new values `updates`.
-
-    Raises SettingError if a new value is not allowed, does not work with this model, or can't be
-    set during a chat. The message begins with `source`, such as "/budget".
-    """
-    after = changed(before, source, **updates)
-    refuse_fixed(before, after, source)
-    check_budget(after, model, source)
-    if after.recall != before.recall:  # this check runs the model
-        check_recall(after, model, source)
-    if (after.policy, after.attention) != (before.policy, before.attention):
-        check_attention(after, model, source)
-    if (after.policy, after.policy_options) != (before.policy, before.policy_options):
-        check_key_values(after, model, source)
-        check_scorer(after, model, source)
-        check_anchors(after, model, source)
-    return after
-
-
-@contextmanager
-def all_or_nothing(engine: Engine) -> Iterator[None]:
-    """Context manager: if the `with` block fails, restore the engine's pins and settings."""
-    settings, pinned = engine.settings, engine.ledger.pinned_positions
-    try:
-        yield
-    except Exception:  # a policy of the user's own may raise anything
-        engine.ledger.pin_only(pinned)
-        engine.residency.switch(settings)
-        raise
-
-
-@contextmanager
-def undone(engine: Engine) -> Iterator[EngineCheckpoint]:
-    """Context manager: at the end of the `with` block, undo every change of the engine in it.
-
-    Yields a checkpoint of the engine's state before the block. The block must begin between two
-    rounds.
-    """
-    settings, checkpoint = engine.settings, engine.checkpoint()
-    with engine.store.unlimited():
-        try:
-            yield checkpoint
-        finally:
-            engine.residency.switch(settings)
-            engine.undo(checkpoint)

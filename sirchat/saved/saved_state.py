@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 
 from sirchat.chat.events import Finish
-from sirchat.chat.rereading import PinnedText, pinned_text
+from sirchat.chat.pinned_summary import PREFIX
+from sirchat.chat.pinned_text import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
-from sirchat.chat.summary import PREFIX
 from sirchat.config.profile import Profile, with_new_names
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError

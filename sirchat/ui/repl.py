@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from sirchat.chat.events import Delta, Event
-from sirchat.chat.rereading import own_message, undo_summaries
+from sirchat.chat.pinned_summary import own_message, pin_summary, undo_summaries
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.summary import pin_summary, summary
+from sirchat.chat.summary import summary
 from sirchat.errors import SirchatError, terminal_has_gone
 from sirchat.models.compiling import compile_in_background
 from sirchat.models.devices import threads_in_words

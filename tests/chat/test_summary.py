@@ -10,9 +10,10 @@ import pytest
 
 from chatting import babbler, session, tiny
 from sirchat.chat.events import Event, Notice, Reading
-from sirchat.chat.rereading import own_message, read_whole, undo_summaries
+from sirchat.chat.pinned_summary import PREFIX, own_message, pin_summary, undo_summaries
+from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
-from sirchat.chat.summary import PREFIX, WAYS, pin_summary, summary
+from sirchat.chat.summary import WAYS, summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
 

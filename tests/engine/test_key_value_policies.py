@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import loaded
-from sirchat.chat.settings import check_key_values
+from sirchat.chat.settings import check_policy
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
@@ -55,14 +55,14 @@ def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("policy", ["knorm", "keydiff", "vase"])
 def test_a_model_that_caches_compressed_keys_is_refused(policy: str) -> None:
     profile = changed(Profile(), "flag", policy=policy)
-    check_key_values(profile, loaded("llama"), "policy")
+    check_policy(profile, loaded("llama"), "policy")
     with pytest.raises(SettingError, match="compressed keys"):
-        check_key_values(profile, loaded("deepseek-mla"), "policy")
+        check_policy(profile, loaded("deepseek-mla"), "policy")
 
 
 def test_h2o_is_refused_there_only_with_the_values() -> None:
     model = loaded("deepseek-mla")
-    check_key_values(changed(Profile(), "flag", policy="h2o"), model, "policy")
+    check_policy(changed(Profile(), "flag", policy="h2o"), model, "policy")
     profile = changed(Profile(), "flag", policy="h2o", policy_options={"values": True})
     with pytest.raises(SettingError, match="compressed keys"):
-        check_key_values(profile, model, "policy")
+        check_policy(profile, model, "policy")

@@ -13,7 +13,7 @@ from chatting import tiny
 from engine_steps import generate, prefill, some_ids
 from families import loaded
 from scorers import predicted, random_scorer
-from sirchat.chat.settings import check_scorer, switched
+from sirchat.chat.settings import check_policy, switched
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.engine.engine import Engine
@@ -98,7 +98,7 @@ def test_the_policy_is_refused_in_one_line_with_the_command_that_trains_a_scorer
     model = replace(tiny(), scorer=Scorer())
     wanted = changed(Profile(), "flag", policy="learned")
     with pytest.raises(SettingError) as error:
-        check_scorer(wanted, model, "--policy")
+        check_policy(wanted, model, "--policy")
     text = (
         "--policy: policy can't be 'learned': there is no scorer for tiny "
         "(train a scorer: sirchat train scorer --model tiny)"
@@ -106,5 +106,5 @@ def test_the_policy_is_refused_in_one_line_with_the_command_that_trains_a_scorer
     assert str(error.value) == text
     with pytest.raises(SettingError, match="there is no scorer"):
         switched(Profile(), model, "/policy", {"policy": "learned"})
-    check_scorer(Profile(), model, "--policy")
-    check_scorer(wanted, scored(), "--policy")
+    check_policy(Profile(), model, "--policy")
+    check_policy(wanted, scored(), "--policy")

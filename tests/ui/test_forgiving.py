@@ -10,8 +10,7 @@ import pytest
 from chatting import session
 from saved_chats import Chat, refusal
 from sirchat.chat.evicted_text import evicted_words
-from sirchat.chat.rereading import own_message, undo_summaries
-from sirchat.chat.summary import pin_summary
+from sirchat.chat.pinned_summary import own_message, pin_summary, undo_summaries
 from sirchat.ui.commands import Edit
 from sirchat.ui.exporting import copy_reply
 from sirchat.ui.screen import Screen

@@ -1,0 +1,92 @@
+"""Lets the model read a summary of the chat as a pinned turn, and takes it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
+
+from sirchat.chat.events import Event, Notice, TurnDone
+from sirchat.chat.session import Session
+from sirchat.chat.state import UndoPoint
+from sirchat.errors import UndoError, UsageError
+
+PREFIX = "Summary of our conversation so far, by the assistant: "  # begins every summary
+_ANSWER = "Noted."  # the reply to a summary
+
+
+def summary_size(session: Session, text: str) -> int:
+    """How many tokens a summary with this text takes in the cache, where they are pinned."""
+    start, end = session.template.user(PREFIX + text).content
+    return end - start
+
+
+def summaries(session: Session) -> list[int]:
+    """The indices of the turns that are summaries."""
+    return [index for index, turn in enumerate(session.turns) if turn.is_summary]
+
+
+def pin_summary(session: Session, text: str) -> Iterator[Event]:
+    """Let the session read the summary `text` as a pinned user turn; earlier ones are unpinned.
+
+    One `undo` takes this back. Raises SettingError, changing nothing, if the pins would leave too
+    little room.
+    """
+    index, held = len(session.turns), session.snapshot().rows
+    former = {row.turn for row in held if "pinned" in row.flags} & set(summaries(session))
+    freed = sum(row.turn in former and "pinned" in row.flags for row in held)
+    more = summary_size(session, text) - freed
+    session.limits.check_pins(np.asarray([row.position for row in held], np.int64), more)
+    yield from _unshown(session.read_user(PREFIX + text))
+    session.turns[index].is_summary = True
+    try:
+        yield from _unshown(session.read_reply(_ANSWER))
+        for turn in sorted(former):
+            session.pin(f"turn {turn}", pinned=False)
+        pinned = session.pin(f"turn {index}")
+    except BaseException:
+        session.undo()
+        raise
+    yield from (event for event in pinned if isinstance(event, Notice))
+    replaced = "; the former summary is no longer pinned" * bool(former)
+    yield Notice(f"the summary is turn {index}, which is now pinned{replaced}; /undo removes it")
+
+
+def own_message(session: Session) -> str:
+    """The text of the user's last message, or of the last that can be undone; no summary.
+
+    Raises UndoError if there is none.
+    """
+    messages = [(point.text, _is_of_summary(session, point)) for point in session.undoable] or [
+        (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
+    ]
+    own = [text for text, is_summary in messages if not is_summary]
+    if messages and not own:
+        raise UndoError("there is no message of yours to take back, only a summary")
+    return own[-1] if own else session.last_said
+
+
+def undo_summaries(session: Session) -> None:
+    """Undo the summaries after the user's last message, and pin again the one before it.
+
+    Raises UndoError if the user wrote no message.
+    """
+    own_message(session)
+    before = len(session.turns)
+    while session.undoable and _is_of_summary(session, session.undoable[-1]):
+        session.undo(keep_pins=True)
+    if len(session.turns) < before and (left := summaries(session)):
+        with suppress(UsageError):  # it is no longer archived, or other pins take the room
+            session.pin(f"turn {left[-1]}")
+
+
+def _is_of_summary(session: Session, point: UndoPoint) -> bool:
+    """Whether the turn that undoing to `point` takes back is a summary."""
+    later = session.turns[point.turns :]
+    return next((turn.is_summary for turn in later if turn.role == "user"), False)
+
+
+def _unshown(events: Iterator[Event]) -> Iterator[Event]:
+    """The events without `TurnDone`: a summary is not shown as a message."""
+    return (event for event in events if not isinstance(event, TurnDone))
