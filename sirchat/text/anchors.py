@@ -1,8 +1,7 @@
 """Anchor tokens: a model's settings for anchors, and the insertion of anchors into a text.
 
 A model trained for anchors stores the content of each sentence or round in the anchor at its end
-(Pang et al. 2024, Anchor-based LLMs, arXiv:2402.07616). The entry `sirchat_anchors` in the model's
-config says which tokens are anchors and where anchors are inserted.
+(Pang et al. 2024, Anchor-based LLMs, arXiv:2402.07616).
 """
 
 from __future__ import annotations
@@ -15,32 +14,25 @@ from typing import Any, Literal, cast, get_args
 from sirchat.errors import ModelError, UsageError
 from sirchat.text.detokenizer import SentenceEnds
 
+# `ac`: the anchor is an added token. `ep`: each token that ends a sentence is an anchor.
 Variant = Literal["ac", "ep"]
-"""`ac`: the anchor is an added token. `ep`: each token that ends a sentence is an anchor."""
 
+# Where the added anchor token is inserted. `round`: after each reply and each system prompt (which
+# may contain few-shot examples). `tokens`: after every `EVERY` tokens of a text. `random`: after
+# each token with probability `CHANCE` (section 7.1 of the paper).
 Per = Literal["sentence", "round", "tokens", "random"]
-"""Where the added anchor token is inserted.
+EVERY = 10
+CHANCE = 0.1
 
-`sentence`: after each sentence. `round`: after each reply and each system prompt (which may contain
-few-shot examples). `tokens`: after every 10 tokens of a text. `random`: after each token with
-probability 0.1 (section 7.1 of the paper).
-"""
-
-ANCHOR = "<AC>"
-"""The anchor token's text, as in the paper."""
-
+ANCHOR = "<AC>"  # the anchor token's text, as in the paper
 _KEY = "sirchat_anchors"
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """The settings of a model for anchors (tokens that store the content of the text before them).
+    """A model's settings for anchors; `token_id` is that of the added token, None for `ep`.
 
-    Attributes:
-        variant: `ac`: the anchor is an added token; `ep`: tokens that end a sentence are anchors.
-        per: where the added token is inserted: see `Per`; always `sentence` if `variant` is `ep`.
-        token_id: id of the added anchor token; None if `variant` is `ep`.
-        sinks: number of tokens at a text's start that all later tokens attended to in training.
+    All later tokens attended to the first `sinks` tokens of a text in training.
     """
 
     variant: Variant
@@ -49,7 +41,7 @@ class Anchors:
     sinks: int = 1
 
     def write(self, config: Any) -> None:
-        """Write the settings into `config`, a model's configuration."""
+        """Write the settings into a model's config."""
         setattr(config, _KEY, asdict(self))
 
 
@@ -60,10 +52,7 @@ def remove(config: Any) -> None:
 
 
 def anchors_of(config: Any) -> Anchors | None:
-    """The anchor settings in a model's config; None for a model trained without anchors.
-
-    Raises ModelError if the config has an entry for anchors that isn't valid.
-    """
+    """The settings in a model's config, None without any; ModelError if they are not valid."""
     entry = getattr(config, _KEY, None)
     if entry is None:
         return None
@@ -81,10 +70,9 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """Make a function that returns whether a token id is an anchor.
+    """A function that says of each id of the stream, in order, whether it is an anchor.
 
-    The function must be called once for each id of the stream, in order. Anchors are the model's
-    added anchor token or, if the model has none, all tokens that end a sentence.
+    Anchors are the added token or, without one, all tokens that end a sentence.
     """
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
@@ -92,10 +80,9 @@ def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bo
 
 
 def sentences(text: str, language: str = "en") -> list[str]:
-    """Split a text into sentences, each with the space before it; joined, they give the whole text.
+    """Split a text into sentences, each with the space before it.
 
-    `language` is the code of the text's language. Raises UsageError if the optional dependency
-    sentencex is not installed.
+    `language` is a code such as `en`. Raises UsageError if sentencex is not installed.
     """
     try:
         from sentencex import segment
@@ -104,8 +91,8 @@ def sentences(text: str, language: str = "en") -> list[str]:
             "the sentence splitter is not installed", hint="pip install 'sirchat[anchors]'"
         ) from None
     ends, at = list[int](), 0
-    for found in segment(language, text):
-        sentence = found.strip()
+    for segmented in segment(language, text):
+        sentence = segmented.strip()
         at = text.find(sentence, at) + len(sentence) if sentence in text[at:] else at
         if sentence and at not in ends:
             ends.append(at)
@@ -115,19 +102,10 @@ def sentences(text: str, language: str = "en") -> list[str]:
     return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-EVERY = 10
-"""Number of text tokens between two anchors if `per` is `tokens`."""
-
-CHANCE = 0.1
-"""Probability of an anchor after each token if `per` is `random`."""
-
-
 def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]) -> list[int]:
-    """The token ids of a text, with anchors inserted where `anchors.per` says.
+    """The token ids of a text, by `encode`, with anchors inserted where `anchors.per` says.
 
-    If `anchors.per` is `random`, the places depend only on the text: the same text always has its
-    anchors at the same places. If `anchors.per` is `round`, or if the model has no added anchor
-    token, no anchors are inserted. `encode` turns a text into ids.
+    Random places depend on the text alone. With `per` `round` or without a token there are none.
     """
     anchor = anchors.token_id
     if anchor is None:
@@ -146,11 +124,7 @@ def with_anchors(text: str, anchors: Anchors, encode: Callable[[str], list[int]]
 def plain_text_ids(
     text: str, anchors: Anchors | None, encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """The token ids, with anchors inserted, of a text that is not a chat.
-
-    If `anchors.per` is `round`, anchors are inserted after sentences, because the text has no
-    rounds. `encode` turns a text into ids.
-    """
+    """The ids, with anchors, of a text that is no chat: without rounds, sentences have them."""
     if anchors is None:
         return encode(text)
     per = "sentence" if anchors.per == "round" else anchors.per
@@ -158,10 +132,7 @@ def plain_text_ids(
 
 
 def _insert_after(ids: list[int], anchor: int, is_chosen: Callable[[int], bool]) -> list[int]:
-    """A copy of `ids` with `anchor` inserted after each id for which `is_chosen(n)` is true.
-
-    n is the number of the id in `ids`, counted from 1.
-    """
+    """Insert `anchor` after each id for whose number, from 1, `is_chosen` is true."""
     return [
         i
         for count, token_id in enumerate(ids, 1)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-UNFINISHED = "\ufffd"
-"""What a tokenizer returns for a token that contains only some bytes of a character."""
+# A function from ids [n] and their stream positions [n] to the text of each id: a `TokenTexts`.
+Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
 
-_LONGEST = 8
-"""Maximum number of tokens that are decoded together, because they share parts of characters."""
-
+UNFINISHED = "\ufffd"  # what a tokenizer returns for a token with only some bytes of a character
+_LONGEST = 8  # tokens that are decoded together, because they share parts of characters
+# Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis.
 _SENTENCE_ENDS = frozenset(
     ".!?\u2026\u203c\u2047\u2048\u2049\u0589\u061d\u061e\u061f\u06d4\u0700\u0701\u0702\u07f9\u0837"
     "\u0839\u083d\u083e\u0964\u0965\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5"
@@ -25,18 +25,12 @@ _SENTENCE_ENDS = frozenset(
     "\ua8cf\ua92f\ua9c8\ua9c9\uaa5d\uaa5e\uaa5f\uaaf0\uaaf1\uabeb\ufe52\ufe56\ufe57\uff01\uff0e"
     "\uff1f\uff61"
 )
-"""Unicode's Sentence_Terminal characters of the basic plane, and the ellipsis."""
-
-_CLOSERS = ("Pe", "Pf")
-"""Unicode categories of closing brackets and quotes, which may follow a sentence's end."""
+_CLOSERS = ("Pe", "Pf")  # categories of closing brackets and quotes, which may follow
+_INSIDE = "-'\u2019/@_&"  # punctuation that belongs to the word of the letter or digit before it
 
 
 class TextStream:
-    """Turns a stream of token ids into text, one id at a time.
-
-    If a character is made of several tokens, its text is returned when the last of these has
-    arrived.
-    """
+    """Turns token ids into text, one at a time; a character comes with its last token."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -75,17 +69,11 @@ class TextStream:
         return text
 
 
-Texts = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""A function from ids and their stream positions to the text of each id; see `TokenTexts`."""
-
-
 class TokenTexts:
-    """A callable that returns the text of each token id, from the ids and their stream positions.
+    """A callable from ids [n] and their stream positions [n] to the text of each token.
 
-    The text of a token is what it spells within a sentence, with the space before a word. If
-    consecutive tokens together make one character, the first gets the whole character, and the
-    others get empty text. If some tokens of this character are not given, each of those given gets
-    U+FFFD.
+    It is what the token spells within a sentence. Of consecutive tokens that make one character,
+    the first has it; if some of them are missing, each has U+FFFD.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -95,10 +83,6 @@ class TokenTexts:
         self._lead: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
 
     def __call__(self, ids: Sequence[int], positions: Sequence[int]) -> list[str]:
-        """Return one text for each token id in `ids` [n].
-
-        `positions` [n] are the stream positions of these ids; they tell which ids are consecutive.
-        """
         texts = [self._text(token_id) for token_id in ids]
         at = 0
         while at < len(ids):
@@ -108,18 +92,13 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Find the tokens, from index `start` on, that together make one character.
-
-        In `texts`, the first of these tokens gets the character, and the others get "". Returns the
-        number of tokens. If some tokens of the character are missing, changes nothing and returns
-        1.
-        """
+        """Give the first token from `start` on the character that it begins; returns its length."""
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break
-            whole = self._decode(ids[start:end])
-            if UNFINISHED not in whole:
-                texts[start:end] = [whole, *[""] * (end - 1 - start)]
+            character = self._decode(ids[start:end])
+            if UNFINISHED not in character:
+                texts[start:end] = [character, *[""] * (end - 1 - start)]
                 return end - start
         return 1
 
@@ -139,31 +118,23 @@ class TokenTexts:
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
     """The range of tokens that contain any of the characters `start` to `end` - 1 of a text.
 
-    `ends` [n] has, for each of the text's n tokens, the index in the text right after the token's
-    last character. `start` must be less than `end`.
+    `ends` [n] has the index in the text right after each token's last character.
     """
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
 
 
 def tokens_matching(pattern: re.Pattern[str], pieces: Sequence[str]) -> NDArray[np.bool_]:
-    """Find `pattern` in the joined text of the `pieces` [n], usually tokens.
-
-    Returns a mask [n] of the pieces that have at least one character of a match.
-    """
+    """A mask [n] of the `pieces` [n] that have a character of a match in their joined text."""
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    found = np.zeros(len(pieces), bool)
+    mask = np.zeros(len(pieces), bool)
     for match in pattern.finditer("".join(pieces)):
-        found[tokens_spelling(ends, match.start(), match.end())] = True
-    return found
+        mask[tokens_spelling(ends, match.start(), match.end())] = True
+    return mask
 
 
 class SentenceEnds:
-    """A callable that returns whether a token id ends a sentence, in any script.
-
-    The object must be called once for each id of a text, in order, because a character can be made
-    of several tokens.
-    """
+    """A callable that says of each id of a text, in order, whether it ends a sentence."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -183,25 +154,17 @@ class SentenceEnds:
 
 
 def ends_sentence(text: str) -> bool:
-    """Whether the text ends with a mark such as `.`, `?` or `。` that ends a sentence.
-
-    Closing quotes, closing brackets and spaces may follow the mark.
-    """
+    """Whether a text ends with a mark such as `.`, `?` or `。`; quotes and brackets may follow."""
     text = text.rstrip()
     while text and (unicodedata.category(text[-1]) in _CLOSERS or text[-1] in "\"'"):
         text = text[:-1]
     return bool(text) and text[-1] in _SENTENCE_ENDS
 
 
-_INSIDE = "-'\u2019/@_&"
-"""Punctuation characters that belong to the same word as the letter or digit before them."""
-
-
 class WordContinuation:
-    """A callable that returns whether two consecutive token ids belong to the same word.
+    """A callable that says whether two consecutive token ids belong to the same word.
 
-    A word has no spaces, for example `Kowalski`, `7:45`, `555-0123` or `it's`; a punctuation mark
-    after a word is not part of it.
+    A word has no spaces, as `7:45`, `555-0123` or `it's`; a mark after it is not part of it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -215,10 +178,7 @@ class WordContinuation:
 
 
 def continues_word(previous: str, text: str) -> bool:
-    """Whether the word at the end of the text `previous` goes on at the beginning of `text`.
-
-    `previous` and `text` are the texts of two consecutive tokens.
-    """
+    """Whether the word at the end of the token `previous` goes on in the token `text`."""
     last, first = previous[-1:], text[:1]
     if _is_part(first):
         return _is_part(last) or (last != "" and last in _INSIDE + ".,:")

@@ -12,11 +12,11 @@ from typing import IO
 
 from sirchat.errors import UsageError, nearest
 
-MOST_FILE_BYTES = 2**20
-"""Maximum size, in bytes, of a file that can be put into a message."""
+MOST_FILE_BYTES = 2**20  # of a file that can be put into a message
+MOST_DATA_BYTES = 2**31  # of a file with the data of a study or a training
 
-MOST_DATA_BYTES = 2**31
-"""Maximum size, in bytes, of a file with the data of a study or a training."""
+_FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
+_BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
 def is_missing(name: str) -> bool:
@@ -31,15 +31,13 @@ def is_missing(name: str) -> bool:
 
 
 def path_named(name: str) -> Path:
-    """The path for a file name that the user typed; `~` means the home folder."""
     return Path(os.path.expanduser(name))
 
 
 def read_regular(path: Path) -> bytes:
-    """The contents of a data file; a device or a pipe, which may never end, is refused.
+    """The contents of a data file of at most `MOST_DATA_BYTES`.
 
-    Raises OSError for a device or a pipe, for a file of more than `MOST_DATA_BYTES`, and if reading
-    fails.
+    Raises OSError if it is larger, or can't be read, or is a device or a pipe, which may never end.
     """
     with _opened(path) as file:
         status = os.fstat(file.fileno())
@@ -51,17 +49,10 @@ def read_regular(path: Path) -> bytes:
         return data
 
 
-def _opened(path: Path) -> IO[bytes]:
-    """Open a file for reading, without waiting if it is a pipe to which nobody writes."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-    return open(path, "rb", opener=lambda file, _: os.open(file, flags))
-
-
 def load_text_file(name: str) -> str:
-    """Read a UTF-8 file; returns its text with all line ends as `\\n`, without a byte order mark.
+    """Read a UTF-8 file; returns its text with `\\n` as line ends, without a byte order mark.
 
-    Raises UsageError if the file is missing, unreadable, not text, empty or larger than
-    `MOST_FILE_BYTES`, or is a folder, a device or a pipe.
+    Raises UsageError if it is missing, unreadable, empty, no text, too large, or no regular file.
     """
     path = path_named(name)
     try:
@@ -81,6 +72,43 @@ def load_text_file(name: str) -> str:
             hint="put the important part into a smaller file",
         )
     return _decoded(name, data)
+
+
+def fenced(name: str, text: str) -> str:
+    """Make a Markdown code block of a text, with a fence that no line of the text closes."""
+    longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
+
+
+def last_fenced(text: str) -> str | None:
+    """The content of the last code block in a Markdown text, even if it is not closed, or None."""
+    block: str | None = None
+    opening, lines = "", list[str]()
+    for line in text.split("\n"):
+        match = _FENCE.match(line)
+        if not opening:
+            if match:
+                opening, lines = match["fence"], []
+        elif match and match["fence"].startswith(opening) and line.strip() == match["fence"]:
+            opening, block = "", "\n".join(lines)
+        else:
+            lines.append(line)
+    return "\n".join(lines) if opening else block
+
+
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which tokenizers and files refuse.
+
+    Python writes them for bytes that are not UTF-8.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open a file without waiting, even if it is a pipe to which nobody writes."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    return open(path, "rb", opener=lambda file, _: os.open(file, flags))
 
 
 def _near(path: Path) -> str:
@@ -108,44 +136,3 @@ def _decoded(name: str, data: bytes) -> str:
     if not text.strip():
         raise UsageError(f"{name} is empty")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-_FENCE = re.compile(r" {0,3}(?P<fence>`{3,}(?=[^`]*$)|~{3,})")
-_BACKTICKS = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
-
-
-def fenced(name: str, text: str) -> str:
-    """Make a Markdown code block of a text, with `name` after the opening fence.
-
-    The fence is longer than any fence in the text, so no line of the text closes the block.
-    """
-    longest = max((len(run) for run in _BACKTICKS.findall(text)), default=2)
-    fence = "`" * (longest + 1)
-    return f"{fence}{name.replace('`', chr(39))}\n{text.rstrip()}\n{fence}"
-
-
-def last_fenced(text: str) -> str | None:
-    """The content of the last fenced code block in a Markdown text; None if there is no block.
-
-    A block without a closing fence ends at the end of the text, as in Markdown.
-    """
-    found: str | None = None
-    opening, lines = "", list[str]()
-    for line in text.split("\n"):
-        match = _FENCE.match(line)
-        if not opening:
-            if match:
-                opening, lines = match["fence"], []
-        elif match and match["fence"].startswith(opening) and line.strip() == match["fence"]:
-            opening, found = "", "\n".join(lines)
-        else:
-            lines.append(line)
-    return "\n".join(lines) if opening else found
-
-
-def without_surrogates(text: str) -> str:
-    """Return `text` with each lone surrogate (U+D800 to U+DFFF) replaced by U+FFFD.
-
-    Python writes surrogates for bytes that are not UTF-8; tokenizers and files refuse surrogates.
-    """
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

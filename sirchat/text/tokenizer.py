@@ -1,7 +1,6 @@
-"""A tokenizer that needs only the library `tokenizers`, and has the methods that sirchat uses.
+"""A tokenizer that needs only the library `tokenizers`: importing transformers takes a second.
 
-The module does not import transformers, which would take a second. Its tokenizer gives the same ids
-as transformers' tokenizer with the same backend.
+It gives the same ids as transformers' tokenizer with the same backend.
 """
 
 from __future__ import annotations
@@ -13,23 +12,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+# Classes of transformers that read `tokenizer.json` as it is.
+_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class FastTokenizer:
-    """Turns text into token ids and back.
+    """Turns text into token ids and back, by the `backend` with all added tokens.
 
-    Args:
-        backend: the tokenizer of the library `tokenizers`, with all added tokens.
-        special: the special tokens by name, such as `{"eos_token": "</s>"}`; `SPECIAL` has the
-            names. A token that does not exist is None or left out.
-        chat_template: the model's chat template, if it has one.
-
-    Attributes:
-        backend_tokenizer: `backend`.
-        chat_control_tokens: the control tokens, which are read as plain text where they occur in
-            the texts of a chat; set by a `Template`.
-        special_tokens_map: `special`, without the tokens that are None.
+    `special` has the texts of special tokens by the names in `SPECIAL`; None if there is none.
     """
 
     def __init__(
@@ -37,8 +28,8 @@ class FastTokenizer:
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
-        self.chat_control_tokens: list[str] | None = None
-        self.special_tokens_map = {name: one for name, one in special.items() if one is not None}
+        self.chat_control_tokens: list[str] | None = None  # set by a `Template`
+        self.special_tokens_map = {name: text for name, text in special.items() if text is not None}
         for name in SPECIAL:
             token = special.get(name)
             setattr(self, name, token)
@@ -55,8 +46,8 @@ class FastTokenizer:
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
         """By id, the tokens that were added to the vocabulary, as objects of the library."""
-        found: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
-        return found
+        tokens: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        return tokens
 
     @property
     def added_tokens_encoder(self) -> dict[str, int]:
@@ -68,31 +59,24 @@ class FastTokenizer:
         return self.chat_template
 
     def convert_tokens_to_ids(self, token: str | Sequence[str]) -> Any:
-        """The id of a token, or the list of ids of several tokens.
-
-        A text that is not a token has the id of the unknown token, or None if there is no such
-        token.
-        """
+        """The id of a token (of the unknown token if it is none), or the ids of several."""
         if not isinstance(token, str):
-            return [self.convert_tokens_to_ids(one) for one in token]
-        found = self.backend_tokenizer.token_to_id(token)
-        return getattr(self, "unk_token_id", None) if found is None else found
+            return [self.convert_tokens_to_ids(text) for text in token]
+        token_id = self.backend_tokenizer.token_to_id(token)
+        return getattr(self, "unk_token_id", None) if token_id is None else token_id
 
     def encode(
         self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
     ) -> list[int]:
         """The token ids of a text.
 
-        Args:
-            text: the text.
-            add_special_tokens: whether to add the tokens that the model has before and after each
-                text.
-            split_special_tokens: whether special tokens in the text are read as plain text.
+        `add_special_tokens` adds those that the model has around each text; with
+        `split_special_tokens`, special tokens in the text are read as plain text.
         """
         backend = self.backend_tokenizer
         backend.encode_special_tokens = split_special_tokens
-        found: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return found
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def __call__(self, text: str, **how: bool) -> dict[str, list[int]]:
         return {"input_ids": self.encode(text, **how)}
@@ -103,10 +87,7 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text that the token `ids` spell.
-
-        `clean_up_tokenization_spaces` has no effect; transformers' tokenizers have this argument.
-        """
+        """The text that `ids` spell; the last argument, which transformers has, does nothing."""
         given = [ids] if isinstance(ids, int) else list(ids)
         text: str = self.backend_tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
         return text
@@ -134,7 +115,3 @@ def tokenizer_of_folder(folder: Path) -> FastTokenizer | None:
     backend.no_padding()
     backend.no_truncation()
     return FastTokenizer(backend, special, template)
-
-
-_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Classes of transformers that read `tokenizer.json` as it is."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from sirchat.errors import TranscriptError, UsageError, nearest
+from sirchat.text.located_json import LocatedJson
 
 RoleName = Literal["system", "user", "assistant"]
 Line = tuple[int, str]  # number (from 1), text without the newline
@@ -25,31 +25,23 @@ _ROLES: dict[str, RoleName] = {"system": "system", "user": "user", "assistant": 
 _SHAREGPT_ROLES: dict[str, RoleName] = {"system": "system", "human": "user", "gpt": "assistant"}
 _KEYS = ("conversations", "messages")  # of the list of messages in a ShareGPT object
 _PREFIX = re.compile(r"(user|assistant|system): ?(.*)", re.IGNORECASE)
+# Maximum size of a line, in bytes, and of a JSON document, in characters; parsed JSON can take
+# fifty times as much memory.
 MOST_BYTES = 2**22
-"""Maximum size of a line, in bytes, and of a JSON document, in characters.
-
-Parsed JSON can take fifty times as much memory.
-"""
-
 _MOST_LINES = 500_000  # of a JSON document
 _OBJECT = re.compile(r'\s*(?:\[\s*)?\{\s*"[^"\\]*"\s*:')
-_REFUSED = {
+_REFUSED = {  # the kinds of JSON that are refused, and why
     "unknown": "neither a message nor a conversation",
     "broken": "not valid",
     "deep": "nested too deeply, or has a number that is too long",
 }
-"""Names of the kinds of JSON that are refused, each with the reason for error messages."""
-
-_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+# Control characters that `json` does not escape, and those that change the direction of writing.
+_CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message of a transcript.
-
-    `line` is the number of the line on which it starts, from 1; `conversation` is the number of its
-    conversation in the file, from 0.
-    """
+    """One message: `line`, from 1, is where it starts; `conversation`, from 0, is its file's."""
 
     role: RoleName
     content: str
@@ -60,8 +52,8 @@ class TranscriptTurn:
 def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[TranscriptTurn]:
     """Yield the turns of a UTF-8 `stream`, each as soon as it is complete, if the format allows.
 
-    `name` stands for the stream in error messages; `format` is one of `FORMATS`. Raises UsageError
-    for an unknown format, and TranscriptError, with the line and the problem, while reading.
+    Raises UsageError for an unknown format, and TranscriptError, with `name`, the line and the
+    problem, while reading.
     """
     if format not in FORMATS:
         raise UsageError(
@@ -73,11 +65,7 @@ def iter_turns(stream: BinaryIO, name: str, format: str = "auto") -> Iterator[Tr
 
 
 def parse_transcript(data: bytes, name: str, format: str = "auto") -> list[TranscriptTurn]:
-    """All turns of the transcript `data`, which is UTF-8.
-
-    `name` stands for the transcript in error messages; `format` is one of `FORMATS`. Raises
-    UsageError for an unknown format, and TranscriptError for data that does not have this format.
-    """
+    """All turns of the transcript `data`; see `iter_turns`."""
     return list(iter_turns(io.BytesIO(data), name, format))
 
 
@@ -99,17 +87,10 @@ def write_jsonl(turns: Iterable[TranscriptTurn], stream: BinaryIO) -> None:
         stream.write(json_text(record).encode() + b"\n")
 
 
-_CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
 def json_text(value: object, indent: int | None = None) -> str:
-    """A value as JSON without control characters; other non-ASCII characters are not escaped.
-
-    Python's `json` escapes only controls below U+0020. This function also escapes those from U+007F
-    to U+009F and the bidirectional controls, so that the text can't control a terminal.
-    """
+    """A value as JSON that can't control a terminal; other non-ASCII characters are not escaped."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _numbered(stream: BinaryIO, name: str) -> Iterator[Line]:
@@ -136,7 +117,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
         case "jsonl":
             return _jsonl(lines, name)
         case "sharegpt":
-            return _sharegpt(_JsonText(_joined(lines, name), name))
+            return _sharegpt(LocatedJson(_joined(list(_limited(lines, name))), name))
         case "text":
             return _text(lines, name)
         case _:
@@ -144,11 +125,7 @@ def _parsed(lines: Iterator[Line], name: str, format: str) -> Iterator[Transcrip
 
 
 def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Detect the transcript's format, and yield its turns.
-
-    The first non-blank line tells the format. If this line begins a JSON value that has several
-    lines, all lines are read first.
-    """
+    """Yield the turns, whose format the first non-blank line, or the first JSON value, tells."""
     first = next((line for line in lines if line[1].strip()), None)
     if first is None:
         return
@@ -157,7 +134,7 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     if format == "unfinished":
         seen = list(_limited(rest, name))
         rest = iter(seen)
-        format = _format_of_whole(_joined(seen, name))
+        format = _format_of(_joined(seen), is_whole=True)
     if problem := _REFUSED.get(format):
         raise TranscriptError(
             f"{name}, line {first[0]}: this JSON is {problem}",
@@ -166,44 +143,30 @@ def _detected(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     yield from _parsed(rest, name, format)
 
 
-def _format_of(first: str) -> str:
-    """The format of a transcript with this first line.
+def _format_of(text: str, *, is_whole: bool = False) -> str:
+    """The format of a transcript with this first line, or this text if `is_whole`.
 
     "unfinished": a JSON value goes on in the next line. A key of `_REFUSED`: the JSON is refused.
     """
-    if _PREFIX.match(first):
+    text = text.strip()
+    if _PREFIX.match(text):
         return "text"
-    if not first.lstrip().startswith(("{", "[")):
+    if not text.startswith(("{", "[")):
         return "lines"
     try:
-        value = json.loads(first)
+        value, end = json.JSONDecoder().raw_decode(text)
     except json.JSONDecodeError as error:
-        return "unfinished" if error.pos >= len(first.rstrip()) else _format_of_broken(first)
+        if error.pos >= len(text) and not is_whole:
+            return "unfinished"
+        return "broken" if _OBJECT.match(text) else "lines"
     except (ValueError, RecursionError):
         return "deep"
+    if end < len(text) and not is_whole:
+        return "broken" if _OBJECT.match(text) else "lines"
     return _format_of_json(value)
 
 
-def _format_of_whole(text: str) -> str:
-    """The format, as in `_format_of`, of a transcript whose first JSON value has several lines."""
-    try:
-        return _format_of_json(json.JSONDecoder().raw_decode(text.lstrip())[0])
-    except json.JSONDecodeError:
-        return _format_of_broken(text)
-    except (ValueError, RecursionError):
-        return "deep"
-
-
-def _format_of_broken(text: str) -> str:
-    """For invalid JSON: "broken" if it begins like an object or a list of objects, else "lines"."""
-    return "broken" if _OBJECT.match(text) else "lines"
-
-
 def _format_of_json(value: object) -> str:
-    """The format of a transcript that begins with this JSON value.
-
-    Returns "unknown" for an object that is neither a message nor a conversation.
-    """
     if isinstance(value, dict) and "role" in value:
         return "jsonl"
     first = value[0] if isinstance(value, list) and value else value
@@ -218,18 +181,14 @@ def _plain(lines: Iterator[Line]) -> Iterator[TranscriptTurn]:
 
 
 def _text(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
-    """Yield the turns of a text in which each turn begins with a prefix such as `USER:`.
-
-    A prefix counts only if it is written in the same case as the first prefix: `USER:`, `User:` or
-    `user:`. A turn without text is left out.
-    """
+    """Yield the turns of a text with prefixes such as `USER:`, all in the case of the first."""
     role: RoleName | None = None
     start, content, case = 0, list[str](), str.upper
     for number, text in lines:
         prefixed = _PREFIX.fullmatch(text)
         if prefixed and role is None:
             cases = (str.upper, str.title, str.lower)
-            case = next((one for one in cases if one(prefixed[1]) == prefixed[1]), case)
+            case = next((cased for cased in cases if cased(prefixed[1]) == prefixed[1]), case)
         if prefixed and case(prefixed[1]) == prefixed[1]:
             if role:
                 yield from _text_turn(role, content, start)
@@ -251,14 +210,11 @@ def _text_turn(role: RoleName, lines: list[str], start: int) -> Iterator[Transcr
 def _jsonl(lines: Iterator[Line], name: str) -> Iterator[TranscriptTurn]:
     for number, text in lines:
         if text.strip():
-            yield _turn(_JsonText(text, name, number).only_value(), name, number)
+            yield _turn(LocatedJson(text, name, number).only_value(), name, number)
 
 
-def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
-    """Yield every message of every conversation in a ShareGPT file, with its conversation's number.
-
-    The file may contain several JSON values, one after another.
-    """
+def _sharegpt(document: LocatedJson) -> Iterator[TranscriptTurn]:
+    """Yield the messages of all conversations in a file of one or several JSON values."""
     conversations = chain.from_iterable(
         _conversations(document, start, value) for start, value in document.values()
     )
@@ -268,20 +224,16 @@ def _sharegpt(document: _JsonText) -> Iterator[TranscriptTurn]:
 
 
 def _conversations(
-    document: _JsonText, start: int, value: object
+    document: LocatedJson, start: int, value: object
 ) -> Iterator[Iterable[tuple[int, object]]]:
-    """Yield the messages of each conversation in the JSON `value`, one iterable per conversation.
-
-    Each message comes with the index of its first character in the text of `document`. `start` is
-    the index of the first character of `value`.
-    """
+    """Yield, for each conversation in the JSON at index `start`, its messages and their indices."""
     match value:
         case {"conversations": list()}:
             yield document.items(document.member(start, "conversations"))
         case {"messages": list()}:
             yield document.items(document.member(start, "messages"))
         case list() if any(
-            isinstance(one, dict) and not one.keys().isdisjoint(_KEYS) for one in value
+            isinstance(item, dict) and not item.keys().isdisjoint(_KEYS) for item in value
         ):
             for at, item in document.items(start):
                 yield from _conversations(document, at, item)
@@ -306,22 +258,14 @@ def _turn(message: object, name: str, line: int) -> TranscriptTurn:
     role = message[role_key]
     if not isinstance(role, str) or role not in roles:
         given = json.dumps(role, ensure_ascii=False)[:60]
-        raise _error(name, line, f'"{role_key}" can\'t be {given}; it must be {_either(roles)}')
-    return TranscriptTurn(
-        roles[role], _content(message[content_key], content_key, name, line), line
-    )
-
-
-def _either(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
+        *others, last = roles
+        allowed = f"{', '.join(others)} or {last}"
+        raise _error(name, line, f'"{role_key}" can\'t be {given}; it must be {allowed}')
+    content = _content(message[content_key], content_key, name, line)
+    return TranscriptTurn(roles[role], content, line)
 
 
 def _content(value: object, key: str, name: str, line: int) -> str:
-    """The text of a message, from the JSON `value` of `key`: a string, or a list of text parts.
-
-    Raises TranscriptError, which names the `line`, for any other value.
-    """
     parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
     texts = list[str]()
     for part in parts:
@@ -339,10 +283,7 @@ def _content(value: object, key: str, name: str, line: int) -> str:
 
 
 def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
-    """Yield the lines of one JSON document.
-
-    Raises TranscriptError if there are too many lines or characters.
-    """
+    """Yield the lines of one JSON document; TranscriptError if there are too many or too long."""
     size = 0
     for count, (number, text) in enumerate(lines, start=1):
         size += len(text)
@@ -357,94 +298,7 @@ def _limited(lines: Iterable[Line], name: str) -> Iterator[Line]:
         yield number, text
 
 
-def _joined(lines: Iterable[Line], name: str) -> str:
-    """Join the lines of a transcript, which are numbered, to one text.
-
-    If the first line's number is not 1, the text begins with as many blank lines as are missing, so
-    that the numbers of lines stay right.
-    """
-    numbered = list(_limited(lines, name))
-    skipped = numbered[0][0] - 1 if numbered else 0
-    return "\n" * skipped + "\n".join(text for _, text in numbered)
-
-
-class _JsonText:
-    """A JSON text, and where each of its values is, so that errors can name a line.
-
-    The index of a value is the index of the value's first character in the text.
-    """
-
-    def __init__(self, text: str, name: str, first_line: int = 1) -> None:
-        self.text = text
-        self.name = name
-        self._first_line = first_line
-        self._line_ends = [match.start() for match in re.finditer("\n", text)]
-        self._decoder = json.JSONDecoder()
-
-    def line(self, at: int) -> int:
-        """The number of the line that contains the character with index `at` in the text."""
-        return self._first_line + bisect_left(self._line_ends, at)
-
-    def only_value(self) -> object:
-        """Parse the text, which must be one JSON value; return it, or raise TranscriptError."""
-        at = self._skip_space(0)
-        value, end = self._decode(at)
-        if self._skip_space(end) < len(self.text):
-            raise self._invalid(end, "there is more after the first value")
-        return value
-
-    def values(self) -> Iterator[tuple[int, object]]:
-        """Yield the index and the value of each top-level JSON value in the text."""
-        at = self._skip_space(0)
-        while at < len(self.text):
-            value, end = self._decode(at)
-            yield at, value
-            at = self._skip_space(end)
-
-    def items(self, at: int) -> Iterator[tuple[int, object]]:
-        """Yield the index and the value of each item of the JSON list that begins at index `at`.
-
-        The list must be valid JSON.
-        """
-        at = self._skip_space(at + 1)
-        while self.text[at] != "]":
-            value, end = self._decode(at)
-            yield at, value
-            at = self._next(end)
-
-    def member(self, at: int, key: str) -> int:
-        """The index of the value of `key` in the JSON object that begins at index `at`.
-
-        If the object has `key` several times, the last value counts.
-        """
-        found, at = at, self._skip_space(at + 1)
-        while self.text[at] != "}":
-            name, end = self._decode(at)
-            start = self._next(end)
-            if name == key:
-                found = start
-            _, end = self._decode(start)
-            at = self._next(end)
-        return found
-
-    def _next(self, end: int) -> int:
-        """The index of the next value, or closing bracket, after a value that ends at `end`."""
-        at = self._skip_space(end)
-        return self._skip_space(at + 1) if self.text[at] in ",:" else at
-
-    def _skip_space(self, at: int) -> int:
-        space = _JSON_SPACE.match(self.text, at)
-        return space.end() if space else at
-
-    def _decode(self, at: int) -> tuple[Any, int]:
-        try:
-            return self._decoder.raw_decode(self.text, at)
-        except json.JSONDecodeError as error:
-            raise self._invalid(error.pos, error.msg) from None
-        except (ValueError, RecursionError):
-            raise self._invalid(
-                at, "a number is too long, or brackets are nested too deeply"
-            ) from None
-
-    def _invalid(self, at: int, problem: str) -> TranscriptError:
-        return _error(self.name, self.line(at), f"not valid JSON: {problem}")
+def _joined(lines: list[Line]) -> str:
+    """Join lines to one text, in which each has its number."""
+    skipped = lines[0][0] - 1 if lines else 0
+    return "\n" * skipped + "\n".join(text for _, text in lines)
