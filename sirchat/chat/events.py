@@ -111,10 +111,7 @@ class TurnDone(Event):
 
 
 @dataclass(frozen=True)
-class Evicted(Event):
-    """Tokens at these stream positions were evicted while turn `turn` was read or generated."""
-
-    kind: ClassVar[str] = "evict"
+class _Moved(Event):
     turn: int
     positions: tuple[int, ...]
     resident: int
@@ -123,15 +120,17 @@ class Evicted(Event):
 
 
 @dataclass(frozen=True)
-class Restored(Event):
+class Evicted(_Moved):
+    """Tokens at these stream positions were evicted while turn `turn` was read or generated."""
+
+    kind: ClassVar[str] = "evict"
+
+
+@dataclass(frozen=True)
+class Restored(_Moved):
     """Archived tokens at these stream positions were restored to the cache after turn `turn`."""
 
     kind: ClassVar[str] = "restore"
-    turn: int
-    positions: tuple[int, ...]
-    resident: int
-    seen: int
-    tokens: tuple[TokenRow, ...] | None = None
 
 
 @dataclass(frozen=True)

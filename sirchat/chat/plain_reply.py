@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
+from sirchat.chat.reasoning import FinalAnswer
 from sirchat.chat.session import Session
-from sirchat.chat.turn import FinalAnswer
 from sirchat.models.shape import free_memory
 
 

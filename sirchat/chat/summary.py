@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from sirchat.chat.events import Delta, Event, Reading, TokenRow, TurnDone
 from sirchat.chat.pinned_summary import summaries, summary_size
+from sirchat.chat.reasoning import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.session import Interrupted, Session
-from sirchat.chat.turn import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.words import spelled, split_words
 from sirchat.errors import SettingError, UsageError
 from sirchat.recall.terms import STOP_WORDS, words_of

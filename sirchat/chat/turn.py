@@ -7,14 +7,12 @@ always follows its template.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-import numpy as np
-
 from sirchat.chat.event_builder import EventBuilder
 from sirchat.chat.events import Choosing, Delta, Event, Finish, Notice, Reading, TurnDone
+from sirchat.chat.reasoning import reasoning
 from sirchat.chat.state import ConversationState, TurnStats
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import (
@@ -27,9 +25,8 @@ from sirchat.engine.types import (
     TurnRef,
 )
 from sirchat.errors import ContextFullError
-from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Ledger, Role
-from sirchat.text.detokenizer import Texts, TextStream, tokens_matching
+from sirchat.memory.ledger import Role
+from sirchat.text.detokenizer import TextStream
 from sirchat.text.template import TurnIds
 
 Interrupted = Callable[[], bool]
@@ -235,72 +232,3 @@ class OpenTurn:
 def _template_ids(ids: Sequence[int]) -> TurnIds:
     """The ids of a turn that has only chat-template `ids` and no text."""
     return TurnIds(list(ids), [Role.TEMPLATE] * len(ids), (0, 0))
-
-
-OPEN, CLOSE = "<think>", "</think>"
-
-_THOUGHT = re.compile(r"(?:<think>|\A(?!.*?<think>.*?</think>)).*?</think>", re.DOTALL)
-"""Finds the reasoning in a reply, with its tags; if the template wrote `<think>`, only the end tag.
-"""
-
-
-def reasoning(ledger: Ledger, texts: Texts, turn: int) -> Positions:
-    """Stream positions [k], ascending, of the reasoning tokens in the reply with index `turn`.
-
-    The tokens of the tags `<think>` and `</think>` are included. Empty if the reply has no
-    `</think>`.
-    """
-    in_turn = ledger.column("turn") == turn
-    said = np.flatnonzero(in_turn & (ledger.column("role") == Role.ASSISTANT))
-    at = said.tolist()
-    pieces = texts(ledger.column("token_id")[said].tolist(), at)
-    return said[tokens_matching(_THOUGHT, pieces)]
-
-
-def thought(reply: str, *, is_open: bool = False) -> str:
-    """The reasoning in a reply, without its tags `<think>` and `</think>`; empty if there is none.
-
-    `is_open` says whether the chat template writes `<think>` before the reply. If it does, a reply
-    without `</think>` is reasoning as a whole.
-    """
-    found = "\n\n".join(one[0] for one in _THOUGHT.finditer(reply))
-    if not found and (is_open or reply.lstrip().startswith(OPEN)):
-        found = reply  # the reply was cut off
-    return found.replace(OPEN, "").replace(CLOSE, "").strip()
-
-
-class FinalAnswer:
-    """Splits a reply, while it is generated, into the reasoning and the answer after it.
-
-    Args:
-        is_open: whether the reply begins inside reasoning, because the chat template wrote
-            `<think>`.
-
-    Attributes:
-        has_thought: whether the reply began with reasoning.
-    """
-
-    def __init__(self, *, is_open: bool = False) -> None:
-        self._thinks: bool | None = is_open or None  # None: not known yet
-        self.has_thought = is_open
-        self._held = ""
-        self._has_begun = False
-
-    def push(self, text: str) -> str:
-        """Add the next text of the reply; returns the new text of the answer, or an empty text."""
-        self._held += text
-        if self._thinks is None and not OPEN.startswith(start := self._held.lstrip()):
-            self._thinks = self.has_thought = start.startswith(OPEN)
-        if self._thinks and CLOSE in self._held:
-            self._thinks, self._held = False, self._held.partition(CLOSE)[2]
-        if self._thinks is not False:
-            return ""
-        if self.has_thought and not self._has_begun:  # blank lines follow the tag
-            self._held = self._held.lstrip()
-            self._has_begun = bool(self._held)
-        answer, self._held = self._held, ""
-        return answer
-
-    def end(self) -> str:
-        """At the end of the reply, return the text of the answer that `push` has not returned."""
-        return self._held if self._thinks is None else ""

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from sirchat.chat.events import RecalledTurn
 from sirchat.chat.evicted_text import evicted_turns
+from sirchat.chat.reasoning import thought
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
-from sirchat.chat.turn import thought
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
 from sirchat.chat.words import around, said, words_at
 from sirchat.errors import UsageError

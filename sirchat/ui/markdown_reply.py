@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from sirchat.chat.turn import CLOSE, OPEN
+from sirchat.chat.reasoning import CLOSE, OPEN
 from sirchat.ui.markdown import MarkdownLayout
 from sirchat.ui.painter import Painter
 from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows

@@ -9,8 +9,8 @@ import pytest
 
 from chatting import session, tiny
 from sirchat.chat.events import Evicted
+from sirchat.chat.reasoning import FinalAnswer
 from sirchat.chat.session import Session
-from sirchat.chat.turn import FinalAnswer
 from sirchat.memory.ledger import Role
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave, resume_session

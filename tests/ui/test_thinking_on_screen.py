@@ -11,7 +11,7 @@ import pytest
 from chatting import tiny
 from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
 from markdown_documents import pieces
-from sirchat.chat.turn import thought
+from sirchat.chat.reasoning import thought
 from sirchat.text.template import Template
 from terminal import WARM, Terminal, lines_of
 
