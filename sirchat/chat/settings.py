@@ -17,7 +17,6 @@ from sirchat.errors import ModelError, SettingError, nearest
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.base import Policy
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.models.probe import caches_latents, require_comparable_queries
 from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import ends_sequence
 from sirchat.text.detokenizer import WordContinuation
@@ -159,7 +158,7 @@ def check_recall(profile: Profile, model: LoadedModel, source: str) -> None:
     if not retriever(profile.recall).needs_queries:
         return
     try:
-        require_comparable_queries(model)
+        model.require_comparable_queries()
     except ModelError as error:
         raise SettingError(f"{source}: recall can't be {profile.recall!r}: {error}") from None
 
@@ -175,7 +174,7 @@ def check_policy(profile: Profile, model: LoadedModel, source: str) -> None:
             if name == "attention"
             else "choose policy entropy, which does not use attention",
         )
-    if caches_latents(model) and policy.key_value_stats:
+    if model.caches_latents and policy.key_value_stats:
         raise SettingError(
             f"{source}: policy {profile.policy} with these options doesn't work with "
             f"{model.name}, because this model caches compressed keys and values",

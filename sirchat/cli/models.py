@@ -21,7 +21,8 @@ from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
     from sirchat.engine.families import FamilyCheck
-    from sirchat.models.fit import Choice, Layout
+    from sirchat.models.device_map import Layout
+    from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
 models_app = typer.Typer(
@@ -176,14 +177,14 @@ def _fit_devices(
     `devices` gives the GPUs' memory, such as `2x24GB`. The exit code is 1 if the layers don't fit.
     """
     from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
-    from sirchat.models.fit import layout_of, parse_devices
+    from sirchat.models.device_map import layout_of, parse_devices
     from sirchat.models.listing import find_model
 
     sizes, found = parse_devices(devices), find_model(name)
     profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
     context = found.shape.context_length if found.shape is not None else None
     rows = most_rows(profile, found.name, context or MOST_BUDGET)
-    layout = layout_of(found, profile, sizes, rows, even=balanced)
+    layout = layout_of(found, profile, sizes, rows, balanced=balanced)
     if json:
         typer.echo(json_format.dumps(_layout_data(layout), indent=2))
     else:

@@ -38,9 +38,7 @@ from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.probe import (
     cache_argument,
-    caches_latents,
     refuse_unsupported_layers,
-    require_comparable_queries,
 )
 from sirchat.models.progress import quiet_libraries
 from sirchat.models.small import build_small, causal_families, language_model_of, small_config
@@ -170,11 +168,11 @@ def _limits(model: LoadedModel) -> Iterator[str]:
     """Yield the limits of a model that sirchat can run, such as `no recall by attention`."""
     if not model.exposes_attention:
         yield "no attention weights"
-    if caches_latents(model):
+    if model.caches_latents:
         yield "compressed keys"
         return
     try:
-        require_comparable_queries(model)
+        model.require_comparable_queries()
     except ModelError:
         yield "no recall by attention"
 

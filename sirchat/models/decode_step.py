@@ -22,8 +22,8 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.models.compiled_step import CompiledStep
 from sirchat.models.decoder import signed
 from sirchat.models.devices import is_spread
+from sirchat.models.model_config import sliding_window
 from sirchat.models.packed import Int8Head, PackedLinear
-from sirchat.models.probe import sliding_window
 
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models whose layers are: norm, attention with RoPE, norm, gated feed-forward network."""

@@ -1,14 +1,15 @@
-"""Spreads a model over several devices: chooses the device of each part, and loads it there.
+"""Spreads a model over several devices: which part lies where, and loading it there.
 
-A layer is never split. A layer on the CPU is computed on the CPU, even if there are GPUs. A layer
-on disk is read for each pass to the main device, which is the first GPU or else the CPU.
+Layers stay in order, so that a pass goes from each device to the next only once. A layer on disk is
+read to the first device for each pass; its keys and values stay on the first device.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from sirchat.config.profile import Profile, parse_size
 from sirchat.config.values import parse_yaml
-from sirchat.errors import ModelError, format_value, nearest
+from sirchat.errors import ModelError, UsageError, format_value, nearest
 from sirchat.memory.free_memory import free_large_blocks_at_once
 from sirchat.memory.segments import ArchiveFolder
 from sirchat.models.devices import (
     CPU,
+    DISK,
     DtypeName,
     Placement,
     Where,
@@ -33,23 +36,133 @@ from sirchat.models.devices import (
     is_within,
     pick_dtype,
 )
-from sirchat.models.fit import PROGRAM
-from sirchat.models.layout import DISK, GPU_RESERVE, DeviceRoom, ModelPart, lay_out
-from sirchat.models.listing import find_model
+from sirchat.models.fit import PROGRAM, weights_by_part
+from sirchat.models.listing import FoundModel, find_model
+from sirchat.models.progress import no_logs
 from sirchat.models.scorer import decoder_layers
-from sirchat.models.shape import free_memory
+from sirchat.models.shape import cache_bytes, free_memory, precision
 from sirchat.paths import archives_dir
+
+GPU_RESERVE = 1_000_000_000  # bytes of each GPU left free, for its driver and results; assumed
 
 _PLANS = ("auto", "balanced")
 _MOST_BYTES = 1_000_000  # most bytes of a file with a device map
+_UNLIMITED = 1 << 60  # bytes of main memory where the system does not say what is free
+_DEVICES = re.compile(r"(?:(\d{1,3})x)?(.+)", re.IGNORECASE)
+_MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A part of a model that is never split, such as a layer: bytes of its weights and its cache.
+
+    `cache` are the part's keys and values in a full KV cache.
+    """
+
+    name: str
+    weights: int
+    cache: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of weights and cache together."""
+        return self.weights + self.cache
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parts of a model would lie on several GPUs.
+
+    Attributes:
+        budget: number of tokens in the full KV cache.
+        precision: the form of the weights in memory, such as `bfloat16`.
+        devices: for each GPU, its memory in bytes, and the parts of the model on it, in order.
+        left: the parts that do not fit on the GPUs.
+        knows_cache: whether the size of the KV cache is known; if not, it counts as 0 bytes.
+    """
+
+    budget: int
+    precision: str
+    devices: tuple[tuple[int, tuple[ModelPart, ...]], ...]
+    left: tuple[ModelPart, ...]
+    knows_cache: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether all parts of the model fit on the GPUs."""
+        return not self.left
+
+
+def parse_devices(text: str) -> list[int]:
+    """Read the memory of each GPU, in bytes, from a text such as `2x24GB` or `24GB,8GB`.
+
+    Raises UsageError for any other text.
+    """
+    sizes = list[int]()
+    for device in text.split(","):
+        match = _DEVICES.fullmatch(device.strip())
+        size = parse_size(match[2]) if match else None
+        count = int(match[1] or 1) if match else 0
+        if size is None or not 0 < count <= _MOST_DEVICES - len(sizes):
+            raise UsageError(
+                f"--devices {format_value(text)} is not a list of devices",
+                hint="give their memory, such as 2x24GB or 24GB,8GB",
+            )
+        sizes += [size] * count
+    return sizes
+
+
+def layout_of(
+    found: FoundModel, profile: Profile, devices: Sequence[int], budget: int, *, balanced: bool
+) -> Layout:
+    """Compute from a model's files which parts would lie on which GPU, with a full KV cache.
+
+    `devices` is the memory of each GPU, in bytes. Raises ModelError if the files can't be read.
+    """
+    _require_accelerate()
+    profile = profile.model_copy(update={"device": "cuda", "quantize": "none"})
+    sizes, shape = weights_by_part(found, profile)
+    row, elements = cache_bytes(shape, profile, budget) or 0, shape.layer_elements or ()
+    caches = {str(n): row * one // max(1, sum(elements)) for n, one in enumerate(elements)}
+    parts = [ModelPart(name, size, caches.get(name, 0)) for name, size in sizes.items()]
+    rooms = [size - GPU_RESERVE for size in devices]
+    placed = plan(parts, dict(enumerate(rooms)), balanced=balanced)
+    on_devices = tuple(
+        (size, tuple(part for part in parts if placed[part.name] == number))
+        for number, size in enumerate(devices)
+    )
+    left = tuple(part for part in parts if placed[part.name] == DISK)
+    knows = shape.layer_elements is not None
+    return Layout(budget, precision(shape, profile), on_devices, left, knows)
+
+
+def plan(
+    parts: Sequence[ModelPart], rooms: dict[int | str, int], *, balanced: bool = False
+) -> dict[str, int | str]:
+    """Lay parts out in order, as accelerate does: each place is filled before the next is used.
+
+    `rooms` has the bytes of each GPU, by number, and of `cpu`. Returns each part's place: `disk`
+    for what finds no room. If `balanced`, the GPUs get about equally much.
+    """
+    from accelerate.utils import get_balanced_memory, infer_auto_device_map
+
+    outline = nn.Module()
+    for number, part in enumerate(parts):
+        outline.add_module(str(number), _SizedPart(part.size))
+    memory = {place: max(0, room) for place, room in rooms.items()}
+    unsplit = [_SizedPart.__name__]
+    with no_logs():  # of GPUs that this machine does not have
+        if balanced:
+            memory = get_balanced_memory(outline, memory, unsplit)
+        placed = infer_auto_device_map(outline, memory, unsplit, clean_result=False)
+    return {part.name: placed[str(number)] for number, part in enumerate(parts)}
 
 
 def read_device_map(setting: str) -> str | dict[str, Where]:
     """Read the setting `device_map`: returns `auto`, `balanced`, or devices by module name.
 
-    The devices come from the YAML or JSON file that the setting names. Raises ModelError if the
-    file can't be read or names a device that this machine does not have, and SettingError if the
-    file is not valid YAML.
+    Raises ModelError if the file can't be read or names a device that this machine does not have,
+    and SettingError if it is not valid YAML.
     """
     if setting in _PLANS:
         return setting
@@ -70,43 +183,25 @@ def read_device_map(setting: str) -> str | dict[str, Where]:
     return {str(name): _device(value, f"{path}: {name}") for name, value in values.items()}
 
 
-def _device(value: object, where: str) -> Where:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    text = f"cuda:{value}" if is_number else str(value)
-    if text in (CPU, DISK):
-        return text
-    there = accelerators()
-    with suppress(RuntimeError):  # it is not the name of a device
-        device = torch.device(text)
-        if (found := torch.device(device.type, device.index or 0)) in there:
-            return found
-    allowed = ", ".join(map(str, (CPU, DISK, *there)))
-    raise ModelError(f"{where} has the device {format_value(value)}", hint=f"allowed: {allowed}")
-
-
 def spread_of(
     name: str, device_map: str, rows: int, dtype: DtypeName, *, device: str, quantize: str
 ) -> Spread:
-    """Make the device map (`Spread`) with which the model `name` will be loaded.
+    """Make the device map with which the model `name` will be loaded.
 
-    `auto` and `balanced` leave room for the KV cache of `rows` tokens. Raises ModelError if the
-    device map can't be read, if accelerate is not installed, or if the settings `device` or
-    `quantize` can't be combined with a device map.
+    `auto` and `balanced` leave room for the KV cache of `rows` tokens. Raises ModelError if the map
+    can't be read, if accelerate is missing, or if `device` or `quantize` can't be combined with it.
     """
     if device != "auto" or quantize not in ("auto", "none"):
         other = f"device={device}" if device != "auto" else f"quantize={quantize}"
         raise ModelError(f"{other} can't be used with a device map", hint="leave out one of them")
-    if find_spec("accelerate") is None:
-        raise ModelError(
-            "a device map needs the package accelerate", hint="pip install 'sirchat[devices]'"
-        )
+    _require_accelerate()
     spread, shape = Spread(name, read_device_map(device_map)), None
     if isinstance(spread.said, str):
         with suppress(ModelError):  # it is not on this machine yet
             shape = find_model(name).shape
-    of_layers = (shape.layer_elements if shape is not None else None) or ()
+    elements = (shape.layer_elements if shape is not None else None) or ()
     item = pick_dtype(dtype, spread.main_device).itemsize
-    return replace(spread, caches=tuple(rows * item * one for one in of_layers))
+    return replace(spread, caches=tuple(rows * item * of_layer for of_layer in elements))
 
 
 @dataclass(frozen=True)
@@ -126,27 +221,25 @@ class Spread:
     @property
     def main_device(self) -> torch.device:
         """The first GPU of this device map; the CPU if the map has no GPU."""
-        where = accelerators() if isinstance(self.said, str) else self.said.values()
-        named = (one for one in where if isinstance(one, torch.device))
-        return min(named, key=lambda one: one.index, default=torch.device(CPU))
+        places = accelerators() if isinstance(self.said, str) else self.said.values()
+        gpus = (place for place in places if isinstance(place, torch.device))
+        return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` that load a model with this device map.
+        """The options of `from_pretrained` that load a model so; call `finish` afterwards.
 
-        `outline` is the model without weights. Call `finish` after loading the model with these
-        options.
+        `outline` is the model without weights.
         """
         placement = self.place(outline)
-        folder = str(self._folder.path) if DISK in placement.values() else None
-        return {"device_map": placement, "offload_folder": folder}
+        return {"device_map": placement, "offload_folder": self._offload_folder(placement)}
 
     def dispatch(self, module: Any) -> None:
         """Move the parts of a model from the CPU to the devices of this device map."""
         from accelerate import dispatch_model
 
         placement = self.place(module)
-        folder = str(self._folder.path) if DISK in placement.values() else None
         skipped = getattr(module, "_skip_keys_device_placement", None)
+        folder = self._offload_folder(placement)
         dispatch_model(module, placement, offload_dir=folder, skip_keys=skipped)
         self.finish(module)
 
@@ -157,47 +250,34 @@ class Spread:
         placement: Placement = getattr(module, "hf_device_map", {})
         if DISK in placement.values():
             module.offloaded = self._folder  # it is deleted with the model
-        if not any(isinstance(one, torch.device) for one in placement.values()):
+        if not any(isinstance(place, torch.device) for place in placement.values()):
             return
-        for name, where in placement.items():
-            if where == CPU:
+        for name, place in placement.items():
+            if place == CPU:
                 part = module.get_submodule(name)
                 hooks.remove_hook_from_module(part, recurse=True)
-                own = hooks.AlignDevicesHook(CPU, place_submodules=True)
-                hooks.add_hook_to_module(part, own)
+                hooks.add_hook_to_module(part, hooks.AlignDevicesHook(CPU, place_submodules=True))
                 hooks.attach_execution_device_hook(part, CPU)
         module.tie_weights()
 
-    @cached_property
-    def _folder(self) -> ArchiveFolder:
-        """A private folder for weights on disk that the model's own files have in another form.
-
-        The first access creates the folder, so use it only if some weights are on disk.
-        """
-        folder = ArchiveFolder(archives_dir() / f"weights-{os.getpid()}-{secrets.token_hex(4)}")
-        folder.make()
-        free_large_blocks_at_once()
-        return folder
-
     def place(self, module: Any) -> Placement:
-        """Choose the device of each part of a model, as this device map says.
+        """Choose the device of each part of a model; shapes and types of weights are enough.
 
-        Only the shapes and types of the weights are needed. Raises ModelError if the map names a
-        module that the model does not have, splits a layer or leaves a part without a device, or if
-        the model does not fit.
+        Raises ModelError if the map names a module that the model does not have, splits a layer or
+        leaves a part without a device, or if the model does not fit.
         """
         names = {id(one): name for name, one in module.named_modules()}
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         is_tied = getattr(module.config, "tie_word_embeddings", False)
         head = names[id(module.get_output_embeddings())] if is_tied else None
-        parts = [one for one in _parts_of(module, layers) if one != head]
+        parts = [part for part in _parts_of(module, layers) if part != head]
         if isinstance(self.said, str):
-            found = self._planned(module, parts, layers)
+            placement = self._planned(module, parts, layers)
         else:
-            found = self._as_said(self.said, list(names.values()), parts, layers)
+            placement = self._as_said(self.said, list(names.values()), parts, layers)
         if head is not None:  # its weights are those of the embeddings
-            found[head] = found[names[id(module.get_input_embeddings())]]
-        return found
+            placement[head] = placement[names[id(module.get_input_embeddings())]]
+        return placement
 
     def _as_said(
         self, said: dict[str, Where], known: list[str], parts: list[str], layers: list[str]
@@ -208,56 +288,105 @@ class Spread:
                     f"the device map names {format_value(name)}; {self.model} has no such module",
                     hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
                 )
-            inside = next((one for one in layers if name != one and is_within(name, one)), None)
-            if inside:
-                raise ModelError(f"the device map splits {inside}", hint="give it the whole layer")
-        found = Placement()
+            outer = next((one for one in layers if name != one and is_within(name, one)), None)
+            if outer:
+                raise ModelError(f"the device map splits {outer}", hint="give it the whole layer")
+        placement = Placement()
         for part in parts:
-            outer = max((one for one in said if is_within(part, one)), key=len, default=None)
-            if outer is None:
+            longest = max((name for name in said if is_within(part, name)), key=len, default=None)
+            if longest is None:
                 raise ModelError(
                     f"the device map has no device for {part}",
                     hint='the empty name "" stands for all modules that are not named',
                 )
-            found[part] = said[outer]
-        return found
+            placement[part] = said[longest]
+        return placement
 
-    def _planned(self, module: nn.Module, parts: list[str], layers: list[str]) -> Placement:
-        caches, sized = dict(zip(layers, self.caches, strict=False)), list[ModelPart]()
-        for name in parts:
+    def _planned(self, module: nn.Module, names: list[str], layers: list[str]) -> Placement:
+        caches, parts = dict(zip(layers, self.caches, strict=False)), list[ModelPart]()
+        for name in names:
             weights = sum(one.nbytes for one in module.get_submodule(name).parameters())
             if weights:  # the frequencies of a rotation have none
-                sized.append(ModelPart(name, weights, caches.get(name, 0)))
-        gpus, free = accelerators(), free_memory()
-        places = [DeviceRoom(str(one), max(0, free_bytes(one) - GPU_RESERVE)) for one in gpus]
-        places.append(DeviceRoom(CPU, None if free is None else max(0, free - PROGRAM)))
-        even = len(gpus) * (self.said == "balanced")
-        laid = lay_out(sized, [*places, DeviceRoom(DISK, None)], even=even)
-        if laid is None:
-            raise ModelError(
-                f"{self.model} does not fit, not even with its layers on disk",
-                hint="choose a smaller budget or model",
+                parts.append(ModelPart(name, weights, caches.get(name, 0)))
+        places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in accelerators()}
+        rooms = {place: free_bytes(gpu) - GPU_RESERVE for place, gpu in places.items()}
+        free = free_memory()
+        rooms[CPU] = _UNLIMITED if free is None else free - PROGRAM
+        first, kept = next(iter(rooms)), 0
+        while True:  # the first place also has keys and values of the layers on disk
+            placed = plan(
+                parts, rooms | {first: rooms[first] - kept}, balanced=self.said == "balanced"
             )
-        where: list[Where] = [*gpus, CPU, DISK]
-        found = {one.name: at for at, held in zip(where, laid, strict=True) for one in held}
-        return {name: found.get(name, found[sized[0].name]) for name in parts}
+            stored = [part for part in parts if placed[part.name] == DISK]
+            needed = sum(part.cache for part in stored)
+            if stored and rooms[first] < needed + max(part.weights for part in stored):
+                raise ModelError(
+                    f"{self.model} does not fit, not even with its layers on disk",
+                    hint="choose a smaller budget or model",
+                )
+            if needed <= kept:
+                break
+            kept = needed
+        where: dict[int | str, Where] = {**places, CPU: CPU, DISK: DISK}
+        beside = placed[parts[0].name]  # for what has no weights
+        return {name: where[placed.get(name, beside)] for name in names}
+
+    def _offload_folder(self, placement: Placement) -> str | None:
+        return str(self._folder.path) if DISK in placement.values() else None
+
+    @cached_property
+    def _folder(self) -> ArchiveFolder:
+        """A private folder for weights on disk that the model's own files have in another form."""
+        folder = ArchiveFolder(archives_dir() / f"weights-{os.getpid()}-{secrets.token_hex(4)}")
+        folder.make()
+        free_large_blocks_at_once()
+        return folder
+
+
+class _SizedPart(nn.Module):
+    """Stands for a part of a model, in a plan: has so many bytes, and no memory."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        content = torch.empty(size, dtype=torch.uint8, device="meta")
+        self.content = nn.Parameter(content, requires_grad=False)
+
+
+def _require_accelerate() -> None:
+    if find_spec("accelerate") is None:
+        raise ModelError(
+            "a device map needs the package accelerate", hint="pip install 'sirchat[devices]'"
+        )
+
+
+def _device(value: object, where: str) -> Where:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    text = f"cuda:{value}" if is_number else str(value)
+    if text in (CPU, DISK):
+        return text
+    available = accelerators()
+    with suppress(RuntimeError):  # it is not the name of a device
+        device = torch.device(text)
+        if (gpu := torch.device(device.type, device.index or 0)) in available:
+            return gpu
+    allowed = ", ".join(map(str, (CPU, DISK, *available)))
+    raise ModelError(f"{where} has the device {format_value(value)}", hint=f"allowed: {allowed}")
 
 
 def _parts_of(module: nn.Module, layers: list[str]) -> Iterator[str]:
-    """Yield the names of the parts of a model that are placed on devices, in order.
+    """Yield the names of the parts that are placed: layers, and what has weights beside them.
 
-    These are the layers, and the modules outside the layers that have weights or buffers of their
-    own. Raises ModelError if a module that contains a layer has weights or buffers of its own.
+    Raises ModelError if a module that contains a layer has weights or buffers of its own.
     """
-    for name, one in module.named_modules():
+    for name, part in module.named_modules():
         if name in layers:
             yield name
         elif not any(is_within(name, layer) for layer in layers):
-            own = (*one.parameters(recurse=False), *one.buffers(recurse=False))
-            if own and any(is_within(layer, name) for layer in layers):
+            tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+            if tensors and any(is_within(layer, name) for layer in layers):
                 whose = name or "its root"
                 raise ModelError(
                     f"the model can't be spread: {whose} has weights beside its layers"
                 )
-            if own:
+            if tensors:
                 yield name

@@ -22,7 +22,6 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import BoundedCache
-from sirchat.models.layout import DISK
 
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -33,7 +32,7 @@ Where = torch.device | str
 Placement = dict[str, Where]
 """The device of each layer, and of each module outside the layers, by the module's name."""
 
-CPU = "cpu"
+CPU, DISK = "cpu", "disk"
 
 
 def accelerators() -> list[torch.device]:

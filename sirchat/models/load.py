@@ -14,7 +14,7 @@ from torch import nn
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError
 from sirchat.models.compiling import use_compiled
-from sirchat.models.decoder import ConfigValues, Decoder, DecoderConfig
+from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, spread_of
 from sirchat.models.devices import (
     DeviceName,
@@ -32,6 +32,7 @@ from sirchat.models.measuring import (
     choose_products,
 )
 from sirchat.models.model import LoadedModel, wrap_model
+from sirchat.models.model_config import ConfigValues, DecoderConfig
 from sirchat.models.names import locate, unloadable
 from sirchat.models.packed import (
     four_bit_block,

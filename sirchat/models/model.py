@@ -1,4 +1,4 @@
-"""Loads a causal language model with its tokenizer, and runs it over a bounded cache."""
+"""A loaded causal language model with its tokenizer, which reads ids over a bounded KV cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
 from sirchat.models.attention_hook import (
     AttentionObserver,
+    LayerQueries,
     QueryRecorder,
     install_hook,
     is_observed,
@@ -25,33 +27,22 @@ from sirchat.models.attention_hook import (
 )
 from sirchat.models.decode_step import DecodeStep
 from sirchat.models.decoder import Decoder
-from sirchat.models.devices import (
-    input_device,
-    is_spread,
-    pick_dtype,
-    stored_weights_of,
-)
-from sirchat.models.measuring import (
-    CacheTypeName,
-    fastest_type,
-    head_shape,
-)
-from sirchat.models.packed import (
-    SharedWeights,
-    packed_buffers,
-)
+from sirchat.models.devices import input_device, is_spread, pick_dtype, stored_weights_of
+from sirchat.models.measuring import CacheTypeName, fastest_type, head_shape
+from sirchat.models.model_config import context_length, sliding_window
+from sirchat.models.packed import SharedWeights, packed_buffers
 from sirchat.models.probe import (
     cache_argument,
-    context_length,
     probe_rotations,
     probe_state,
     refuse_unsupported_layers,
-    sliding_window,
     state_kinds,
 )
 from sirchat.models.scorer import LayerStates, Scorer, scorer_of
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
+
+_USUAL_CONTEXT = 2048  # tokens, for a model that does not state its context length
 
 
 @dataclass(frozen=True)
@@ -61,17 +52,14 @@ class LoadedModel:
     Attributes:
         name: the model's name, as the user gave it.
         module: a `Decoder`, or a model of transformers.
-        tokenizer: the model's tokenizer.
-        rotations: the rotary embedding of each layer with keys and values, as `probe_rotations`
-            detects it.
+        rotations: the rotary embedding of each layer with keys and values.
         context_length: number of tokens that the model was trained for.
-        window: width of the sliding-window layers, in cache rows; None without such layers.
+        window: width of the sliding-window layers, in cache slots; None without such layers.
         scorer: predicts each token's score for the policy `learned`.
         kinds: the kind of each layer of a hybrid model; None if all layers have keys and values
             only.
-        reads_singly: whether the model can continue a recurrent state only with one token at a
-            time.
-        cache_type: the setting for the cache's number type, see `cache_dtype`.
+        reads_singly: whether a recurrent state can be continued only with one token at a time.
+        cache_type: the setting `cache_dtype`.
     """
 
     name: str
@@ -84,6 +72,128 @@ class LoadedModel:
     kinds: list[LayerKind] | None
     reads_singly: bool
     cache_type: CacheTypeName = "auto"
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
+    ) -> Tensor:
+        """Read ids [m] after the n slots of the cache; returns float32 logits [m, V].
+
+        Keys and values are written into the cache; `cache.commit` keeps them.
+
+        Args:
+            visible: bool [m, n + m], the slots that each id attends to; None for causal attention.
+            positions: [m], the position of each id; None for n, n + 1, ...
+            observer: receives each layer's attention, if the model exposes it.
+            scores: a list to which the scorer's score of each id is added; NaN without a scorer.
+        """
+        with self._observed_by(observer), torch.inference_mode():
+            step = self.decode_step
+            if step is not None and len(ids) == 1 and visible is None and not is_observed():
+                position = cache.length if positions is None else positions[0]
+                logits, states = step.read(ids[0], position, cache)
+                if scores is not None:
+                    scores += self.scorer.scores(states)
+                return logits
+            with self._scored(len(ids), scores):
+                out = self.module(**self._inputs(ids, cache, visible, positions))
+            return torch.as_tensor(out.logits[0].float())
+
+    def read(
+        self,
+        ids: Sequence[int],
+        cache: BoundedCache,
+        *,
+        visible: Tensor | None = None,
+        positions: Sequence[int] | None = None,
+        observer: AttentionObserver | None = None,
+        scores: list[float] | None = None,
+    ) -> PassResult:
+        """Read ids as `forward` does; returns their surprisal, and the logits after the last id."""
+        if len(ids) == 1 or not self._has_plain_head:
+            logits = self.forward(
+                ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
+            )
+            return PassResult.of_logits(logits, ids)
+        with self._observed_by(observer), torch.inference_mode():
+            with self._scored(len(ids), scores):
+                hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
+            head = self.module.get_output_embeddings()
+            following = torch.tensor(ids[1:], device=hidden.device)
+            surprisals = surprisal_at(head, hidden[:-1], following)
+            return PassResult(surprisals, head(hidden[-1:]).float()[0])
+
+    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
+        """Context manager, entered for each of about `count` passes over one text.
+
+        Packed weights are then unpacked only once for all these passes.
+        """
+        return SharedWeights(self.module, count)
+
+    def new_cache(self, capacity: int) -> BoundedCache:
+        """Make an empty KV cache with `capacity` slots."""
+        return self._new_cache(capacity, self.row_devices)
+
+    def embeddings(self, ids: Tensor) -> Tensor:
+        """The input embeddings [n, d] of token ids [n]."""
+        return torch.as_tensor(self.module.get_input_embeddings()(ids.to(self.device)))
+
+    def mask(self, visible: Tensor) -> Any:
+        """The additive attention mask [1, 1, m, n + m] for the booleans `visible` [m, n + m].
+
+        If only some layers have a sliding window: a dictionary, with a mask for each kind of layer.
+        """
+
+        def additive(sees: Tensor) -> Tensor:
+            mask = torch.zeros(sees.shape, dtype=self.dtype)
+            mask = mask.masked_fill(~sees, torch.finfo(self.dtype).min)
+            return mask[None, None].to(self.device)
+
+        config = self.module.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or [])
+        if self.window is None:
+            return additive(visible)
+        near = visible.triu(visible.shape[1] - len(visible) - self.window + 1)
+        if len(kinds) < 2:
+            return additive(near)
+        return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
+
+    @contextmanager
+    def recorded_queries(self) -> Iterator[QueryRecorder]:
+        """Context manager: yields a recorder of the queries of all passes within the block."""
+        recorder = QueryRecorder()
+        with observed_by(self.module, recorder, self.layer_numbers):
+            yield recorder
+
+    def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """For each tensor of weights: its shape, and about 64 of its numbers, on the CPU."""
+        weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
+        return [
+            (
+                tuple(weight.shape),
+                weight.detach().flatten()[:: max(1, weight.numel() // 64)].float().cpu(),
+            )
+            for weight in weights
+        ]
+
+    def require_comparable_queries(self) -> None:
+        """Raise ModelError if the model's queries can't be compared with its cached keys."""
+        cache, recorder = self.new_cache(1), QueryRecorder()
+        self.forward([0], cache, observer=recorder)
+        cache.commit(1)
+        queries = recorder.queries(self.rotations)
+        keys = cache.first_written(torch.arange(1), np.arange(1)).tensors[::2]
+        if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
+            raise ModelError(
+                f"the queries of {self.name} can't be compared with its KV cache",
+                hint="choose another retriever, such as words or mips",
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -107,31 +217,31 @@ class LoadedModel:
 
     @cached_property
     def layer_numbers(self) -> dict[int, int]:
-        """Maps each layer's number in the model to its number among layers with keys and values.
-
-        Only layers with keys and values are included. Empty if the model is not a hybrid one.
-        """
+        """Each layer's number among those with keys and values; empty if not a hybrid model."""
         return layer_numbers(self.kinds or [])
 
     @property
     def has_state(self) -> bool:
-        """Whether the model has recurrent or convolution layers.
+        """Whether the model has recurrent or convolution layers, whose state has read every token.
 
-        The state of such a layer has read every token, also evicted ones.
+        That includes tokens that were evicted since.
         """
         return any(states for _, states in self.kinds or [])
 
+    @property
+    def caches_latents(self) -> bool:
+        """Whether the cache has compressed keys and values (multi-head latent attention)."""
+        # Only such models rotate a layer's second cached tensor, which usually has the values.
+        return any(rotation.value is not None for rotation in self.rotations)
+
     @cached_property
     def device(self) -> torch.device:
-        """The device of the model's weights; of several devices, that of the embeddings."""
+        """The device to which ids are sent; of several devices, that of the embeddings."""
         return input_device(self.module)
 
     @cached_property
     def row_devices(self) -> list[torch.device]:
-        """The device of each layer's keys and values.
-
-        If the model is spread over several devices, the first access runs a forward pass.
-        """
+        """The device of each layer's keys and values; if spread, found by a forward pass."""
         if not is_spread(self.module):
             return [self.device] * len(self.rotations)
         cache = self._new_cache(1, None)
@@ -143,30 +253,6 @@ class LoadedModel:
         """The number type of the model's weights."""
         return cast(torch.dtype, self.module.dtype)
 
-    @cached_property
-    def decode_step(self) -> DecodeStep | None:
-        """An object that reads single tokens faster than `module`; None if the model has none."""
-        can = DecodeStep.supports(self.module)
-        return DecodeStep(self.module, self.cache_dtype, self.scorer.layers) if can else None
-
-    @cached_property
-    def _has_plain_head(self) -> bool:
-        return can_score(self.module)
-
-    @cached_property
-    def _is_packed(self) -> bool:
-        return next(packed_buffers(self.module), None) is not None
-
-    def embeddings(self, ids: Tensor) -> Tensor:
-        """The input embeddings [n, d] of token ids [n]."""
-        ids = ids.to(input_device(self.module))
-        return torch.as_tensor(self.module.get_input_embeddings()(ids))
-
-    def weight_samples(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """For each tensor of weights: its shape, and about 64 of its numbers, on the CPU."""
-        weights = chain(stored_weights_of(self.module), packed_buffers(self.module))
-        return [(tuple(one.shape), weight_sample(one.detach())) for one in weights]
-
     @property
     def precision(self) -> str:
         """The number type of the weights as text: `float32`, `float32 with packed weights`, ..."""
@@ -175,24 +261,12 @@ class LoadedModel:
 
     @cached_property
     def cache_dtype(self) -> torch.dtype:
-        """The number type of keys and values in the cache; `Profile.cache_dtype` describes it."""
+        """The number type of keys and values in the cache."""
         if self.cache_type != "auto":
             return pick_dtype(self.cache_type, self.device)
         if not (self._is_packed and self.dtype == torch.float32):
             return self.dtype
         return fastest_type(head_shape(self.module.config))
-
-    def new_cache(self, capacity: int) -> BoundedCache:
-        """Make an empty KV cache with room for `capacity` rows, one for each token."""
-        return self._new_cache(capacity, self.row_devices)
-
-    def _new_cache(self, capacity: int, devices: list[torch.device] | None) -> BoundedCache:
-        if isinstance(self.module, Decoder):
-            return BoundedCache(self.rotations, capacity, self.cache_dtype, devices)
-        from sirchat.memory.hub_cache import HubCache
-
-        how = self.cache_dtype, self.kinds, self.reads_singly, devices
-        return HubCache(self.rotations, capacity, *how)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -202,12 +276,10 @@ class LoadedModel:
         return cache.nbytes // cache.capacity
 
     @cached_property
-    def has_attention_hook(self) -> bool:
-        """Whether observers can receive the model's attention.
-
-        The first access installs the attention hook.
-        """
-        return install_hook(self.module)
+    def decode_step(self) -> DecodeStep | None:
+        """Reads single tokens faster than `module`; None if the model has no decode step."""
+        can = DecodeStep.supports(self.module)
+        return DecodeStep(self.module, self.cache_dtype, self.scorer.layers) if can else None
 
     @cached_property
     def exposes_attention(self) -> bool:
@@ -217,93 +289,30 @@ class LoadedModel:
         once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
         return once if self.has_state else not recorder.is_empty
 
-    @contextmanager
-    def recorded_queries(self) -> Iterator[QueryRecorder]:
-        """Context manager: record the queries of all forward passes within the block.
-
-        Yields the recorder.
-        """
-        recorder = QueryRecorder()
-        with observed_by(self.module, recorder, self.layer_numbers):
-            yield recorder
-
     @cached_property
     def anchors(self) -> Anchors | None:
-        """The model's anchor tokens; None if the model was not trained with anchor tokens.
-
-        The model compresses a sentence or a round into one anchor token.
-        """
+        """The tokens into which the model compresses a sentence or a round; None without such."""
         return anchors_of(self.module.config)
 
-    def forward(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        *,
-        visible: Tensor | None = None,
-        positions: Sequence[int] | None = None,
-        observer: AttentionObserver | None = None,
-        scores: list[float] | None = None,
-    ) -> Tensor:
-        """Read ids [m] after the n rows of the cache; returns float32 logits [m, V].
+    @cached_property
+    def _has_plain_head(self) -> bool:
+        return can_score(self.module)
 
-        The keys and values of the ids are written into the cache, but `cache.commit` must be called
-        to keep them.
+    @cached_property
+    def _is_packed(self) -> bool:
+        return next(packed_buffers(self.module), None) is not None
 
-        Args:
-            ids: token ids.
-            cache: the KV cache with the n rows.
-            visible: bool [m, n + m], the rows that each id attends to; None for causal attention.
-            positions: [m], the position of each id; None for n, n + 1, ...
-            observer: records each layer's attention, if the model exposes it.
-            scores: a list to which the scorer's score of each id is added; NaN without a scorer.
-        """
-        with self._observed_by(observer), torch.inference_mode():
-            step = self.decode_step
-            if step is not None and len(ids) == 1 and visible is None and not is_observed():
-                at = cache.length if positions is None else positions[0]
-                logits, states = step.read(ids[0], at, cache)
-                if scores is not None:
-                    scores += self.scorer.scores(states)
-                return logits
-            with self._scored(len(ids), scores):
-                out = self.module(**self._inputs(ids, cache, visible, positions))
-            return torch.as_tensor(out.logits[0].float())
+    @cached_property
+    def _has_attention_hook(self) -> bool:
+        return install_hook(self.module)
 
-    def share_unpacked(self, count: int) -> AbstractContextManager[None]:
-        """Make a context manager within which forward passes share unpacked weights.
+    def _new_cache(self, capacity: int, devices: list[torch.device] | None) -> BoundedCache:
+        if isinstance(self.module, Decoder):
+            return BoundedCache(self.rotations, capacity, self.cache_dtype, devices)
+        from sirchat.memory.hub_cache import HubCache
 
-        Enter the context manager for each of about `count` passes over one text. Packed weights are
-        then unpacked only once for all these passes.
-        """
-        return SharedWeights(self.module, count)
-
-    def read(
-        self,
-        ids: Sequence[int],
-        cache: BoundedCache,
-        *,
-        visible: Tensor | None = None,
-        positions: Sequence[int] | None = None,
-        observer: AttentionObserver | None = None,
-        scores: list[float] | None = None,
-    ) -> PassResult:
-        """Read ids as `forward` does; returns their surprisal, and the logits after the last id.
-
-        The first id has no surprisal.
-        """
-        if len(ids) == 1 or not self._has_plain_head:
-            logits = self.forward(
-                ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
-            )
-            return PassResult.of_logits(logits, ids)
-        with self._observed_by(observer), torch.inference_mode():
-            with self._scored(len(ids), scores):
-                hidden = self.module.model(**self._inputs(ids, cache, visible, positions))[0][0]
-            head = self.module.get_output_embeddings()
-            after = torch.tensor(ids[1:], device=hidden.device)
-            found = surprisal_at(head, hidden[:-1], after)
-            return PassResult(found, head(hidden[-1:]).float()[0])
+        settings = self.cache_dtype, self.kinds, self.reads_singly, devices
+        return HubCache(self.rotations, capacity, *settings)
 
     def _inputs(
         self,
@@ -328,16 +337,13 @@ class LoadedModel:
         }
 
     def _observed_by(self, observer: AttentionObserver | None) -> AbstractContextManager[None]:
-        if observer is None or not self.has_attention_hook:
+        if observer is None or not self._has_attention_hook:
             return nullcontext()
         return observed_by(self.module, observer, self.layer_numbers)
 
     @contextmanager
     def _scored(self, count: int, scores: list[float] | None) -> Iterator[None]:
-        """Context manager: score the `count` ids that the model reads within the block.
-
-        The scorer's score of each id is added to the list `scores`; NaN if the model has no scorer.
-        """
+        """Add the score of each of the `count` ids that are read within the block to `scores`."""
         if scores is None or not self.scorer.layers:
             yield
             if scores is not None:
@@ -348,57 +354,21 @@ class LoadedModel:
             yield
         scores += self.scorer.scores(states.joined())
 
-    def mask(self, visible: Tensor) -> Any:
-        """Make the additive attention mask [1, 1, m, n + m] from the booleans `visible` [m, n + m].
-
-        The mask is 0 where `visible` is true, and a very low number elsewhere. If only some layers
-        have a sliding window, returns a dictionary with a mask for each kind of layer.
-        """
-
-        def additive(sees: Tensor) -> Tensor:
-            mask = torch.zeros(sees.shape, dtype=self.dtype)
-            mask = mask.masked_fill(~sees, torch.finfo(self.dtype).min)
-            return mask[None, None].to(self.device)
-
-        config = self.module.config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or [])
-        if self.window is None:
-            return additive(visible)
-        near = visible.triu(visible.shape[1] - len(visible) - self.window + 1)
-        if len(kinds) < 2:
-            return additive(near)
-        return {kind: additive(near if "sliding" in kind else visible) for kind in kinds}
-
-
-def weight_sample(weight: Tensor) -> Tensor:
-    """Take about 64 evenly spaced numbers of a tensor; returns float32 on the CPU."""
-    return weight.flatten()[:: max(1, weight.numel() // 64)].float().cpu()
-
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:
     """Make a LoadedModel from a module and its tokenizer: detects the rotation of each layer.
 
     Raises ModelError if tokens can't be evicted from the model's cache.
     """
+    config = module.config.get_text_config(decoder=True)
+    kinds, reads_singly = None, False
     if isinstance(module, Decoder):
-        return _wrapped(name, module, tokenizer, module.rotations, None, False)
-    config = module.config.get_text_config(decoder=True)
-    refuse_unsupported_layers(config, name)
-    kinds = state_kinds(config)
-    rotations = probe_rotations(module, name, kinds)
-    is_slow = kinds is not None and probe_state(module, name, kinds, rotations)
-    return _wrapped(name, module, tokenizer, rotations, kinds, is_slow)
-
-
-def _wrapped(
-    name: str,
-    module: Any,
-    tokenizer: Any,
-    rotations: list[LayerRotation],
-    kinds: list[LayerKind] | None,
-    reads_singly: bool,
-) -> LoadedModel:
-    config = module.config.get_text_config(decoder=True)
+        rotations = module.rotations
+    else:
+        refuse_unsupported_layers(config, name)
+        kinds = state_kinds(config)
+        rotations = probe_rotations(module, name, kinds)
+        reads_singly = kinds is not None and probe_state(module, name, kinds, rotations)
     return LoadedModel(
         name=name,
         module=module,
@@ -406,7 +376,7 @@ def _wrapped(
         rotations=rotations,
         kinds=kinds,
         reads_singly=reads_singly,
-        context_length=context_length(config),
+        context_length=context_length(config) or _USUAL_CONTEXT,
         window=sliding_window(config),
         scorer=scorer_of(name, module),
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,26 +14,15 @@ from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
 from sirchat.memory.rope import Rotation, match_rotation
-from sirchat.models.attention_hook import LayerQueries, QueryRecorder
 from sirchat.models.devices import input_device
+from sirchat.models.model_config import REFUSED_LAYERS, context_length
 from sirchat.models.packed import packed_buffers
-
-if TYPE_CHECKING:  # that module imports this one
-    from sirchat.models.model import LoadedModel
-
-_MISSING = {
-    "indexed_attention": "each picks the tokens to attend to by an index of its own, from which "
-    "sirchat can't evict",
-    "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
-    "be evicted",
-}
-"""For each kind of layer that sirchat can't run: the reason, as an error message gives it."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _STATE_TOLERANCE = 1e-3, 0.03  # in float32; with rounded weights or products
 _DISTANCES = (1, 17, 301)
 _PROBE_TOKEN = 5
-_LENGTH_DEPENDENT = {"dynamic", "longrope"}
+_NO_ROWS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
@@ -45,49 +33,8 @@ def cache_argument(module: Any, kv_cache: Any) -> dict[str, Any]:
     return {_cache_name(type(module).forward): kv_cache}
 
 
-@cache
-def _cache_name(forward: Any) -> str:
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
-
-
-def context_length(config: Any) -> int:
-    """The number of tokens that a model was trained for, according to its config.
-
-    Some rotations (RoPE) change their frequencies beyond a certain length (dynamic NTK, longrope).
-    For these rotations, that length is returned, because keys that are already in the cache would
-    be wrong for the new frequencies.
-    """
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    declared = [int(getattr(config, name)) for name in names if getattr(config, name, None)]
-    limit = declared[0] if declared else 2048
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
-        if parameters.get("rope_type") in _LENGTH_DEPENDENT:
-            original = parameters.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            limit = min(limit, int(original or limit))
-    return limit
-
-
-def sliding_window(config: Any) -> int | None:
-    """The width of a model's sliding-window layers, in tokens; None if it has no such layers."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or []
-    if (
-        window
-        and getattr(config, "use_sliding_window", True)
-        and (not kinds or any("sliding" in str(kind) for kind in kinds))
-    ):
-        return int(window)
-    return None
-
-
 def refuse_foreign_tokenizer(module: Any, tokenizer: Any, name: str) -> None:
-    """Raise ModelError if the tokenizer has a larger vocabulary than the model.
-
-    Tokens that were added to the tokenizer's vocabulary do not count.
-    """
+    """Raise ModelError if the tokenizer has more tokens than the model, added ones not counted."""
     known, tokens = module.config.get_text_config(decoder=True).vocab_size, tokenizer.vocab_size
     if tokens > known:
         raise ModelError(
@@ -107,21 +54,21 @@ def state_kinds(config: Any) -> list[LayerKind] | None:
 
 
 def refuse_unsupported_layers(config: Any, name: str) -> None:
-    """Raise ModelError for an encoder-decoder model, and for layers that sirchat can't run."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    odd = sorted({str(kind) for kind in kinds} & set(_MISSING))
-    if odd:
+    """Raise ModelError for an encoder-decoder model, and for layers that can't run here."""
+    listed = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    refused = sorted({str(kind) for kind in listed or []} & set(REFUSED_LAYERS))
+    if refused:
         raise ModelError(
-            f"{name} has {odd[0]} layers; {_MISSING[odd[0]]}",
+            f"{name} has {refused[0]} layers; {REFUSED_LAYERS[refused[0]]}",
             hint="choose a model whose attention layers keep keys and values per token",
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name} is an encoder-decoder model; sirchat runs causal language models")
     try:
-        own = state_kinds(config)
+        kinds = state_kinds(config)
     except KeyError as error:
         raise ModelError(f"{name} has {error.args[0]} layers; sirchat doesn't know them") from error
-    if own is not None and not any(has_rows for has_rows, _ in own):
+    if kinds is not None and not any(has_rows for has_rows, _ in kinds):
         raise ModelError(
             f"{name} has no attention layers, so there is nothing to evict",
             hint="choose a model with attention, or with attention beside recurrent layers",
@@ -131,14 +78,16 @@ def refuse_unsupported_layers(config: Any, name: str) -> None:
 def probe_rotations(
     module: Any, name: str, kinds: list[LayerKind] | None = None
 ) -> list[LayerRotation]:
-    """Detect the rotation (RoPE) of both cached tensors of each layer that has such tensors.
+    """Detect the rotation (RoPE) of both cached tensors, usually keys and values, of each layer.
 
-    The two tensors are usually keys and values. `kinds` are the kinds of a hybrid model's layers.
-    Raises ModelError if a layer has no keys and values per token, or if these depend on the
-    position in another way than by a known rotation (as with learned positions).
+    `kinds` are those of a hybrid model's layers. Raises ModelError if a layer has no keys and
+    values per token, or if these depend on the position in another way (as learned positions do).
     """
+    # For a single token, the hidden states do not depend on the position. So a layer's keys at two
+    # positions differ by exactly that layer's rotation.
     config = module.config.get_text_config(decoder=True)
-    distances = [d for d in _DISTANCES if d < context_length(config)]
+    context = context_length(config)
+    distances = [d for d in _DISTANCES if context is None or d < context]
     numbers = range(config.num_hidden_layers) if kinds is None else list(layer_numbers(kinds))
     blank = [LayerRotation(None)] * len(numbers)
     samples = {p: _sample(module, p, name, blank, kinds) for p in (0, *distances)}
@@ -152,16 +101,63 @@ def probe_rotations(
     rotations = []
     for at, layer in enumerate(numbers):
         try:
-            found = [_match(samples, at, slot, frequencies) for slot in (0, 1)]
+            key, value = (_match(samples, at, tensor, frequencies) for tensor in (0, 1))
         except LookupError as error:
             raise ModelError(
                 f"{name} can't run with a limited cache: layer {layer}: {error}",
                 hint="models with learned positions, such as GPT-2, cannot move their keys",
             ) from error
-        rotations.append(LayerRotation(key=found[0], value=found[1]))
+        rotations.append(LayerRotation(key=key, value=value))
     if kinds is None:  # else `probe_state` checks it
         _check_a_move(module, config, rotations, samples[0][0], name)
     return rotations
+
+
+def probe_state(
+    module: Any, name: str, kinds: list[LayerKind], rotations: list[LayerRotation]
+) -> bool:
+    """Check that the recurrent state of a hybrid model can be restored and continued.
+
+    Returns whether the state can be continued only with one token at a time. Raises ModelError if
+    it can't be continued from a copy: a turn could not be undone.
+    """
+    vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
+    ids = [(7 * at + 5) % vocabulary for at in range(12)]
+    is_exact = module.dtype == torch.float32 and next(packed_buffers(module), None) is None
+    tolerance = _STATE_TOLERANCE[0 if is_exact else 1]
+
+    def new() -> BoundedCache:
+        return _hub_cache(rotations, len(ids), kinds)
+
+    try:
+        expected = _read(module, ids, new(), 0)
+        for size in (4, 1):
+            kv_cache = new()
+            _read(module, ids[:4], kv_cache, 0)
+            for at in range(4, len(ids), size):
+                state, rows = kv_cache.state, torch.arange(at)
+                _read(module, ids[:3], new(), 0)  # another chat
+                _read(module, ids[5:6], kv_cache, at)  # an id that is taken back
+                kv_cache.keep(rows)
+                kv_cache.state = state
+                logits = _read(module, ids[at : at + size], kv_cache, at)
+            if (logits - expected).norm() <= tolerance * expected.norm():
+                _check_a_move_after_state(module, new, name)
+                return size == 1
+    except _NO_ROWS as error:
+        raise ModelError(
+            f"{name} can't run with a limited cache: its state can't be kept ({_first_line(error)})"
+        ) from error
+    raise ModelError(
+        f"{name} can't run with a limited cache: the state of its recurrent layers can't be "
+        "continued from a copy",
+        hint="choose a model whose layers all keep keys and values per token",
+    )
+
+
+@cache
+def _cache_name(forward: Any) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _hub_cache(
@@ -180,11 +176,10 @@ def _check_a_move(
     at_start: tuple[Tensor, Tensor],
     name: str,
 ) -> None:
-    """Raise ModelError if a moved key differs from a key that is computed at the new position.
+    """Raise ModelError if a moved key differs from one computed at the new position.
 
-    The model reads one token twice, and the first copy is evicted. The key and value that are left
-    in layer 0 must equal `at_start`, which was computed at position 0. Models that ignore the given
-    positions fail this check.
+    The model reads one token twice, and the first copy is evicted: layer 0 must be left with
+    `at_start`, computed at position 0. Models that ignore the given positions fail.
     """
     kv_cache = _hub_cache(rotations, 2)
     ids = [[_probe_token(config)] * 2]
@@ -206,21 +201,33 @@ def _check_a_move(
             )
 
 
-def _probe_token(config: Any) -> int:
-    return min(_PROBE_TOKEN, int(config.vocab_size) - 1)
+def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
+    """Like `_check_a_move`, for a hybrid model: both keys are read after the same other token."""
+    keys = []
+    for is_moved in (True, False):
+        kv_cache = new()
+        _read(module, [1], kv_cache, 0)
+        kv_cache.keep(torch.arange(int(is_moved)))
+        _read(module, [1], kv_cache, int(is_moved))
+        kv_cache.keep(torch.tensor([int(is_moved)]))
+        keys.append(kv_cache.layer_keys(0)[0, :, 0].float())
+    ours, theirs = keys
+    if (ours - theirs).norm() > _TOLERANCE[module.dtype] * theirs.norm():
+        raise ModelError(
+            f"{name} can't run with a limited cache: its keys do not depend on the given positions"
+        )
 
 
 def _match(
     samples: dict[int, list[tuple[Tensor, Tensor]]],
     layer: int,
-    slot: int,
+    tensor: int,
     frequencies: dict[str, Tensor],
 ) -> Rotation | None:
-    by_position = {position: layers[layer][slot] for position, layers in samples.items()}
+    by_position = {position: layers[layer][tensor] for position, layers in samples.items()}
     return match_rotation(by_position, frequencies, _TOLERANCE[by_position[0].dtype])
 
 
-@torch.inference_mode()
 def _sample(
     module: Any,
     position: int,
@@ -237,10 +244,10 @@ def _sample(
             (kv_cache.layer_keys(i)[0, :, 0].clone(), kv_cache.layer_values(i)[0, :, 0].clone())
             for i in range(len(rotations))
         ]
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except _NO_ROWS as error:
         raise ModelError(
             f"{name} ({config.model_type}) cannot be used: its cache has no keys and values per "
-            f"token ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"token ({_first_line(error)})"
         ) from error
 
 
@@ -258,88 +265,9 @@ def _read(module: Any, ids: list[int], kv_cache: BoundedCache, position: int) ->
     return torch.as_tensor(logits[0, -1].float())
 
 
-def probe_state(
-    module: Any, name: str, kinds: list[LayerKind], rotations: list[LayerRotation]
-) -> bool:
-    """Check that the recurrent state of a hybrid model can be restored and continued.
-
-    Returns whether the state can be continued only with one token at a time. To check the state,
-    the model reads some ids at once, and then again in parts. Before each part, it reads other ids
-    into another cache, and reads one more id, which is taken back. Raises ModelError if the results
-    differ, because then the state could not be restored when a turn is undone.
-    """
-    vocabulary = int(module.config.get_text_config(decoder=True).vocab_size)
-    ids = [(7 * at + 5) % vocabulary for at in range(12)]
-
-    is_exact = module.dtype == torch.float32 and next(packed_buffers(module), None) is None
-    tolerance = _STATE_TOLERANCE[0 if is_exact else 1]
-
-    def new() -> BoundedCache:
-        return _hub_cache(rotations, len(ids), kinds)
-
-    try:
-        whole = _read(module, ids, new(), 0)
-        for size in (4, 1):
-            kv_cache = new()
-            _read(module, ids[:4], kv_cache, 0)
-            for at in range(4, len(ids), size):
-                state, rows = kv_cache.state, torch.arange(at)
-                _read(module, ids[:3], new(), 0)
-                _read(module, ids[5:6], kv_cache, at)
-                kv_cache.keep(rows)
-                kv_cache.state = state
-                parts = _read(module, ids[at : at + size], kv_cache, at)
-            if (parts - whole).norm() <= tolerance * whole.norm():
-                _check_a_move_after_state(module, new, name)
-                return size == 1
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ModelError(
-            f"{name} can't run with a limited cache: its state can't be kept "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        ) from error
-    raise ModelError(
-        f"{name} can't run with a limited cache: the state of its recurrent layers can't be "
-        "continued from a copy",
-        hint="choose a model whose layers all keep keys and values per token",
-    )
+def _probe_token(config: Any) -> int:
+    return min(_PROBE_TOKEN, int(config.vocab_size) - 1)
 
 
-def _check_a_move_after_state(module: Any, new: Callable[[], BoundedCache], name: str) -> None:
-    """Raise ModelError if a moved key differs from a key that is computed at the new position.
-
-    This check is like `_check_a_move`, but for a hybrid model. Both keys are of the same token,
-    read after the same other token.
-    """
-    keys = []
-    for is_moved in (True, False):
-        kv_cache = new()
-        _read(module, [1], kv_cache, 0)
-        kv_cache.keep(torch.arange(int(is_moved)))
-        _read(module, [1], kv_cache, int(is_moved))
-        kv_cache.keep(torch.tensor([int(is_moved)]))
-        keys.append(kv_cache.layer_keys(0)[0, :, 0].float())
-    ours, theirs = keys
-    if (ours - theirs).norm() > _TOLERANCE[module.dtype] * theirs.norm():
-        raise ModelError(
-            f"{name} can't run with a limited cache: its keys do not depend on the given positions"
-        )
-
-
-def require_comparable_queries(model: LoadedModel) -> None:
-    """Raise ModelError if the model's queries can't be compared with its cached keys."""
-    cache, recorder = model.new_cache(1), QueryRecorder()
-    model.forward([0], cache, observer=recorder)
-    cache.commit(1)
-    queries = recorder.queries(model.rotations)
-    keys = cache.first_written(torch.arange(1), np.arange(1)).tensors[::2]
-    if len(queries) < len(keys) or not all(map(LayerQueries.match, queries, keys)):
-        raise ModelError(
-            f"the queries of {model.name} can't be compared with its KV cache",
-            hint="choose another retriever, such as words or mips",
-        )
-
-
-def caches_latents(model: LoadedModel) -> bool:
-    """Whether a model caches compressed keys and values (multi-head latent attention)."""
-    # Only such models rotate a layer's second cached tensor, which usually has the values.
-    return any(rotation.value is not None for rotation in model.rotations)
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

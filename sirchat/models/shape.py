@@ -23,24 +23,23 @@ from sirchat.errors import ModelError
 from sirchat.models.gguf.architectures import ARCHITECTURES
 from sirchat.models.gguf.header import BLOCKS, GgufFile, parse_gguf
 from sirchat.models.gguf.translate import expands_keys, has_blocks, is_supported
+from sirchat.models.model_config import REFUSED_LAYERS, ConfigValues, context_length, positive
 
-_MOST = 1 << 32  # larger numbers count as invalid
-
+# The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`.
 MOST_UNPACKED = 2**29
-"""The most bytes of unpacked weights that several passes share; see `packed.SharedWeights`."""
+
 _MOST_LAYERS = 10_000
 _MOST_BYTES = 1 << 24  # most bytes of a config.json; usual ones have a few kilobytes
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-
-_PER_TOKEN = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-_WITH_ROWS = (*_PER_TOKEN, "hybrid", "hybrid_sliding")
-_REFUSED_LAYERS = ("indexed_attention", "compressed_sparse_attention")
+_WITH_ROWS = (
+    *("full_attention", "sliding_attention", "chunked_attention", "attention"),
+    *("hybrid", "hybrid_sliding"),
+)
+# Types of models that are refused at loading, although their config does not show why.
 _NOT_HELD = ("gpt2", "opt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv")
-"""Types of models that sirchat refuses to load, although their config does not show why."""
-
+# Types of models whose config may not show which of their layers have keys and values.
 _HYBRID = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2")
-"""Types of models whose config may not show which of their layers have keys and values."""
+
+_Elements = tuple[tuple[int, ...], int] | tuple[None, None]
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,12 @@ class ModelShape:
     """The sizes of a model as stated in its files; None for a size that they do not state.
 
     Attributes:
-        kind: the model's architecture, such as `llama`; for a GGUF file also the type of its
-            weights.
+        kind: the architecture, such as `llama`; for a GGUF file also the type of its weights.
         context_length: number of tokens that the model was trained for.
-        layer_elements: how many numbers the KV cache stores for one token in each layer: keys and
-            values. Rotated keys are stored twice, see `memory.cache`.
-        archived_elements: how many numbers the archive stores for one token in all layers; it
-            stores keys once.
-        stays_packed: whether the weights stay packed, on a CPU that can compute with packed
-            weights.
+        layer_elements: how many numbers of a token the KV cache stores in each layer: values, and
+            keys twice (as first written and as moved) where they rotate.
+        archived_elements: how many numbers of a token the archive stores in all layers.
+        stays_packed: whether the weights stay packed, on a CPU that can compute with these.
     """
 
     kind: str
@@ -67,7 +63,7 @@ class ModelShape:
 
     @property
     def row_elements(self) -> int | None:
-        """How many numbers the KV cache stores for one token in all layers; None if unknown."""
+        """How many numbers of a token the KV cache stores in all layers; None if unknown."""
         return None if self.layer_elements is None else sum(self.layer_elements)
 
 
@@ -87,8 +83,8 @@ def shape_of_folder(folder: Path) -> ModelShape:
         raise ModelError(f"{folder / 'config.json'} has no model_type")
     listed = text.get("layer_types")
     layers = listed if isinstance(listed, list) else []
-    count = sum(one in _WITH_ROWS for one in layers)
-    is_refused = any(one in _REFUSED_LAYERS for one in layers) or (layers and not count)
+    count = sum(layer in _WITH_ROWS for layer in layers)
+    is_refused = any(kind in REFUSED_LAYERS for kind in map(str, layers)) or (layers and not count)
     if kind in _NOT_HELD or is_refused:
         raise ModelError(f"{folder} is of type {kind[:60]}; tokens can't be evicted from its cache")
     if count < len(layers):  # the others have a state of constant size, which is not counted
@@ -96,9 +92,10 @@ def shape_of_folder(folder: Path) -> ModelShape:
     is_known = layers or kind not in _HYBRID
     cached, archived = _row_elements(text) if is_known else (None, None)
     if cached and count < len(layers):
-        own = iter(cached)
-        cached = tuple(next(own) if one in _WITH_ROWS else 0 for one in layers)
-    return ModelShape(kind, _context_length(text), cached, archived_elements=archived)
+        sizes = iter(cached)
+        cached = tuple(next(sizes) if layer in _WITH_ROWS else 0 for layer in layers)
+    context = context_length(ConfigValues(text))
+    return ModelShape(kind, context, cached, archived_elements=archived)
 
 
 def shape_of_gguf(path: Path) -> ModelShape:
@@ -135,132 +132,6 @@ def load_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _context_length(config: Mapping[str, Any]) -> int | None:
-    """The number of tokens that a model was trained for; None if its config does not say.
-
-    `probe.context_length` computes the same for a loaded model.
-    """
-    limit = next((n for name in _LENGTHS if (n := _whole(config.get(name)))), None)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if limit is None or not isinstance(rope, dict):
-        return limit
-    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if one.get("rope_type", one.get("type")) in _LENGTH_DEPENDENT:
-            key = "original_max_position_embeddings"
-            limit = min(limit, _whole(one.get(key)) or _whole(config.get(key)) or limit)
-    return limit
-
-
-_Elements = tuple[tuple[int, ...], int] | tuple[None, None]
-
-
-def _row_elements(config: Mapping[str, Any]) -> _Elements:
-    """Count the numbers stored for one token: in each layer of the KV cache, and in the archive.
-
-    The count for the archive is that of all layers. Both are None if the config does not say
-    enough.
-    """
-    layers = _whole(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
-    if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
-        layers = 2 * (_whole(config.get("num_layers"), _MOST_LAYERS) or 0) or None
-    heads = _whole(config.get("num_attention_heads") or config.get("n_head"))
-    hidden = _whole(config.get("hidden_size") or config.get("n_embd"))
-    if layers is None or heads is None:
-        return None, None
-    latent = _whole(config.get("kv_lora_rank"))
-    if latent is not None:  # DeepSeek: a compressed part and a rotated part
-        rotated_part = _whole(config.get("qk_rope_head_dim")) or 0
-        return (latent + 2 * rotated_part,) * layers, layers * (latent + rotated_part)
-    size = _whole(config.get("head_dim")) or (hidden // heads if hidden else None)
-    if size is None:
-        return None, None
-    row = _key_value_heads(config, heads) * size
-    rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
-    without = [one == 0 for one in rotated[:layers]] if isinstance(rotated, list) else []
-    without += [False] * (layers - len(without))
-    return tuple((2 if one else 3) * row for one in without), layers * 2 * row
-
-
-def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
-    if config.get("new_decoder_architecture") is True:  # Falcon: the cache has one for each head
-        return heads
-    if config.get("multi_query") is True:
-        return 1
-    given = (_whole(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
-    return next((one for one in given if one), heads)
-
-
-def _gguf_context_length(file: GgufFile) -> int | None:
-    """The context length in a GGUF header, in tokens; None if the header has none.
-
-    If RoPE scaling depends on the length of the text (longrope), this is the length before scaling.
-    """
-    prefix = file.architecture
-    limit = _whole(file.metadata.get(f"{prefix}.context_length"))
-    original = _whole(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
-    scales = "rope_factors_long.weight" in file.tensors  # it varies with the text's length
-    return min(limit, original) if scales and limit and original else limit
-
-
-def _gguf_row_elements(file: GgufFile) -> _Elements:
-    """Count the numbers stored for one token, from the header of a GGUF file.
-
-    Returns a count for each layer of the KV cache, and one for the archive, like `_row_elements`.
-    """
-
-    def said(name: str) -> Any:
-        return file.metadata.get(f"{file.architecture}.{name}")
-
-    hidden, of_queries = _whole(said("embedding_length")), _whole(said("attention.head_count"))
-    usual = hidden // of_queries if hidden and of_queries else None
-    key = _whole(said("attention.key_length")) or usual
-    value = _whole(said("attention.value_length")) or usual
-    counts = _key_heads(said)
-    if counts and of_queries and expands_keys(file):
-        counts = [of_queries] * len(counts)
-    if counts is None or key is None or value is None:
-        return None, None
-    near_key = _whole(said("attention.key_length_swa")) or key
-    near_value = _whole(said("attention.value_length_swa")) or value
-    slides, known = said("attention.sliding_window_pattern"), ARCHITECTURES.get(file.architecture)
-    unrotated = known.fixed.get("no_rope_layer_interval") if known else None
-    cached, archived = list[int](), 0
-    for at, count in enumerate(counts):
-        is_near = isinstance(slides, list) and slides[at : at + 1] == [True]
-        keys = count * (near_key if is_near else key)
-        once = keys + count * (near_value if is_near else value)
-        archived += once
-        cached.append(once if unrotated and (at + 1) % unrotated == 0 else once + keys)
-    return tuple(cached), archived
-
-
-def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
-    """The number of key heads of each layer in a GGUF file, 0 if a layer has none; None if unknown.
-
-    `said` returns the header's value for a key. Layers at the end that use other layers' keys, or
-    predict further tokens, are left out.
-    """
-    layers = _whole(said("block_count"), _MOST_LAYERS)
-    if layers is None:
-        return None
-    heads = said("attention.head_count_kv") or said("attention.head_count")
-    interval = _whole(said("full_attention_interval")) or 1  # the other layers have a state
-    every = [0 if at % interval else heads for at in range(1, layers + 1)]
-    by_layer = heads[:layers] if isinstance(heads, list) else every
-    counts = [0 if one == 0 else _whole(one) for one in by_layer]
-    own = layers - (_whole(said("attention.shared_kv_layers")) or 0)
-    own -= _whole(said("nextn_predict_layers")) or 0
-    known = [one for one in counts[: max(0, own)] if one is not None]
-    return None if None in counts else known
-
-
-def _whole(value: object, most: int = _MOST) -> int | None:
-    """Return `value` if it is a whole number from 1 to `most`, else None."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
-        return value
-    return None
-
-
 def cache_bytes(shape: ModelShape, profile: Profile, rows: int) -> int | None:
     """Bytes of a KV cache for `rows` tokens with the settings of a profile; None if unknown."""
     if shape.row_elements is None:
@@ -273,12 +144,6 @@ def archive_bytes(shape: ModelShape, profile: Profile, tokens: int) -> int | Non
     if shape.archived_elements is None:
         return None
     return shape.archived_elements * tokens * _item_size(shape, profile)
-
-
-def _item_size(shape: ModelShape, profile: Profile) -> int:
-    """Bytes of one number in the KV cache, by the same rules as `LoadedModel.cache_dtype`."""
-    kind = profile.cache_dtype
-    return 4 if (precision(shape, profile) if kind == "auto" else kind) == "float32" else 2
 
 
 def precision(shape: ModelShape, profile: Profile) -> str:
@@ -307,24 +172,110 @@ def free_memory() -> int | None:
     return None
 
 
-def _has_accelerator() -> bool:
-    """Whether this machine has a GPU that the setting `device: auto` will use.
+def packed_rows() -> int:
+    """What `packed.four_bit_block` returns here, read from the system without loading torch."""
+    with suppress(OSError):
+        processors = Path("/proc/cpuinfo").read_text("ascii", "replace")
+        return 64 if "avx512f" in processors else 32 if "avx2" in processors else 0
+    return 0
 
-    torch is not asked, because importing it would take seconds.
+
+def _row_elements(config: Mapping[str, Any]) -> _Elements:
+    """Count a token's numbers in each layer of the KV cache, and in all layers of the archive."""
+    layers = positive(config.get("num_hidden_layers") or config.get("n_layer"), _MOST_LAYERS)
+    if config.get("model_type") == "longcat_flash":  # two attention layers in each layer
+        layers = 2 * (positive(config.get("num_layers"), _MOST_LAYERS) or 0) or None
+    heads = positive(config.get("num_attention_heads") or config.get("n_head"))
+    hidden = positive(config.get("hidden_size") or config.get("n_embd"))
+    if layers is None or heads is None:
+        return None, None
+    latent = positive(config.get("kv_lora_rank"))
+    if latent is not None:  # DeepSeek: a compressed part and a rotated part
+        rotated_part = positive(config.get("qk_rope_head_dim")) or 0
+        return (latent + 2 * rotated_part,) * layers, layers * (latent + rotated_part)
+    size = positive(config.get("head_dim")) or (hidden // heads if hidden else None)
+    if size is None:
+        return None, None
+    row = _key_value_heads(config, heads) * size
+    rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
+    without = [one == 0 for one in rotated[:layers]] if isinstance(rotated, list) else []
+    without += [False] * (layers - len(without))
+    return tuple((2 if one else 3) * row for one in without), layers * 2 * row
+
+
+def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("new_decoder_architecture") is True:  # Falcon: the cache has one for each head
+        return heads
+    if config.get("multi_query") is True:
+        return 1
+    given = (positive(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
+    return next((one for one in given if one), heads)
+
+
+def _gguf_context_length(file: GgufFile) -> int | None:
+    prefix = file.architecture
+    limit = positive(file.metadata.get(f"{prefix}.context_length"))
+    original = positive(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
+    scales = "rope_factors_long.weight" in file.tensors  # it varies with the text's length
+    return min(limit, original) if scales and limit and original else limit
+
+
+def _gguf_row_elements(file: GgufFile) -> _Elements:
+    def said(name: str) -> Any:
+        return file.metadata.get(f"{file.architecture}.{name}")
+
+    hidden, of_queries = positive(said("embedding_length")), positive(said("attention.head_count"))
+    usual = hidden // of_queries if hidden and of_queries else None
+    key = positive(said("attention.key_length")) or usual
+    value = positive(said("attention.value_length")) or usual
+    counts = _key_heads(said)
+    if counts and of_queries and expands_keys(file):
+        counts = [of_queries] * len(counts)
+    if counts is None or key is None or value is None:
+        return None, None
+    near_key = positive(said("attention.key_length_swa")) or key
+    near_value = positive(said("attention.value_length_swa")) or value
+    slides, known = said("attention.sliding_window_pattern"), ARCHITECTURES.get(file.architecture)
+    unrotated = known.fixed.get("no_rope_layer_interval") if known else None
+    cached, archived = list[int](), 0
+    for at, count in enumerate(counts):
+        is_near = isinstance(slides, list) and slides[at : at + 1] == [True]
+        keys = count * (near_key if is_near else key)
+        once = keys + count * (near_value if is_near else value)
+        archived += once
+        cached.append(once if unrotated and (at + 1) % unrotated == 0 else once + keys)
+    return tuple(cached), archived
+
+
+def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
+    """The number of key heads of each layer in a GGUF file; None if unknown.
+
+    Layers at the end that use other layers' keys, or predict further tokens, are left out.
     """
+    layers = positive(said("block_count"), _MOST_LAYERS)
+    if layers is None:
+        return None
+    heads = said("attention.head_count_kv") or said("attention.head_count")
+    interval = positive(said("full_attention_interval")) or 1  # the other layers have a state
+    every = [0 if at % interval else heads for at in range(1, layers + 1)]
+    by_layer = heads[:layers] if isinstance(heads, list) else every
+    counts = [0 if one == 0 else positive(one) for one in by_layer]
+    own = layers - (positive(said("attention.shared_kv_layers")) or 0)
+    own -= positive(said("nextn_predict_layers")) or 0
+    known = [one for one in counts[: max(0, own)] if one is not None]
+    return None if None in counts else known
+
+
+def _item_size(shape: ModelShape, profile: Profile) -> int:
+    """Bytes of one number in the KV cache, by the rules of `LoadedModel.cache_dtype`."""
+    kind = profile.cache_dtype
+    return 4 if (precision(shape, profile) if kind == "auto" else kind) == "float32" else 2
+
+
+def _has_accelerator() -> bool:
+    # Not asked of torch, because importing it would take seconds.
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):
         return not version("torch").endswith("+cpu") and Path("/dev/nvidiactl").exists()
     return False
-
-
-def packed_rows() -> int:
-    """What `packed.four_bit_block` returns here, read from the system without loading torch.
-
-    The number of rows of four-bit weights that are packed together; 0 if they can't be packed.
-    """
-    with suppress(OSError):
-        found = Path("/proc/cpuinfo").read_text("ascii", "replace")
-        return 64 if "avx512f" in found else 32 if "avx2" in found else 0
-    return 0

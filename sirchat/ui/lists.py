@@ -22,9 +22,9 @@ from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
+    from sirchat.models.device_map import Layout, ModelPart
     from sirchat.models.devices import DeviceMemory
-    from sirchat.models.fit import Choice, Layout, ModelFit
-    from sirchat.models.layout import ModelPart
+    from sirchat.models.fit import Choice, ModelFit
     from sirchat.models.listing import FoundModel
     from sirchat.saved.search import Part
     from sirchat.saved.session_list import SavedSession
@@ -274,7 +274,7 @@ _LEGEND = (
 
 def print_layout(name: str, layout: Layout, console: Console) -> None:
     """Print which layers of a model each of several GPUs would hold, and whether the model fits."""
-    from sirchat.models.layout import GPU_RESERVE
+    from sirchat.models.device_map import GPU_RESERVE
 
     head = f"{name}: {layout.precision}, KV cache for {layout.budget:,} tokens"
     _print(console, displayable_line(head), "bold")

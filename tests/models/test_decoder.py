@@ -28,12 +28,13 @@ from gguf_models import random_model, write_model
 from scorers import random_scorer
 from sirchat.memory.hub_cache import HubCache
 from sirchat.models.attention_hook import AttentionCall
-from sirchat.models.decoder import Decoder, DecoderConfig
+from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import config_values
 from sirchat.models.gguf.vocabulary import hub_tokenizer, load_tokenizer
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
+from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations
 from sirchat.saved.autosave import fingerprint
 

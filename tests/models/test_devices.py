@@ -27,7 +27,8 @@ from gguf_file import write_gguf
 from simulated_devices import DEVICES, KIND, simulated_devices
 from sirchat.chat.session import Session
 from sirchat.errors import SettingError, SirchatError
-from sirchat.models.layout import DISK, DeviceRoom, ModelPart, lay_out
+from sirchat.models.device_map import ModelPart, plan
+from sirchat.models.devices import DISK
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_at
@@ -362,24 +363,27 @@ def test_a_map_is_yaml_or_json_without_tags_and_aliases(folder: Path, tmp_path: 
 PARTS = [ModelPart("in", 30), *(ModelPart(str(at), 20, 5) for at in range(4)), ModelPart("out", 30)]
 
 
-def names(laid: list[list[ModelPart]] | None) -> list[str] | None:
-    return None if laid is None else [" ".join(one.name for one in held) for held in laid]
-
-
 @pytest.mark.parametrize(
-    ("rooms", "even", "found"),
+    ("rooms", "balanced", "places"),
     [
-        ([("a", 200)], 0, ["in 0 1 2 3 out"]),
-        ([("a", 80), ("b", 100)], 0, ["in 0 1", "2 3 out"]),
-        ([("a", 160), ("b", 160)], 2, ["in 0 1", "2 3 out"]),
-        ([("a", 150), ("b", 160)], 0, ["in 0 1 2 3", "out"]),
-        ([("a", 54), ("b", 50)], 0, None),
-        ([("a", 54), ("b", 50), ("cpu", 1000)], 2, ["in", "0 1", "2 3 out"]),
-        ([("a", 100), (DISK, None)], 0, ["in 0", "1 2 3 out"]),  # 15 of caches, 30 of a weight
-        ([("a", 49), (DISK, None)], 0, None),  # not even for the caches and one part
+        ({0: 160}, False, [0] * 6),  # it just fits
+        ({0: 110, 1: 110}, False, [0, 0, 0, 1, 1, 1]),  # a layer could go through the first GPU
+        ({0: 1000, 1: 1000}, True, [0, 0, 0, 1, 1, 1]),
+        ({0: 54, "cpu": 1000}, False, ["cpu"] * 6),
+        ({"cpu": 110}, False, ["cpu", "cpu", "cpu", DISK, DISK, DISK]),
+        ({0: -1}, False, [DISK] * 6),
     ],
 )
 def test_parts_are_laid_out_in_order(
-    rooms: list[tuple[str, int | None]], even: int, found: list[str] | None
+    rooms: dict[int | str, int], balanced: bool, places: list[object]
 ) -> None:
-    assert names(lay_out(PARTS, [DeviceRoom(*one) for one in rooms], even=even)) == found
+    assert list(plan(PARTS, rooms, balanced=balanced).values()) == places
+
+
+def test_the_cache_of_layers_on_disk_has_room_on_the_first_device(
+    folder: Path, simulation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the cache of the four layers takes more than both devices and main memory have."""
+    monkeypatch.setattr("sirchat.models.device_map.free_memory", lambda: 0)
+    with pytest.raises(SirchatError, match="does not fit, not even with its layers on disk"):
+        load_model(str(folder), device_map="auto", dtype="float32", rows=2000)

@@ -18,20 +18,17 @@ from gguf_file import write_gguf
 from sirchat import paths
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, UsageError
+from sirchat.models.device_map import GPU_RESERVE, Layout, layout_of, parse_devices
 from sirchat.models.fit import (
     PROGRAM,
-    Layout,
     ModelFit,
     fit_of,
-    layout_of,
-    parse_devices,
-    stored_weights,
 )
-from sirchat.models.layout import GPU_RESERVE
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.shape import shape_of_folder
+from sirchat.models.stored_weights import stored_weights
 from sirchat.paths import tiny_dir
 
 SETTINGS: list[dict[str, Any]] = [
@@ -174,7 +171,7 @@ def test_a_damaged_file_of_weights_is_an_error_in_one_line(header: bytes, tmp_pa
 def laid(name: str, devices: str, budget: int = 1024, **how: Any) -> Layout:
     even = bool(how.pop("even", False))
     profile = Profile(**how)
-    return layout_of(find_model(name), profile, parse_devices(devices), budget, even=even)
+    return layout_of(find_model(name), profile, parse_devices(devices), budget, balanced=even)
 
 
 def test_devices_hold_together_what_the_model_takes() -> None:

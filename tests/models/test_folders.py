@@ -18,8 +18,9 @@ from transformers import AutoConfig
 
 from gguf_models import random_model
 from sirchat.errors import ModelError
-from sirchat.models.decoder import Decoder, DecoderConfig
+from sirchat.models.decoder import Decoder
 from sirchat.models.load import folder_parts, load_model
+from sirchat.models.model_config import DecoderConfig
 from sirchat.paths import tiny_dir
 from sirchat.saved.autosave import fingerprint
 

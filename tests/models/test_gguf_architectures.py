@@ -15,7 +15,7 @@ from gguf_models import MODELS, VOCABULARY, random_model, write_model  # noqa: E
 from gguf_tokens import add_byte_pairs, add_sentence_pieces  # noqa: E402
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
-from sirchat.models.fit import fit_of, stored_weights  # noqa: E402
+from sirchat.models.fit import fit_of  # noqa: E402
 from sirchat.models.gguf.header import GgufFile, parse_gguf  # noqa: E402
 from sirchat.models.gguf.model import load_module  # noqa: E402
 from sirchat.models.gguf.translate import is_supported, refuse_misread  # noqa: E402
@@ -24,6 +24,7 @@ from sirchat.models.listing import find_model  # noqa: E402
 from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
+from sirchat.models.stored_weights import stored_weights  # noqa: E402
 from sirchat.text.template_limits import render  # noqa: E402
 
 IDS = list(range(3, 43))

@@ -18,7 +18,6 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.models.attention_hook import QueryRecorder, observed_by
-from sirchat.models.probe import require_comparable_queries
 
 UNHEARD = {"falcon", "gpt-j", *LATENT}
 
@@ -37,7 +36,7 @@ def test_every_family_is_heard_and_answers_as_ever(family: str) -> None:
     assert len(queries) == len(model.rotations)
     assert all(one.queries.shape[1] == 9 for one in queries)
     assert torch.equal(model.forward(ids, model.new_cache(16)), usual)
-    require_comparable_queries(model)
+    model.require_comparable_queries()
 
 
 @pytest.mark.parametrize("family", sorted(UNHEARD))

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from sirchat.errors import ModelError
 from sirchat.memory.free_memory import trim_memory
-from sirchat.models.decoder import Decoder, DecoderConfig
+from sirchat.models.decoder import Decoder
 from sirchat.models.gguf.architectures import ARCHITECTURES, Change
 from sirchat.models.gguf.blocks import floats, four_bit
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT, GgufFile, GgufTensor
 from sirchat.models.gguf.translate import Target, config_values, target_of
+from sirchat.models.model_config import DecoderConfig
 from sirchat.models.packed import (
     GROUP,
     Int4Linear,

@@ -1,0 +1,184 @@
+"""What a model's config says: context length, window, unsupported layers; and a `Decoder`'s config.
+
+Loads no library, so that models are listed quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+# For each kind of layer that can't run here: the reason, as an error message gives it.
+REFUSED_LAYERS = {
+    "indexed_attention": "each picks the tokens to attend to by an index of its own, from which "
+    "sirchat can't evict",
+    "compressed_sparse_attention": "they store several tokens in one row, so no single token can "
+    "be evicted",
+}
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Rotations (RoPE) that change their frequencies beyond a length: keys that are already in the cache
+# would be wrong for the new frequencies, so the context ends there. `su` was the name of longrope.
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+_MOST = 1 << 32  # larger numbers count as invalid
+
+_SHARED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "attention_dropout": 0.0,
+}
+_QWEN: dict[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+}
+# For each model type that a `Decoder` computes: the config values that its GGUF files lack, as
+# transformers sets them.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _SHARED | {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False},
+    "qwen2": _SHARED | _QWEN,
+    "qwen3": _SHARED | _QWEN | {"attention_bias": False},
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_UNSUPPORTED = ("attention_bias", "mlp_bias", "auto_map", "quantization_config", "rope_interleaved")
+_ROPE_SETTINGS = {
+    *("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor"),
+    _ORIGINAL_LENGTH,
+}
+
+
+def context_length(config: Any) -> int | None:
+    """The number of tokens that a model was trained for; None if its config does not say.
+
+    `config` is a config of transformers or a `ConfigValues`; invalid numbers count as missing.
+    """
+    limit = next((n for name in _LENGTHS if (n := positive(getattr(config, name, None)))), None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if limit is None or not isinstance(rope, dict):
+        return limit
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if part.get("rope_type", part.get("type")) in _LENGTH_DEPENDENT:
+            original = positive(part.get(_ORIGINAL_LENGTH))
+            original = original or positive(getattr(config, _ORIGINAL_LENGTH, None))
+            limit = min(limit, original or limit)
+    return limit
+
+
+def sliding_window(config: Any) -> int | None:
+    """The width of a model's sliding-window layers, in tokens; None if it has no such layers."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or []
+    if (
+        window
+        and getattr(config, "use_sliding_window", True)
+        and (not kinds or any("sliding" in str(kind) for kind in kinds))
+    ):
+        return int(window)
+    return None
+
+
+def positive(value: object, most: int = _MOST) -> int | None:
+    """Return `value` if it is a whole number from 1 to `most`, else None."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
+        return value
+    return None
+
+
+class ConfigValues:
+    """The values of a config file as attributes of an object, as in transformers' configs."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All config values, by name."""
+        return dict(self._values)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """All config values, by name; transformers' method of this name leaves out defaults."""
+        return dict(self._values)
+
+
+class DecoderConfig(ConfigValues):
+    """The config of a model that `decoder.py` computes, with the values of transformers' config.
+
+    So a saved chat recognizes the model, whoever has loaded it. `can_read` must be true for the
+    values.
+    """
+
+    head_dim: int
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        values = dict(values)
+        rope = {**values.pop("rope_parameters", {}), "rope_theta": values.pop("rope_theta")}
+        rope.setdefault("rope_type", "default")
+        values["rope_parameters"] = rope  # in transformers' order, on which the hash depends
+        super().__init__(_DEFAULTS[values["model_type"]] | values)
+        if "max_window_layers" in self._values:
+            self._values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
+
+    @staticmethod
+    def can_read(values: Mapping[str, Any]) -> bool:
+        """Whether `decoder.py` can compute a model of this type and these sizes."""
+        sizes = [values.get(name) for name in _SIZES]
+        are_sizes = all(isinstance(size, int | float) and size > 0 for size in sizes)
+        if values.get("model_type") not in _DEFAULTS or not are_sizes:
+            return False
+        unshared: int = values["num_attention_heads"] % values["num_key_value_heads"]
+        odd: int = values["head_dim"] % 2
+        return unshared == odd == 0
+
+    @classmethod
+    def of_folder(cls, values: Mapping[str, Any]) -> Self | None:
+        """Make the config from a folder's config.json; None if `decoder.py` can't compute it."""
+        said: dict[str, Any] = {"pad_token_id": None, "rope_parameters": None, **values}
+        scaling, theta = said.pop("rope_scaling", None), said.pop("rope_theta", None)
+        rope = said["rope_parameters"] = {**(said["rope_parameters"] or scaling or {})}
+        said["rope_theta"] = rope.get("rope_theta", theta)
+        hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
+        if said.get("head_dim") is None and isinstance(hidden, int) and heads:
+            said["head_dim"] = hidden // heads
+        if not said.get("use_sliding_window"):
+            said |= {"sliding_window": None} if "sliding_window" in said else {}
+        kinds = said.get("layer_types") or ["full_attention"]
+        is_plain = (
+            cls.can_read(said)
+            and said["rope_theta"] is not None
+            and rope.get("rope_type", "default") in ("default", "llama3")
+            and rope.keys() <= _ROPE_SETTINGS
+            and said.get("hidden_act") == "silu"
+            and said.get("sliding_window") is None
+            and set(kinds) == {"full_attention"}
+            and not any(said.get(name) for name in _UNSUPPORTED)
+            and said.get("pretraining_tp", 1) == 1
+            and {"bos_token_id", "eos_token_id", "tie_word_embeddings"} <= said.keys()
+        )
+        if not is_plain:
+            return None
+        config = cls(said)
+        # What transformers' config does not have must not change the model's fingerprint.
+        if said["model_type"] == "qwen2" and "head_dim" not in values:
+            config.head_dim = config._values.pop("head_dim")
+        return config
+
+    def get_text_config(self, decoder: bool = True) -> Self:
+        """Return this config itself: the model has no part but the one for text."""
+        return self
