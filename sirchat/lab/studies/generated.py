@@ -11,8 +11,8 @@ from random import Random
 
 from sirchat.lab.studies.choice import Question
 from sirchat.lab.studies.sirllm_files import COMMONSENSE, DIALOGUE, GROCERY
-from sirchat.lab.synthetic import words
 from sirchat.lab.synthetic.rounds import LETTERS, bank_question
+from sirchat.lab.synthetic.texts import WORDS
 
 GROCERY_ROUNDS = 20
 
@@ -33,7 +33,7 @@ def grocery(seed: int, number: int) -> list[Question]:
     the last question asks which of four items was to be bought.
     """
     rng = Random(f"grocery/{seed}/{number}")
-    choices = rng.sample(words.GROCERIES, 4)
+    choices = rng.sample(WORDS["groceries"], 4)
     target = rng.randrange(4)
     request = Question(f"I want you to buy the GROCERY: [{choices[target]}].", ("OK",), 0, "told")
     between = [question(rng, 5, COMMONSENSE) for _ in range(GROCERY_ROUNDS)]

@@ -1,8 +1,7 @@
 """Generates random synthetic dialogues of any length, message by message.
 
-A dialogue is a stream of rounds; a round is a user message and the reply. The user tells facts,
-asks for them later, corrects them, or asks for facts that were never told. Between these rounds are
-rounds of small talk.
+The user tells facts, asks for them later, corrects them, or asks for facts that were never told,
+with small talk between.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from sirchat.lab.synthetic import smalltalk as talk
-from sirchat.lab.synthetic import words as w
 from sirchat.lab.synthetic.facts import KINDS, STORY, FactKind, item_list
 from sirchat.lab.synthetic.rounds import (
+    TALK,
     Key,
     Message,
     Round,
@@ -29,6 +27,7 @@ from sirchat.lab.synthetic.rounds import (
     reply,
     spell,
 )
+from sirchat.lab.synthetic.texts import WORDS
 
 UNTOLD = "You have not told me."
 LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
@@ -36,48 +35,25 @@ LONG_VALUES = ("name", "relative", "friend", "code", "secret", "groceries")
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Says how often each kind of round occurs in a dialogue.
+    """How often each kind of round occurs, as shares from 0 to 1; the rest is small talk."""
 
-    A share is a number from 0 to 1. Rounds of none of these kinds are small talk.
-
-    Attributes:
-        tell: share of rounds in which the user tells a fact.
-        ask: share of rounds in which the user asks for a told fact.
-        repeat: share of rounds in which the user asks the model to repeat words.
-        game: share of rounds that begin a match of rock-paper-scissors.
-        story: share of told facts that are stories.
-        quiz: share of rounds with a question from the question bank, mostly with options.
-        untold: share of rounds in which the user asks for a fact that was never told.
-        long_list: share of told shopping lists that have five or six items.
-        apart: share of conversations with facts at their start and questions at their end.
-        subjects: share of facts that are drawn only from kinds with a subject (a pet, a friend),
-            which can be confused with each other. All other facts are drawn from all kinds.
-        series: share of conversations, among those that `apart` leaves, that tell several stories
-            and ask for some of them.
-        long_values: share of facts that are drawn only from kinds with long values (codes, made-up
-            words, lists). All other facts are drawn as if this share were 0.
-    """
-
-    tell: float
-    ask: float
-    repeat: float
-    game: float = 0.01
-    story: float = 0.05
-    quiz: float = 0.0
-    untold: float = 0.0
-    long_list: float = 0.0
-    apart: float = 0.0
-    subjects: float = 0.0
-    series: float = 0.0
-    long_values: float = 0.0
+    tell: float  # rounds in which the user tells a fact
+    ask: float  # rounds in which the user asks for a told fact
+    repeat: float  # rounds in which the user asks the model to repeat words
+    game: float = 0.01  # rounds that begin a match of rock-paper-scissors
+    story: float = 0.05  # told facts that are stories
+    quiz: float = 0.0  # rounds with a question from the question bank
+    untold: float = 0.0  # rounds in which the user asks for a fact that was never told
+    long_list: float = 0.0  # told shopping lists that have five or six items
+    apart: float = 0.0  # conversations with facts at their start and questions at their end
+    subjects: float = 0.0  # facts only of kinds with a subject, which are easily confused
+    series: float = 0.0  # of the other conversations, those that tell several stories
+    long_values: float = 0.0  # facts only of kinds with long values
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact that the user tells: its kind, its subject, and its value as the user writes it.
-
-    `number` is the number of a story; other kinds of fact do not use it.
-    """
+    """A fact that the user tells; `number` is that of a story."""
 
     kind: FactKind
     subject: str
@@ -85,7 +61,6 @@ class Fact:
     number: int = 0
 
     def fill(self, template: str) -> str:
-        """Fill the subject, the value and the number of the fact into the text `template`."""
         return fill(template, self.subject, self.value, self.number)
 
     @property
@@ -95,10 +70,7 @@ class Fact:
 
 
 def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
-    """Draw a random fact of the kind `kind`.
-
-    Its subject and its value are in lower case if `style.lower` is true.
-    """
+    """Draw a fact of a kind, in lower case if the style is."""
     subject = kind.subject(rng) if kind.subject else ""
     value = kind.value(rng)
     if style.lower:
@@ -107,7 +79,7 @@ def draw_fact(rng: Random, kind: FactKind, style: Style) -> Fact:
 
 
 def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
-    """Draw another value for a fact; returns the new fact, of the same kind and subject."""
+    """Draw another value for a fact."""
     while True:
         other = replace(draw_fact(rng, fact.kind, style), subject=fact.subject)
         if other.value.lower() != fact.value.lower():
@@ -115,11 +87,6 @@ def other_value(rng: Random, fact: Fact, style: Style) -> Fact:
 
 
 def draw_kind(rng: Random, mix: Mix) -> FactKind:
-    """Draw a random kind of fact, as the shares in `mix` say.
-
-    With the probability `mix.story` it is a story. Otherwise the weights of the kinds decide; the
-    shares `subjects` and `long_values` of `mix` may limit the choice to some kinds.
-    """
     if rng.random() < mix.story:
         return STORY
     kinds = KINDS
@@ -132,31 +99,21 @@ def draw_kind(rng: Random, mix: Mix) -> FactKind:
 
 @dataclass
 class Dialogue:
-    """Generates one synthetic conversation, message by message.
-
-    Attributes:
-        rng: source of the random numbers.
-        mix: how often each kind of round occurs.
-        facts: the facts that the user has told, by kind and subject.
-        asked: for each told fact, how often the user has asked for it since it was told.
-        jokes: the jokes that the model has told.
-    """
+    """Generates one synthetic conversation, message by message."""
 
     rng: Random
     mix: Mix
-    facts: dict[Key, Fact] = field(default_factory=dict)
-    asked: dict[Key, int] = field(default_factory=dict)
-    jokes: list[str] = field(default_factory=list)
+    facts: dict[Key, Fact] = field(default_factory=dict)  # told facts
+    asked: dict[Key, int] = field(default_factory=dict)  # questions for each since it was told
+    jokes: list[str] = field(default_factory=list)  # jokes that the model has told
 
     def messages(self, rounds: int) -> Iterator[Message]:
         """Yield the messages of a conversation of about `rounds` rounds.
 
-        At the end of the conversation, the user asks for up to six facts for which no earlier round
-        has asked. In the share `apart` of all conversations, `far_apart` generates the messages
-        instead, and in the share `series` of those that are left, `several_stories`.
+        At its end the user asks for up to six facts that were not asked for.
         """
         if self.rng.random() < 0.12:
-            yield Message("system", self.rng.choice(talk.SYSTEM_PROMPTS))
+            yield Message("system", self.rng.choice(TALK["system_prompts"]))
         if self.mix.apart and self.rng.random() < self.mix.apart:
             yield from self.far_apart(rounds)
             return
@@ -172,12 +129,7 @@ class Dialogue:
             yield from self.ask(key)
 
     def far_apart(self, rounds: int) -> Iterator[Message]:
-        """Yield the messages of a conversation that asks at its end for facts told at its start.
-
-        One to three rounds tell facts, many unrelated rounds follow, and the last rounds ask for
-        each told fact and for a fact that was never told. In a third of these conversations, one of
-        the rounds in the middle corrects a told fact.
-        """
+        """Yield a conversation that tells facts at its start and asks for them at its end."""
         for _ in range(self.rng.choice((1, 1, 2, 3))):
             yield from self.tell()
         between = max(1, round(0.85 * rounds) - 4)  # short, since a training row is cut at its end
@@ -190,11 +142,7 @@ class Dialogue:
             yield from pair
 
     def several_stories(self, rounds: int) -> Iterator[Message]:
-        """Yield the messages of a conversation that tells numbered stories, then asks for some.
-
-        At the end of some of these conversations, the user also asks for a fact that was never
-        told.
-        """
+        """Yield a conversation that tells numbered stories, then asks for some."""
         count = min(self.rng.choice((3, 3, 4, 5, 6, 8, 10)), max(2, rounds))
         first = self.rng.choice((1, 1, 1, self.rng.randint(1, 12)))
         while len(self.facts) < count:
@@ -211,14 +159,11 @@ class Dialogue:
             yield from pair
 
     def unrelated_round(self) -> Round:
-        """Generate a round that neither tells a fact nor asks for one: a quiz or small talk."""
+        """A round that neither tells a fact nor asks for one."""
         return self.ask_bank() if self.rng.random() < self.mix.quiz else self.small_talk()
 
     def some_rounds(self) -> Iterator[Round]:
-        """Yield one round of a random kind or, if the kind is a game, all rounds of the game.
-
-        The shares in `mix` say how likely each kind is.
-        """
+        """Yield one round of a random kind, or all rounds of a game."""
         roll = self.rng.random()
         for share, make in (
             (self.mix.tell, self.tell),
@@ -237,10 +182,7 @@ class Dialogue:
             yield self.small_talk()
 
     def tell(self) -> Round:
-        """Generate a round in which the user tells one or two facts, or corrects a told fact.
-
-        If no new fact is found, it is a round of small talk.
-        """
+        """A round in which the user tells one or two facts, or corrects one; else small talk."""
         style = Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if old and self.rng.random() < 0.18:
@@ -255,10 +197,7 @@ class Dialogue:
         return self.tell_one(fact, style)
 
     def correct(self, style: Style | None = None) -> Round:
-        """Generate a round in which the user corrects a told fact: gives it a new value.
-
-        If no told fact can be corrected, it is a round unrelated to facts.
-        """
+        """A round in which the user corrects a told fact, if one can be corrected."""
         style = style or Style.draw(self.rng)
         old = [fact for fact in self.facts.values() if fact.kind.updates]
         if not old:
@@ -266,10 +205,9 @@ class Dialogue:
         return self.tell_one(other_value(self.rng, self.rng.choice(old), style), style)
 
     def new_fact(self, style: Style, joined: Fact | None = None) -> Fact | None:
-        """Draw a fact that the user can tell: a new fact, or sometimes a new value of a told fact.
+        """Draw a fact that the user can tell, alone or in one message with `joined`.
 
-        If the fact `joined` is given, the result is a new fact of another kind, which the user can
-        tell in the same message. Returns None if eight draws give no such fact.
+        None if eight draws give no such fact.
         """
         for _ in range(8):
             fact = self.draw(style)
@@ -281,19 +219,16 @@ class Dialogue:
         return None
 
     def draw(self, style: Style) -> Fact:
-        """Draw a random fact, whether it was told before or not.
-
-        If it is a shopping list, the list sometimes has five or six items.
-        """
+        """Draw a random fact, told before or not; a shopping list may have five or six items."""
         fact = draw_fact(self.rng, draw_kind(self.rng, self.mix), style)
         may_be_long = fact.kind.key == "groceries" and self.mix.long_list > 0
         if may_be_long and self.rng.random() < self.mix.long_list:
-            items = item_list(self.rng.sample(w.GROCERIES, self.rng.choice((5, 6))))
+            items = item_list(self.rng.sample(WORDS["groceries"], self.rng.choice((5, 6))))
             return Fact(fact.kind, "", items, fact.number)
         return fact
 
     def remember(self, fact: Fact) -> bool:
-        """Add a fact to the told facts; returns whether it replaced an older value of the fact."""
+        """Add a fact to the told facts; returns whether it replaced an older value."""
         key = (fact.kind.key, fact.subject)
         known = key in self.facts
         self.facts[key] = fact
@@ -301,10 +236,7 @@ class Dialogue:
         return known
 
     def tell_one(self, fact: Fact, style: Style) -> Round:
-        """Generate a round in which the user tells `fact`, and record it as told.
-
-        If a fact of the same kind and subject was told before, the user corrects it.
-        """
+        """A round in which the user tells `fact`, or corrects it if it was told before."""
         known = self.remember(fact)
         template = self.rng.choice(fact.kind.updates if known else fact.kind.tells)
         user = style.apply(spell(self.rng, fact.fill(template)))
@@ -313,7 +245,6 @@ class Dialogue:
         return replace(one, fact=(fact.kind.key, fact.subject), value=fact.value), other
 
     def tell_both(self, fact: Fact, second: Fact, style: Style) -> Round:
-        """Generate a round in which the user tells two facts in one message."""
         self.remember(fact)
         self.remember(second)
         one = fact.fill(self.rng.choice(fact.kind.tells)).rstrip(".")
@@ -322,11 +253,7 @@ class Dialogue:
         return reply(style.apply(spell(self.rng, f"{one} and {two}")), acks)
 
     def ask_any(self) -> Round:
-        """Generate a round that asks for a told fact, sometimes for two.
-
-        Rarely, it asks for a fact that was never told, or is small talk. If no fact has been told,
-        it is mostly small talk.
-        """
+        """A round that asks for a told fact, sometimes for two, rarely for one never told."""
         roll = self.rng.random()
         if roll < 0.07 or not self.facts:
             return self.ask_untold() if roll < 0.2 else self.small_talk()
@@ -339,10 +266,6 @@ class Dialogue:
         return self.ask(self.rng.choice(keys))
 
     def question(self, fact: Fact) -> str:
-        """Generate the text of a user's question for a told fact.
-
-        A subject that has capital letters, such as a friend's name, keeps them.
-        """
         style = Style.draw(self.rng)
         if fact.subject != fact.subject.lower():
             style = Style(bare=style.bare)
@@ -350,20 +273,13 @@ class Dialogue:
         return style.apply(spell(self.rng, fact.fill(text)))
 
     def ask(self, key: Key) -> Round:
-        """Generate a round in which the user asks for a told fact, and the reply states the fact.
-
-        `key` is the kind and the subject of the fact.
-        """
+        """A round in which the user asks for a told fact, and the reply states it."""
         fact = self.facts[key]
         self.asked[key] += 1
         one, other = reply(self.question(fact), fact.answer, fact.kind.key)
         return one, replace(other, fact=key)
 
     def ask_both(self, one: Key, two: Key) -> Round:
-        """Generate a round in which the user asks for two told facts in one message.
-
-        Each key is the kind and the subject of a fact.
-        """
         first, second = self.facts[one], self.facts[two]
         user = self.question(first).rstrip("?") + " and " + lower_start(self.question(second))
         self.asked[one] += 1
@@ -371,11 +287,7 @@ class Dialogue:
         return reply(user, f"{first.answer} {second.answer}", "two")
 
     def ask_untold(self) -> Round:
-        """Generate a round that asks for a fact never told; the reply says that it was not told.
-
-        The kind of the fact is often that of a told fact. If eight draws give only told facts, it
-        is a round of small talk.
-        """
+        """A round that asks for a fact never told, often of a told fact's kind."""
         kinds = [fact.kind for fact in self.facts.values() if fact.kind.subject]
         same_kind = bool(kinds) and self.rng.random() < 0.6
         for _ in range(8):
@@ -386,25 +298,17 @@ class Dialogue:
         return self.small_talk()
 
     def ask_bank(self) -> Round:
-        """Generate a round with a question from the question bank, sometimes without options."""
         return open_quiz(self.rng) if self.rng.random() < 0.12 else quiz(self.rng)
 
     def joke(self) -> Round:
-        """Generate a round in which the model tells a joke.
-
-        A joke is repeated only after all jokes have been told.
-        """
-        left = [joke for joke in talk.JOKES if joke not in self.jokes] or list(talk.JOKES)
+        left = [joke for joke in TALK["jokes"] if joke not in self.jokes] or TALK["jokes"]
         joke = self.rng.choice(left)
         self.jokes.append(joke)
-        user = Style.draw(self.rng).apply(self.rng.choice(talk.JOKE_ASKS))
+        user = Style.draw(self.rng).apply(self.rng.choice(TALK["joke_asks"]))
         return reply(user, joke)
 
     def small_talk(self) -> Round:
-        """Generate a round unrelated to told facts.
-
-        It is small talk, a joke, a question on common knowledge, or a quiz.
-        """
+        """A round of small talk, a joke, a question on common knowledge, or a quiz."""
         roll = self.rng.random()
         if roll < 0.08:
             return self.joke()
@@ -412,14 +316,11 @@ class Dialogue:
             return knowledge(self.rng)
         if roll < 0.30:
             return quiz(self.rng)
-        prompts, answer = self.rng.choice(talk.SMALL_TALK)
+        answer, prompts = self.rng.choice(list(TALK["small_talk"].items()))
         style = Style.draw(self.rng)
         return reply(style.apply(spell(self.rng, self.rng.choice(prompts))), answer)
 
 
 def dialogue(rng: Random, rounds: int, mix: Mix) -> Iterator[Message]:
-    """Yield the messages of one new synthetic conversation of about `rounds` rounds.
-
-    `mix` says how often each kind of round occurs.
-    """
+    """Yield the messages of one new synthetic conversation of about `rounds` rounds."""
     return Dialogue(rng, mix).messages(rounds)
