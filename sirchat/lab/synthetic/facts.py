@@ -106,7 +106,9 @@ def _draw(written: str) -> Draw:
 
 def _kind(entry: dict[str, Any]) -> FactKind:
     entry = {name: tuple(one) if isinstance(one, list) else one for name, one in entry.items()}
-    draws = {name: _draw(entry[name]) for name in ("value", "subject") if name in entry}
+    draws: dict[str, Any] = {
+        name: _draw(entry[name]) for name in ("value", "subject") if name in entry
+    }
     return FactKind(**entry | draws)
 
 
