@@ -321,10 +321,7 @@ def reply_times(
 
 
 def _engine(
-    model: LoadedModel,
-    options: BenchOptions,
-    archive: int = _ARCHIVE,
-    policy: Policy = _POLICY,
+    model: LoadedModel, options: BenchOptions, archive: int = _ARCHIVE, policy: Policy = _POLICY
 ) -> Engine:
     settings = CacheSettings(policy=policy, budget=options.cache, decay=DECAY, archive=archive)
     if model.tokenizer is None:

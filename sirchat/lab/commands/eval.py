@@ -1,40 +1,23 @@
 """The `sirchat eval` commands that measure what a model remembers under a policy.
 
-Each function builds a study from its options. The decorator `study` makes it a command, and adds
-the flags that all studies have.
+Each function declares a study's own flags; the decorator `study` adds those that all studies have.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
-from sirchat.config.profile import Profile
-from sirchat.lab.commands.eval_mechanisms import mechanisms_app
-from sirchat.lab.commands.study_flags import (
-    Budgets,
-    Compared,
-    Decays,
-    Defaults,
-    Policies,
-    Sweep,
-    settings_of,
-    study,
-    whole_numbers,
-)
-
-if TYPE_CHECKING:
-    from sirchat.lab.studies.choice import Scoring
-    from sirchat.lab.studies.study import Study
+from sirchat.lab.commands.study_flags import Defaults, study
 
 eval_app = typer.Typer(
     add_completion=False,
     help="Measure what a model remembers under a policy.",
     no_args_is_help=True,
 )
-eval_app.add_typer(mechanisms_app)
 
 _PAPERS = "full,entropy,sink,random,interval,reservoir"
+_QUESTIONS = "Number of questions for each table cell."
 
 Scored = Annotated[
     str,
@@ -58,32 +41,17 @@ Data = Annotated[
         metavar="PATH",
     ),
 ]
+Conversations = Annotated[int, typer.Option(help="Number of conversations.", min=1)]
+Base = Annotated[int, typer.Option(help="Budget, not counting restored tokens.", min=24)]
 
 
-@study(
-    eval_app,
-    "facts",
-    Defaults(
-        "entropy,sink", budgets="128", limit=300, of="Number of questions for each table cell."
-    ),
-)
-def facts(
-    compared: Compared,
-    facts: FactCounts = "1,4,8",
-    between: Distances = "20,60",
-) -> "Study":
+@study(eval_app, "facts", Defaults("entropy,sink", "128", limit=300, of=_QUESTIONS), "facts:Facts")
+def facts(facts: FactCounts = "1,4,8", between: Distances = "20,60") -> None:
     """Measure recall of several facts: tell them, talk of other things, then ask for each.
 
     The report has the share of answers that are right word for word, and the perplexity of the text
     after the facts.
     """
-    from sirchat.lab.studies.facts import Facts
-
-    return Facts(
-        **compared,
-        facts=whole_numbers("facts", facts),
-        between=whole_numbers("between", between),
-    )
 
 
 @study(
@@ -93,11 +61,11 @@ def facts(
         "salience,entropy,sink,random,reservoir,h2o,tova,snapkv",
         budgets="96,128,256,512",
         limit=300,
-        of="Number of questions for each table cell.",
+        of=_QUESTIONS,
     ),
+    "policies:Policies",
 )
 def policies(
-    compared: Compared,
     parts: Annotated[
         str, typer.Option(help="Parts of the study to run, separated by commas.", metavar="A,B,...")
     ] = "ablation,grocery,rock-paper-scissors,facts",
@@ -105,32 +73,22 @@ def policies(
     between: Distances = "20,60",
     at: Annotated[int, typer.Option(help="Budget of all parts except facts.", min=1)] = 128,
     data: Data = None,
-) -> "Study":
+) -> None:
     """Compare eviction policies by four studies, or by some of them.
 
     The study facts measures recalled facts and perplexity. The studies grocery and
     rock-paper-scissors are SirLLM's tasks. The ablation turns off parts of each policy.
     """
-    from sirchat.lab.studies.policies import Policies
-
-    return Policies(
-        **compared,
-        parts=tuple(parts.split(",")),
-        facts=whole_numbers("facts", facts),
-        between=whole_numbers("between", between),
-        at=at,
-        data=data,
-    )
 
 
 @study(
     eval_app,
     "facts-in-dialogue",
     Defaults("full,entropy,sink", budgets="256", of="Number of questions for each length."),
+    "facts_in_dialogue.study:FactsInDialogue",
     former="chatter",
 )
 def facts_in_dialogue(
-    compared: Compared,
     data: Annotated[
         str,
         typer.Option(
@@ -156,40 +114,26 @@ def facts_in_dialogue(
             metavar="WAY,...",
         ),
     ] = "",
-) -> "Study":
+) -> None:
     """Measure recall in real conversations: insert facts, ask for each at the end, score answers.
 
     The report has the share of right choices among four replies, the share of generated replies
     that say the fact, and the surprisal of the right replies.
     """
-    from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
-
-    return FactsInDialogue(
-        **compared,
-        data=data,
-        lengths=whole_numbers("lengths", lengths),
-        facts=facts,
-        reply_tokens=reply_tokens,
-        summary=tuple(filter(None, summary.split(","))),
-    )
 
 
-@study(eval_app, "dailydialog", Defaults(_PAPERS))
-def dailydialog(
-    compared: Compared,
-    scoring: Scored = "paper",
-    data: Data = None,
-) -> "Study":
+@study(
+    eval_app, "dailydialog", Defaults(_PAPERS), "multiple_choice:MultipleChoice", task="dailydialog"
+)
+def dailydialog(scoring: Scored = "paper", data: Data = None) -> None:
     """Run SirLLM's DailyDialog task: multiple-choice questions in conversations.
 
     The report has the share of right choices.
     """
-    return _multiple_choice(compared, "dailydialog", scoring, (), data)
 
 
-@study(eval_app, "grocery", Defaults(_PAPERS))
+@study(eval_app, "grocery", Defaults(_PAPERS), "multiple_choice:MultipleChoice", task="grocery")
 def grocery(
-    compared: Compared,
     scoring: Scored = "paper",
     shots: Annotated[
         str,
@@ -199,48 +143,37 @@ def grocery(
         ),
     ] = "",
     data: Data = None,
-) -> "Study":
+) -> None:
     """Run SirLLM's Grocery Shopping task: name an item to buy, ask for it 20 questions later.
 
     The report has the share of right choices.
     """
-    counts = whole_numbers("shots", shots) if shots else ()
-    return _multiple_choice(compared, "grocery", scoring, counts, data)
 
 
 @study(
     eval_app,
     "rock-paper-scissors",
-    Defaults(
-        "entropy,sink",
-        budgets="1024",
-        decays="0.9",
-        limit=10,
-        of="Number of matches against each player.",
-    ),
+    Defaults("entropy,sink", "1024", "0.9", 10, "Number of matches against each player."),
+    "rock_paper_scissors:RockPaperScissors",
 )
 def rock_paper_scissors(
-    compared: Compared,
     rounds: Annotated[int, typer.Option(help="Number of rounds in a match.", min=1)] = 300,
     scoring: Scored = "paper",
     data: Data = None,
-) -> "Study":
+) -> None:
     """Run SirLLM's rock-paper-scissors task: the model plays against three players with habits.
 
     Each player prefers one move. The report has the share of rounds that the model wins.
     """
-    from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
-
-    return RockPaperScissors(**compared, rounds=rounds, scoring=cast("Scoring", scoring), data=data)
 
 
 @study(
     eval_app,
     "perplexity",
     Defaults("full,window,sink,entropy", limit=20_000, of="Number of tokens to read."),
+    "perplexity:Perplexity",
 )
 def perplexity(
-    compared: Compared,
     text: Annotated[
         str | None, typer.Option(help="Text file to read; default: generated talk.", metavar="FILE")
     ] = None,
@@ -252,14 +185,11 @@ def perplexity(
         int,
         typer.Option(help="Number of times to read the text, each time from a later start.", min=1),
     ] = 1,
-) -> "Study":
+) -> None:
     """Measure perplexity under a budget: read a long text, and report its surprisal.
 
     The report has the mean surprisal per token, in nats, along the text.
     """
-    from sirchat.lab.studies.perplexity import Perplexity
-
-    return Perplexity(**compared, text=text, data=data, readings=readings)
 
 
 @study(
@@ -271,9 +201,9 @@ def perplexity(
         limit=50,
         of="Number of questions for each conversation.",
     ),
+    "locomo:locomo_study",
 )
 def locomo(
-    compared: Compared,
     data: Annotated[
         str, typer.Option(help="LoCoMo's locomo10.json, or Realtalk's files.", metavar="PATH")
     ],
@@ -296,43 +226,18 @@ def locomo(
     counts: Annotated[
         str, typer.Option(help="Numbers of tokens that retrievers restore.", metavar="N,M,...")
     ] = "100,200,400",
-) -> "Study":
+) -> None:
     """Measure recall in conversations over weeks (LoCoMo or Realtalk): ask questions about them.
 
     The report has the scores of the answers. It also says how much evidence (the messages with the
     answer) is still in the cache.
     """
-    from sirchat.lab.studies.locomo import Locomo
-
-    if not retrievers and compared["settings"][0].recall != "off":
-        retrievers = compared["settings"][0].recall
-    return Locomo(
-        **compared,
-        data=data,
-        conversations=whole_numbers("conversations", conversations) if conversations else (),
-        reply_tokens=reply_tokens,
-        retrievers=tuple(retrievers.split(",")) if retrievers else (),
-        counts=whole_numbers("counts", counts),
-    )
 
 
-def _multiple_choice(
-    compared: Compared, task: str, scoring: str, shots: tuple[int, ...], data: str | None
-) -> "Study":
-    from sirchat.lab.studies.multiple_choice import MultipleChoice
-
-    return MultipleChoice(
-        **compared, task=task, scoring=cast("Scoring", scoring), shots=shots, data=data
-    )
-
-
-if TYPE_CHECKING:
-    from sirchat.lab.studies.study import Study
-
-
-@study(eval_app, "lm-eval", None)
+@study(
+    eval_app, "lm-eval", Defaults("full,sink,entropy", limit=None), "lm_eval.study:lm_eval_study"
+)
 def lm_eval(
-    profile: Profile,
     tasks: Annotated[
         str, typer.Option(help="Tasks of lm-eval, or groups or tags of tasks.", metavar="A,B,...")
     ],
@@ -354,22 +259,147 @@ def lm_eval(
     piece: Annotated[
         int | None,
         typer.Option(
-            help="Split each context into rounds of this many tokens; default: one round.",
-            min=1,
+            help="Split each context into rounds of this many tokens; default: one round.", min=1
         ),
     ] = None,
-    policies: Policies = "full,sink,entropy",
-    budgets: Budgets = "256",
-    decays: Decays = "1",
-    sweep: Sweep = None,
-) -> "Study":
+) -> None:
     """Run tasks of EleutherAI's lm-evaluation-harness under several settings of sirchat.
 
     The report has the metrics of each task under each setting.
     """
-    settings = settings_of(profile, policies, budgets, decays, sweep or ())
-    from sirchat.lab.studies.lm_eval.study import Harness, LmEval
 
-    folder = None if include_path is None else str(include_path)
-    harness = Harness(shots=num_fewshot, limit=limit, folder=folder, chat=apply_chat_template)
-    return LmEval(settings, tasks=tuple(tasks.split(",")), harness=harness, piece=piece)
+
+@study(eval_app, "context", Defaults("full,anchor", "2048", limit=50), "perplexity:Context")
+def context(
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of the context, in tokens.", metavar="N,M,...")
+    ] = "128,256,512,1024,2048",
+) -> None:
+    """Measure the perplexity of synthetic conversations at several lengths of the context."""
+
+
+@study(
+    eval_app,
+    "demonstrations",
+    Defaults(
+        "full,anchor", "1024", limit=50, of="Number of sets of demonstrations for each setting."
+    ),
+    "demonstrations:Demonstrations",
+)
+def demonstrations(
+    shots: Annotated[
+        str, typer.Option(help="Numbers of demonstrations in a set.", metavar="N,M,...")
+    ] = "0,5",
+    questions: Annotated[int, typer.Option(help="Number of questions after each set.", min=1)] = 4,
+    places: Annotated[
+        str,
+        typer.Option(
+            help="Other ways to place anchors, to compare with the model's own.",
+            metavar="tokens,random,...",
+        ),
+    ] = "",
+) -> None:
+    """Let the model read demonstrations (questions with answers) once, then ask it new questions.
+
+    The report has the share of right answers, the number of held tokens and the speed-up.
+    """
+
+
+@study(eval_app, "anchor-attention", None, "anchor_attention:AnchorAttention")
+def anchor_attention(
+    limit: Conversations = 50,
+    facts: Annotated[int, typer.Option(help="Number of facts told in each conversation.")] = 5,
+) -> None:
+    """Measure which anchor tokens an answer attends to: tell facts, and ask for one of them.
+
+    Each fact is told in its own round. The report has the share of the attention to anchors that
+    goes to the round with the fact.
+    """
+
+
+@study(eval_app, "attention", None, "attention:AttentionStudy")
+def attention(
+    limit: Annotated[int, typer.Option(help="Number of texts.", min=1)] = 256,
+    tokens: Annotated[int, typer.Option(help="Number of tokens read of each text.")] = 40,
+    text: Annotated[
+        str | None, typer.Option(help="File with one text per line; default: generated talk.")
+    ] = None,
+) -> None:
+    """Measure whether tokens of high surprisal receive more attention, as in SirLLM's Figure 3."""
+
+
+@study(
+    eval_app,
+    "uniformity",
+    Defaults("reservoir,random", "96", limit=300, of="Number of seeds for each setting."),
+    "uniformity:Uniformity",
+)
+def uniformity(
+    rounds: Annotated[int, typer.Option(help="Number of rounds in the stream.", min=1)] = 8,
+) -> None:
+    """Test whether policies that choose at random are uniform: read one text with many seeds.
+
+    The report has the share of each tenth of the text that is still held at the end.
+    """
+
+
+@study(eval_app, "retrieval", None, "retrieval:Retrieval")
+def retrieval(
+    task: Annotated[
+        str,
+        typer.Option(
+            help="How many stories or facts are told and asked for.",
+            metavar="stories-3|facts-12|...",
+        ),
+    ] = "facts-12",
+    limit: Conversations = 200,
+    bases: Annotated[
+        str,
+        typer.Option("--base", help="Budgets, not counting restored tokens.", metavar="N,M,..."),
+    ] = "72",
+    counts: Annotated[
+        str, typer.Option(help="Numbers of tokens that are restored.", metavar="N,M,...")
+    ] = "10,20,50,100,200",
+    retrievers: Annotated[
+        str, typer.Option(help="Retrievers to compare, separated by commas.", metavar="A,B,...")
+    ] = "mips,cosine,cosine-pairwise,attention,bm25,hybrid,random",
+    weights: Annotated[
+        str, typer.Option(help="Values of recall_weight to compare.", metavar="none,surprisal")
+    ] = "none,surprisal",
+    spans: Annotated[
+        str, typer.Option(help="Numbers of neighbours restored with each token.", metavar="N,M,...")
+    ] = "0,2",
+    soft: Annotated[
+        str, typer.Option(help="Values of recall_soft to compare.", metavar="off,on")
+    ] = "off,on",
+    data: Annotated[
+        str | None,
+        typer.Option(help="Use the conversations in this file instead of the task's own."),
+    ] = None,
+) -> None:
+    """Compare retrievers, which choose the evicted tokens that recall restores for a question.
+
+    The report says, for each retriever, what share of the answers is exact.
+    """
+
+
+@study(eval_app, "privacy", None, "retrieval:privacy_study")
+def privacy(
+    task: Annotated[
+        str,
+        typer.Option(
+            help="How many stories or facts are told and asked for.",
+            metavar="facts-12|facts-40|stories-10|...",
+        ),
+    ] = "facts-12",
+    limit: Conversations = 100,
+    base: Base = 72,
+    counts: Annotated[
+        str,
+        typer.Option(help="Numbers of tokens that are restored; 0 for none.", metavar="N,M,..."),
+    ] = "0,10,20,50,100,200",
+) -> None:
+    """Measure how much of a private, evicted turn recall reveals, with more and more tokens.
+
+    The report also has the share of right answers to questions that need no memory.
+    """

@@ -1,8 +1,4 @@
-"""Makes the commands of `sirchat eval` from functions, with the flags that all studies have.
-
-These flags are the settings to compare, the number of repeats, the folder for results, and the
-workers.
-"""
+"""Makes the commands of `sirchat eval` from functions, with the flags that all studies have."""
 
 import inspect
 import shlex
@@ -10,9 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -71,103 +68,73 @@ Workers = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
 
-
-_WORKERS = 2
-"""Number of workers if only --ray is given."""
-
-_POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")
-"""Those settings of a profile that some policies use and others ignore."""
-
-
-class Compared(TypedDict):
-    """The keyword arguments of every study that compares several settings.
-
-    Attributes:
-        settings: the settings to compare, one profile each.
-        limit: the amount of the study, for example its number of conversations.
-        seed: seed of the random numbers.
-        repeats: number of runs of a policy that chooses at random.
-    """
-
-    settings: tuple[Profile, ...]
-    limit: int
-    seed: int
-    repeats: int
+_WORKERS = 2  # if only --ray is given
+_POLICY_SETTINGS = ("budget", "decay", "recent", "sinks")  # which some policies ignore
 
 
 class Defaults(NamedTuple):
-    """The default values of a study's flags `--policies`, `--budgets`, `--decays` and `--limit`.
+    """A study's defaults of the flags `--policies`, `--budgets`, `--decays` and `--limit`.
 
-    `of` is the help text of the flag `--limit`, which says what it limits.
+    `of` is the help text of `--limit`. A study without `limit` has no `--repeats` either.
     """
 
     policies: str = "entropy,sink"
     budgets: str = "256"
     decays: str = "1"
-    limit: int = 200
+    limit: int | None = 200
     of: str = "Number of conversations for each setting."
 
 
 def study(
-    app: typer.Typer, name: str, compares: Defaults | None, *, former: str = ""
-) -> Callable[[Callable[..., "Study"]], None]:
-    """Decorator: registers a function that builds a study as the command `name` of `app`.
+    app: typer.Typer,
+    name: str,
+    compares: Defaults | None,
+    of: str,
+    *,
+    former: str = "",
+    **fixed: object,
+) -> Callable[[Callable[..., None]], None]:
+    """Decorator: registers a study as the command `name` of `app`, with the parameters as flags.
 
-    The function's first argument is a `Compared`, the settings to compare, which are made from
-    flags. `compares` has the default values of these flags. If `compares` is None, the command has
-    no such flags, and the first argument is the profile. All other parameters of the function
-    become options of the command. If a `former` name is given, the command also runs under this
-    name, and prints a note about its new name.
+    `of` names what makes the study, such as `facts:Facts`. It gets the flags' values, `fixed`, and
+    either what is compared (as fields of `Grid`) or, without `compares`, the profile.
     """
 
-    def register(build: Callable[..., "Study"]) -> None:
-        own = list(inspect.signature(build).parameters.values())[1:]
+    def register(declared: Callable[..., None]) -> None:
+        flags_of_study = inspect.signature(declared).parameters
         grid = _grid_parameters(compares) if compares is not None else {}
 
         def command(flags: dict[str, Any], **values: Any) -> None:
             common = {key: values.pop(key) for key in _COMMON}
             cells = {key: values.pop(key) for key in grid}
             profile = repeatable(profile_of(flags))
-            made = build(_compared(profile, **cells) if grid else profile, **values)
+            compared = _compared(profile, **cells) if grid else {"profile": profile}
+            options = {key: _parsed(one, values[key]) for key, one in flags_of_study.items()}
+            made = _maker(of)(**compared, **options, **fixed)
             swept = [_swept(one)[0] for one in cells.get("sweep") or ()]
             _refuse_without_effect(made, [*flags, *swept], name)
             _run(made, profile, **common)
 
-        parameters = [_keyword("flags", dict[str, Any]), *grid.values(), *own, *_COMMON.values()]
+        def renamed(flags: dict[str, Any], **values: Any) -> None:
+            typer.echo(f"note: {former} is now called {name}", err=True)
+            command(flags, **values)
+
+        parameters = [_keyword("flags", dict[str, Any]), *grid.values()]
+        parameters += [*flags_of_study.values(), *_COMMON.values()]
         parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__doc__ = build.__doc__
-        app.command(name)(with_settings(command))
-        if former:
-
-            def renamed(**values: Any) -> None:
-                typer.echo(f"note: {former} is now called {name}", err=True)
-                command(**values)
-
-            renamed.__signature__ = command.__signature__  # type: ignore[attr-defined]
-            renamed.__doc__ = command.__doc__
-            app.command(former, hidden=True)(with_settings(renamed))
+        for called, run in ((name, command), (former, renamed)):
+            run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            run.__doc__ = declared.__doc__
+            if called:
+                app.command(called, hidden=called == former)(with_settings(run))
 
     return register
 
 
-def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> None:
-    """Raise SettingError if the user gave a setting that has no effect in the study `made`.
-
-    `given` has the names of the settings that the user gave, and `name` is the study's command.
-    """
-    for setting in given:
-        if setting in getattr(made, "without_effect", ()):
-            raise SettingError(
-                f"{setting} has no effect in `sirchat eval {name}`", hint=f"leave {setting} out"
-            )
-
-
 def repeatable(profile: Profile) -> Profile:
-    """Change a profile so that the results of a study can be repeated; returns the new profile.
+    """Switch the setting `compile` off, unless the user has set it.
 
-    The setting `compile` is switched off, unless the user has set it. Its default compiles the
-    decode step or not, depending on earlier chats, and a compiled step rounds differently.
+    Its default compiles depending on earlier chats, and a compiled step rounds differently.
     """
     if "compile" in profile.model_fields_set:
         return profile
@@ -177,21 +144,17 @@ def repeatable(profile: Profile) -> Profile:
 def settings_of(
     profile: Profile, policies: str, budgets: str, decays: str, sweep: Sequence[str] = ()
 ) -> tuple[Profile, ...]:
-    """Make one profile for each combination of a policy, a budget, a decay and swept values.
+    """One profile for each combination of a policy, a budget, a decay and swept values.
 
-    `policies`, `budgets` and `decays` are comma-separated lists. Each text in `sweep` names a
-    setting or a policy option and the values to compare, such as `recent=16,32`. A profile gets
-    only the settings that its policy uses; of equal profiles, one is returned. The policy options
-    of `profile` go to every policy that has them. Raises SettingError for a value that is not
-    allowed, and for a swept setting or an option that none of the policies has.
+    A profile gets only the settings and options that its policy uses; equal ones are returned once.
+    Raises SettingError for what is not allowed, and for what none of the policies has.
     """
     swept = dict(_swept(one) for one in sweep)
     axes = {"policy": policies.split(","), "budget": budgets.split(","), "decay": decays.split(",")}
     settings: list[Profile] = []
     for values in product(*(axes | swept).values()):
         given = dict(zip(axes | swept, values, strict=True))
-        own = _settings_used(given, profile.policy_options)
-        setting = changed(profile, "eval", **own)
+        setting = changed(profile, "eval", **_settings_used(given, profile.policy_options))
         if setting not in settings:
             settings.append(setting)
     if unused := [key for key in swept if all(_lacks(key, one.policy) for one in settings)]:
@@ -204,58 +167,9 @@ def settings_of(
     return tuple(settings)
 
 
-def _swept(text: str) -> tuple[str, list[str]]:
-    """Split a value of the flag `--sweep`, such as `recent=16,32`.
-
-    Returns the name of the setting or option, and the list of its values as texts. Raises
-    SettingError for any other text.
-    """
-    key, equals, values = text.partition("=")
-    if not equals or not key or not all(values.split(",")):
-        raise SettingError(
-            f"--sweep is {format_value(text)}, must be a setting and its values, "
-            "such as recent=16,32"
-        )
-    return key.replace("-", "_"), values.split(",")
-
-
-def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
-    """Choose the settings in `given` that its policy uses, and parse their texts into values.
-
-    `given` maps names of settings and policy options to texts; the key `policy` names the policy.
-    Returns the settings by name. Policy options are in the entry `policy_options`, with those
-    options in `shared` that the policy has.
-    """
-    policy = given["policy"]
-    import_typed(policy)
-    own: dict[str, object] = {"policy": policy, "decay": 1.0}
-    known = {field.name for field in fields(policy_class(policy))}
-    options = {name: value for name, value in shared.items() if name in known}
-    for key, text in given.items():
-        if key != "policy" and not _lacks(key, policy):
-            if is_option(key, text, policy):
-                options[key] = parse_option(text)
-            else:
-                own[key] = parse_value(key, text)
-    return own | {"policy_options": options}
-
-
-def _lacks(key: str, policy: str) -> bool:
-    """Whether the policy `policy` has no use for `key`, the name of a setting or policy option.
-
-    False for a setting that does not belong to policies, such as `temperature`.
-    """
-    kind = policy_class(policy)
-    known = {*kind.uses, *(field.name for field in fields(kind))}
-    return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
-
-
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of whole numbers, the value of the flag `option`.
-
-    Returns the numbers. Raises SettingError for any other text.
-    """
-    parts = [part.strip() for part in text.split(",")]
+    """Parse a comma-separated list of whole numbers; raises SettingError for any other text."""
+    parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts):
         raise SettingError(
             f"{option} is {format_value(text)}, must be whole numbers, separated by commas"
@@ -266,6 +180,76 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 def command_line() -> str:
     """The command line of this process, which begins with `sirchat`, quoted for a shell."""
     return shlex.join(["sirchat", *sys.argv[1:]])
+
+
+def _names(option: str, text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _switches(option: str, text: str) -> tuple[bool, ...]:
+    return tuple(parse_value(option, part) is True for part in text.split(","))
+
+
+# How the value of a flag is parsed, by the metavar that its help shows.
+_PARSERS: dict[str, Callable[[str, str], tuple[Any, ...]]] = {
+    **dict.fromkeys(("N,M,...", "1,2,3"), whole_numbers),
+    **dict.fromkeys(("A,B,...", "WAY,...", "none,surprisal", "tokens,random,..."), _names),
+    "off,on": _switches,
+}
+
+
+def _parsed(parameter: inspect.Parameter, value: Any) -> Any:
+    (option, *_) = getattr(parameter.annotation, "__metadata__", (None,))
+    parse = _PARSERS.get(getattr(option, "metavar", None) or "")
+    return value if parse is None else parse(parameter.name, value)
+
+
+def _maker(path: str) -> Callable[..., "Study"]:
+    module, _, name = path.partition(":")
+    made: Callable[..., Study] = getattr(import_module(f"sirchat.lab.studies.{module}"), name)
+    return made
+
+
+def _refuse_without_effect(made: "Study", given: Sequence[str], name: str) -> None:
+    for setting in given:
+        if setting in getattr(made, "without_effect", ()):
+            raise SettingError(
+                f"{setting} has no effect in `sirchat eval {name}`", hint=f"leave {setting} out"
+            )
+
+
+def _swept(text: str) -> tuple[str, list[str]]:
+    """Split a value of the flag `--sweep`, such as `recent=16,32`, into a name and its values."""
+    key, equals, values = text.partition("=")
+    if not equals or not key or not all(values.split(",")):
+        raise SettingError(
+            f"--sweep is {format_value(text)}, must be a setting and its values, "
+            "such as recent=16,32"
+        )
+    return key.replace("-", "_"), values.split(",")
+
+
+def _settings_used(given: dict[str, str], shared: Mapping[str, object]) -> dict[str, object]:
+    """Those settings in `given` that its policy uses, parsed; `shared` are options for all."""
+    policy = given["policy"]
+    import_typed(policy)
+    settings: dict[str, object] = {"policy": policy, "decay": 1.0}
+    known = {field.name for field in fields(policy_class(policy))}
+    options = {name: value for name, value in shared.items() if name in known}
+    for key, text in given.items():
+        if key != "policy" and not _lacks(key, policy):
+            if is_option(key, text, policy):
+                options[key] = parse_option(text)
+            else:
+                settings[key] = parse_value(key, text)
+    return settings | {"policy_options": options}
+
+
+def _lacks(key: str, policy: str) -> bool:
+    """Whether the policy has no use for a setting of policies, or for a policy option."""
+    kind = policy_class(policy)
+    known = {*kind.uses, *(field.name for field in fields(kind))}
+    return key not in known and (key in _POLICY_SETTINGS or key not in Profile.model_fields)
 
 
 def _run(
@@ -295,12 +279,7 @@ def _run(
 
 
 def _load_again(typed: list[str], profile: Profile, trust: bool, for_hub: bool) -> "LoadedModel":
-    """Load the profile's model in a worker process of a study, and return it.
-
-    `typed` has the policies as the user typed them, such as `mine:Loud`. Their modules are imported
-    first. `trust` says whether the model may bring its own code, and `for_hub` whether it must be a
-    module of transformers.
-    """
+    """Load the model in a worker process, after the modules of policies such as `mine:Loud`."""
     for name in typed:
         import_typed(name)
     return load(profile, trust, for_hub=for_hub)
@@ -315,31 +294,27 @@ def _keyword(
 
 
 _COMMON = {
-    name: _keyword(name, annotation, default)
-    for name, annotation, default in (
-        ("out", Out, None),
-        ("ray", Ray, None),
-        ("workers", Workers, None),
-        ("trust_remote_code", Trust, False),
-        ("json", Json, False),
-        ("debug", Debug, False),
-    )
+    "out": _keyword("out", Out, None),
+    "ray": _keyword("ray", Ray, None),
+    "workers": _keyword("workers", Workers, None),
+    "trust_remote_code": _keyword("trust_remote_code", Trust, False),
+    "json": _keyword("json", Json, False),
+    "debug": _keyword("debug", Debug, False),
 }
 
 
 def _grid_parameters(defaults: Defaults) -> dict[str, inspect.Parameter]:
     limit = Annotated[int, typer.Option(help=defaults.of, min=1)]
-    return {
-        name: _keyword(name, annotation, default)
-        for name, annotation, default in (
-            ("policies", Policies, defaults.policies),
-            ("budgets", Budgets, defaults.budgets),
-            ("decays", Decays, defaults.decays),
-            ("sweep", Sweep, None),
-            ("limit", limit, defaults.limit),
-            ("repeats", Repeats, 3),
-        )
+    parameters = {
+        "policies": _keyword("policies", Policies, defaults.policies),
+        "budgets": _keyword("budgets", Budgets, defaults.budgets),
+        "decays": _keyword("decays", Decays, defaults.decays),
+        "sweep": _keyword("sweep", Sweep, None),
     }
+    if defaults.limit is not None:
+        parameters["limit"] = _keyword("limit", limit, defaults.limit)
+        parameters["repeats"] = _keyword("repeats", Repeats, 3)
+    return parameters
 
 
 def _compared(
@@ -348,8 +323,7 @@ def _compared(
     budgets: str,
     decays: str,
     sweep: list[str] | None,
-    limit: int,
-    repeats: int,
-) -> Compared:
+    **counts: int,
+) -> dict[str, Any]:
     settings = settings_of(profile, policies, budgets, decays, sweep or ())
-    return Compared(settings=settings, limit=limit, seed=profile.seed, repeats=repeats)
+    return {"settings": settings} | ({"seed": profile.seed, **counts} if counts else {})

@@ -100,8 +100,7 @@ def train_anchor(
     per_device: Annotated[
         int,
         typer.Option(
-            help="Number of rows per device in a forward pass; several passes make one step.",
-            min=1,
+            help="Number of rows per device in a forward pass; several passes make one step.", min=1
         ),
     ] = 1,
     steps: Annotated[
@@ -206,8 +205,7 @@ def train_scorer(
         Path | None, typer.Option(help="File for the scorer; default: where chats look for it.")
     ] = None,
     seed: Annotated[
-        int,
-        typer.Option(help="Random seed for generated talk and the order of data."),
+        int, typer.Option(help="Random seed for generated talk and the order of data.")
     ] = 0,
     trust_remote_code: Trust = False,
     debug: Debug = False,

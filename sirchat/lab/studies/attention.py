@@ -106,12 +106,7 @@ class AttentionStudy(ExtendedByLimit):
             for at in range(SEGMENTS)
         ]
         rows.append(("the first token", _mean(first), None, None))
-        columns = (
-            "segment by surprisal",
-            "mean weight",
-            "mean rank",
-            "share of layers: first",
-        )
+        columns = ("segment by surprisal", "mean weight", "mean rank", "share of layers: first")
         lines = {
             f"segment {at + 1}": tuple((float(n), float(w[at])) for n, w in enumerate(weights))
             for at in range(SEGMENTS)

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
@@ -172,6 +172,15 @@ class Locomo(Grid):
             header.append(f"{sum(tokens) / seconds:,.0f} tokens read a second")
         tables = tables_of(findings, self.settings, self.retrievers, self.counts)
         return Report(tuple(header), tables, details=self.parameters())
+
+
+def locomo_study(
+    settings: tuple[Profile, ...], retrievers: tuple[str, ...], **options: Any
+) -> Locomo:
+    """The study that the flags describe; without retrievers, that of the setting `recall`."""
+    if not retrievers and settings[0].recall != "off":
+        retrievers = (settings[0].recall,)
+    return Locomo(settings, retrievers=retrievers, **options)
 
 
 def _count(conversations: Sized) -> str:

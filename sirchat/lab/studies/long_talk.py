@@ -39,13 +39,7 @@ from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.text_file import read_regular
 
-CATEGORIES = {
-    1: "multi-hop",
-    2: "temporal",
-    3: "open-domain",
-    4: "single-hop",
-    5: "adversarial",
-}
+CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
 """Kinds of question, by LoCoMo's numbers; Realtalk has only 1 to 3, and calls 3 commonsense."""
 
 ADVERSARIAL = 5

@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from sirchat.chat.events import Delta, TurnDone
 from sirchat.chat.session import Session
@@ -395,3 +396,10 @@ class Privacy(ExtendedByLimit):
             "said": scored.greedy,
             "quiz": right,
         }
+
+
+def privacy_study(profile: Profile, **options: Any) -> Privacy:
+    """The study that the flags describe; recall is on if the user has not chosen a retriever."""
+    if profile.recall == "off":
+        profile = changed(profile, "eval", recall="on")
+    return Privacy(profile, **options)

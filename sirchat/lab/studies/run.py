@@ -55,10 +55,7 @@ def run(
 
 
 def run_units(
-    study: Study,
-    model: LoadedModel,
-    out: Path | None = None,
-    remote: RemoteRunner | None = None,
+    study: Study, model: LoadedModel, out: Path | None = None, remote: RemoteRunner | None = None
 ) -> dict[str, Record]:
     """Run all units (independent runs) of a study; returns their records (results), by key.
 

@@ -174,11 +174,7 @@ def _share(parts: Sequence[Positions], present: Positions) -> float | None:
 
 def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
     halves = [np.isin(one, chosen).mean() >= 0.5 for one in missing]
-    return {
-        "share": _share(missing, chosen),
-        "any": float(any(halves)),
-        "all": float(all(halves)),
-    }
+    return {"share": _share(missing, chosen), "any": float(any(halves)), "all": float(all(halves))}
 
 
 NOT_MENTIONED = "Not mentioned in the conversation"

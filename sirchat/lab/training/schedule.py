@@ -93,9 +93,7 @@ _QUIZZES = Mix(0.16, 0.14, 0.02, game=0.03, story=0.12, quiz=0.5, untold=0.03, l
 _FAR = Mix(0.10, 0.10, 0.01, game=0.02, story=0.12, quiz=0.62, untold=0.02, long_list=0.3)
 
 DISTANCE = Phase(
-    1500,
-    (Stage(0.4, 512, _QUIZZES), Stage(0.75, 1024, _FAR), Stage(1.0, 2048, _FAR)),
-    peak=0.5,
+    1500, (Stage(0.4, 512, _QUIZZES), Stage(0.75, 1024, _FAR), Stage(1.0, 2048, _FAR)), peak=0.5
 )
 
 # Masks hide tokens that a budget would evict: the model learns to recall facts from the few tokens

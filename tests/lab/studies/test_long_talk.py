@@ -88,10 +88,7 @@ def test_a_session_is_a_whole_number_of_rounds_and_begins_with_its_date(tmp_path
             "Ben: Nice. My canary is called Fennel, by the way.",
         ),
         ("Ana: What a name! I will bring seeds on Sunday.", ""),
-        (
-            "(2:15 pm on 3 May, 2021)",
-            "Ben: The seeds were a success, Fennel sang for an hour.",
-        ),
+        ("(2:15 pm on 3 May, 2021)", "Ben: The seeds were a success, Fennel sang for an hour."),
         (
             "Ana: Glad to hear it.\nAna: I am off to Lisbon tomorrow.",
             "Ben: Send me a postcard, please.",

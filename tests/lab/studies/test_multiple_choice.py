@@ -196,9 +196,7 @@ def test_tiny_keeps_its_knowledge_and_evicts_what_the_policy_evicts() -> None:
 
 
 @pytest.mark.slow
-def test_a_shot_is_a_question_before_with_its_right_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shot_is_a_question_before_with_its_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def note(chat: Session, question: Question, _: str) -> int:

@@ -19,14 +19,7 @@ from sirchat.lab.studies.needle import (
     needle_dialogue,
     scored_part,
 )
-from sirchat.lab.studies.retrieval import (
-    BASE,
-    EVERYTHING,
-    FULL,
-    Privacy,
-    Retrieval,
-    cells,
-)
+from sirchat.lab.studies.retrieval import BASE, EVERYTHING, FULL, Privacy, Retrieval, cells
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import share
 

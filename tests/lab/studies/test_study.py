@@ -147,9 +147,7 @@ def test_a_share_without_an_interval_has_none_in_json() -> None:
     json.loads(json.dumps(record, allow_nan=False))
 
 
-def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(
-    tmp_path: Path,
-) -> None:
+def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(tmp_path: Path) -> None:
     empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
     report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
     head = provenance(tiny(), "test", "")

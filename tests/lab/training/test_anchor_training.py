@@ -19,13 +19,7 @@ from command import run
 from sirchat.errors import ModelError, SettingError, UsageError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import Message
-from sirchat.lab.training.anchor import (
-    TALK,
-    AnchorOptions,
-    add_anchor,
-    prepare,
-    train_anchors,
-)
+from sirchat.lab.training.anchor import TALK, AnchorOptions, add_anchor, prepare, train_anchors
 from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, packed
 from sirchat.lab.training.anchor_trainer import Step, collate, weighted_sum
 from sirchat.lab.training.losses import load_losses

@@ -60,9 +60,7 @@ def test_at_first_an_anchor_also_follows_user_messages(tmp_path: Path) -> None:
     assert ANCHOR_PHASES[0] is ANCHOR_EACH_MESSAGE
 
 
-def test_a_token_attends_to_its_sequence_and_to_anchors_of_its_conversation(
-    tmp_path: Path,
-) -> None:
+def test_a_token_attends_to_its_sequence_and_to_anchors_of_its_conversation(tmp_path: Path) -> None:
     trainer = TinyAnchorTrainer(options(tmp_path, 1))
     anchor, bos = trainer.anchor, int(trainer.tokenizer.bos_token_id or 0)
     ids = torch.tensor([[bos, 10, anchor, 11, anchor, 12, bos, 13, anchor, 14]])

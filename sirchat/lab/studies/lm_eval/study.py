@@ -142,6 +142,21 @@ class LmEval:
         ]
 
 
+def lm_eval_study(
+    settings: tuple[Profile, ...],
+    tasks: tuple[str, ...],
+    num_fewshot: int | None,
+    limit: int | None,
+    include_path: Path | None,
+    apply_chat_template: bool,
+    piece: int | None,
+) -> LmEval:
+    """The study that the flags of `sirchat eval lm-eval` describe."""
+    folder = None if include_path is None else str(include_path)
+    harness = Harness(shots=num_fewshot, limit=limit, folder=folder, chat=apply_chat_template)
+    return LmEval(settings, tasks=tasks, harness=harness, piece=piece)
+
+
 def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
     """Raise SettingError for a setting that has no effect in this study.
 
