@@ -158,8 +158,8 @@ def ask(
         if ask_server(server, profile, text, screen, holds_all=holds_all):
             return
     with quick_start(), interruptible_imports():
-        from sirchat.ui.progress import loading_bar
         from sirchat.ui.replay import print_reply
+        from sirchat.ui.status import loading_bar
 
     with loading_bar(screen, profile.model) as report:
         session = _open_saved(profile, trust, report, store, later)
@@ -225,9 +225,9 @@ def replay_transcript(
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
         turns = one_conversation(iter_turns(stream, shown, format), shown)
-        from sirchat.ui.progress import loading_bar
         from sirchat.ui.replay import ReplayOptions, replay
         from sirchat.ui.screen import Screen
+        from sirchat.ui.status import loading_bar
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:

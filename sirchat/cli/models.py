@@ -280,7 +280,7 @@ def models_pull(
 
     from sirchat.models.hub import pull
     from sirchat.ui.lists import in_bytes
-    from sirchat.ui.progress import pull_progress
+    from sirchat.ui.status import pull_progress
 
     try:
         with pull_progress(Console(stderr=True, highlight=False)) as progress:

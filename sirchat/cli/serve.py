@@ -187,9 +187,9 @@ def _open(
     `limits` are three numbers: the most conversations in memory, the most on disk, and the most
     requests that wait for a conversation.
     """
-    from sirchat.ui.progress import loading_bar
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import say_toy
+    from sirchat.ui.status import loading_bar
 
     screen = Screen(theme=profile.theme)
     if "model" not in profile.model_fields_set:

@@ -1,15 +1,15 @@
-"""Fits text into terminal cells: every character gets a known width, so that columns line up.
+"""Text in the cells of a terminal: characters of known width, lines and rows as wide as the window.
 
 Terminals disagree about the width of joined emoji, flags, skin tones and the spacing marks of Indic
-scripts. These characters are replaced by others that have the same width on all terminals.
-Right-to-left text stays in logical order, the order in which it is read.
+scripts. The panel replaces them; a reply stays as it is written, and is cut with care.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -20,19 +20,19 @@ from rich.text import Text
 
 from sirchat.ui.text import displayable
 
+# Drawn under a combining mark that follows no letter, and in place of a spacing mark.
 BASE: Final = "◌"
-"""A sign drawn under a combining mark that follows no letter, and in place of a spacing mark."""
-
 NEWLINE: Final = "⏎"
 TAB: Final = "→"
 
 _UNKNOWN = "\ufffd"
 _NON_JOINER = "\u200c"
 _VIRAMA = 9  # its combining class
-_LONGEST_WORD = 24
-"""Maximum width, in cells, of a word that moves to the next line; a longer word is broken."""
-
+_LONGEST_WORD = 24  # cells: a longer word is broken instead of moved to the next line
 _ASCII_PARTS = re.compile("[^ ]* +|[^ ]+")
+
+# A character with the combining characters after it; and its style, such as "1;36" (SGR).
+Cell = tuple[str, str]
 
 
 class StyledRun(NamedTuple):
@@ -43,25 +43,23 @@ class StyledRun(NamedTuple):
     whole: bool = False
 
 
-def shown(text: str) -> str:
-    """A token's text ready to be drawn: one line of known width, without control characters.
+class StyledRow(NamedTuple):
+    """One row of the window, without the spaces at its end."""
 
-    This function caches no text, so that text erased from a chat does not stay in memory.
-    """
+    cells: tuple[Cell, ...] = ()
+    continues: bool = False  # the terminal wraps the row above into this row
+
+    @property
+    def text(self) -> str:
+        """The row's characters, without their styles."""
+        return "".join(char for char, _ in self.cells)
+
+
+def shown(text: str) -> str:
+    """A token's text as one line of known width. Nothing is cached: erased text leaves memory."""
     if text.isascii() and text.isprintable():
         return text
     return grid_safe(displayable(text))
-
-
-def shown_line(text: str) -> str:
-    """A name ready to be drawn in a title: one line, single spaces, no control characters."""
-    return shown(" ".join(displayable(text).split()))
-
-
-def significant(score: float) -> str:
-    """A score as text with three significant digits, such as 0.0123, 12,300 or 1.23e+09."""
-    text = f"{score:#.3g}".removesuffix(".")
-    return f"{float(text):,.0f}" if "e+" in text and abs(score) < 1e9 else text
 
 
 def quoted(text: str) -> str:
@@ -70,10 +68,7 @@ def quoted(text: str) -> str:
 
 
 def grid_safe(text: str) -> str:
-    """Replace each character of uncertain width in `text` by characters of known width.
-
-    A combining mark that follows no letter is drawn over the sign `BASE`.
-    """
+    """Replace each character whose width differs between terminals."""
     safe: list[str] = []
     for char in map(_safe, text):
         bare = not safe or safe[-1][-1] in f" {NEWLINE}"
@@ -85,11 +80,114 @@ def grid_safe(text: str) -> str:
 
 
 def drop_measured() -> None:
-    """Empty the cache in which the library rich keeps texts with their widths.
-
-    The command `/erase` calls this, so that erased text does not stay in memory.
-    """
+    """Empty the cache in which the library rich keeps texts with their widths: after `/erase`."""
     cached_cell_len.cache_clear()
+
+
+def cut(text: str, width: int) -> str:
+    """Cut `text`, a result of `shown`, to `width` cells; an ellipsis replaces the part cut off."""
+    if cell_len(text) <= width:
+        return text
+    return _split(text, max(0, width - 1))[0] + "…"[:width]
+
+
+def line_of(runs: Iterable[StyledRun]) -> Text:
+    """Join runs to one line; those of the same style become one piece, which takes fewer bytes."""
+    line = Text(no_wrap=True, overflow="ignore")
+    for style, parts in groupby(runs, key=lambda part: part.style):
+        line.append("".join(part.text for part in parts), style or None)
+    return line
+
+
+def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
+    """Break runs into lines of at most `width` cells.
+
+    A line is broken after a space, beside a character two cells wide, or within a very long word.
+    """
+    lines: list[list[StyledRun]] = [[]]
+    room = width = max(width, 2)  # else a wide character would fit nowhere
+    for word, word_width in _words(runs):
+        if word_width > room and word_width <= min(_LONGEST_WORD, width):
+            lines.append([])
+            room = width
+        for run in word:
+            text = run.text
+            while (size := cell_len(text)) > room:
+                head, text = _split(text, room)
+                if head:
+                    lines[-1].append(run._replace(text=head))
+                lines.append([])
+                room = width
+            lines[-1].append(run._replace(text=text))
+            room -= size
+    return [line_of(line) for line in lines if line]
+
+
+def cells_of(text: str, style: str = "") -> list[Cell]:
+    """Split a text without line breaks into cells of one style."""
+    if text.isascii():
+        return [(char, style) for char in text]
+    cells: list[Cell] = []
+    for char in text:
+        if cells and _has_no_width(char):
+            cells[-1] = (cells[-1][0] + char, style)
+        else:
+            cells.append((char, style))
+    return cells
+
+
+def plain_rows(text: str, width: int, *, soft: bool, style: str = "") -> list[StyledRow]:
+    """Cut a text into rows as it is written, not as Markdown; `soft` as for `cut_line`."""
+    lines = text.removesuffix("\n").expandtabs().split("\n")
+    return [row for line in lines for row in cut_line(cells_of(line, style), width, soft=soft)]
+
+
+def cut_line(line: Sequence[Cell], width: int, *, soft: bool) -> list[StyledRow]:
+    """Cut one line into rows for a window `width` columns wide.
+
+    If `soft`, the terminal wraps the line, so that it is copied as one; but lines with characters
+    of uncertain width, and all if not `soft`, are broken between words, at `width` - 1 columns.
+    """
+    cells = _without_end(line)
+    if cells_width(cells) < width:
+        return [StyledRow(tuple(cells))]
+    if soft and has_known_widths(cells):
+        return _wrapped(cells, width)
+    full, rest = take_rows("".join(char for char, _ in cells), width - 1)
+    rows, start = [], 0
+    for row in [*full, rest]:
+        end, left = start, len(row)
+        while left > 0:
+            left -= len(cells[end][0])
+            end += 1
+        rows.append(StyledRow(tuple(_without_end(cells[start:end]))))
+        start = end
+    return rows
+
+
+def cells_width(cells: Iterable[Cell]) -> int:
+    """Number of columns that the cells take on the terminal."""
+    text = "".join([char for char, _ in cells])
+    return len(text) if text.isascii() else sum(map(cell_len, text))
+
+
+def has_known_widths(cells: Iterable[Cell]) -> bool:
+    """Whether each of the characters in `cells` has the same width on all terminals."""
+    return all(len(char) == 1 and not _has_no_width(char) for char, _ in cells)
+
+
+def take_rows(text: str, width: int) -> tuple[list[str], str]:
+    """Split a text into its full rows of at most `width` cells, and the text after these rows.
+
+    A row is broken after its last space, if it has one; its line break stays at its end.
+    """
+    *finished, rest = text.split("\n")
+    rows: list[str] = []
+    for line in finished:
+        full, last = _full_rows(line, width)
+        rows += [*full, last + "\n"]
+    full, rest = _full_rows(rest, width)
+    return [*rows, *full], rest
 
 
 @lru_cache(maxsize=8192)
@@ -114,10 +212,7 @@ def _safe(char: str) -> str:
 
 
 def _modifies(code: int) -> bool:
-    """Whether a character only changes how the character before it looks; `code` is its code point.
-
-    Such characters are variation selectors, and the skin tones of emoji.
-    """
+    """Whether it is a variation selector or a skin tone."""
     return (
         0xFE00 <= code <= 0xFE0F
         or 0xE0100 <= code <= 0xE01EF
@@ -126,62 +221,8 @@ def _modifies(code: int) -> bool:
     )
 
 
-def cut(text: str, width: int) -> str:
-    """Cut `text`, a result of `shown`, to `width` cells; an ellipsis replaces the part cut off."""
-    if cell_len(text) <= width:
-        return text
-    return _split(text, max(0, width - 1))[0] + "…"[:width]
-
-
-def line_of(runs: Iterable[StyledRun]) -> Text:
-    """Join runs (pieces of text in one style) to one line for rich.
-
-    Neighbouring runs of the same style become one piece, which takes fewer bytes on the terminal.
-    """
-    line = Text(no_wrap=True, overflow="ignore")
-    for style, parts in groupby(runs, key=lambda part: part.style):
-        line.append("".join(part.text for part in parts), style or None)
-    return line
-
-
-def lay_out(runs: Iterable[StyledRun], width: int) -> list[Text]:
-    """Break runs (pieces of text in one style) into lines of at most `width` cells.
-
-    A line is broken after a space, beside a character two cells wide, or within a very long word.
-    """
-    lines: list[list[StyledRun]] = [[]]
-    room = width = max(width, 2)  # else a wide character would fit nowhere
-    for word, size in _words(runs):
-        if size > room and size <= min(_LONGEST_WORD, width):
-            lines.append([])
-            room = width
-        for part in word:
-            room = _append(part, lines, room, width)
-    return [line_of(line) for line in lines if line]
-
-
-def _append(run: StyledRun, lines: list[list[StyledRun]], room: int, width: int) -> int:
-    """Append a run (text in one style) to the last of `lines`; add lines for what does not fit.
-
-    `room` is the number of free cells in the last line, and `width` the number of cells of a line.
-    Returns the number of free cells in the line that is the last one afterwards.
-    """
-    text = run.text
-    while (size := cell_len(text)) > room:
-        head, text = _split(text, room)
-        if head:
-            lines[-1].append(run._replace(text=head))
-        lines.append([])
-        room = width
-    lines[-1].append(run._replace(text=text))
-    return room - size
-
-
 def _split(text: str, width: int) -> tuple[str, str]:
-    """Split a text after at most `width` cells; return both parts.
-
-    A combining mark stays with its letter.
-    """
+    """Split a text after at most `width` cells; a combining mark stays with its letter."""
     used = 0
     for index, char in enumerate(text):
         used += get_character_cell_size(char)
@@ -191,10 +232,7 @@ def _split(text: str, width: int) -> tuple[str, str]:
 
 
 def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
-    """Divide runs (pieces of text in one style) into words between which a line may be broken.
-
-    Yields pairs: the runs of a word, and the word's width in cells.
-    """
+    """The words between which a line may be broken: the runs of each, and its width in cells."""
     word: list[StyledRun] = []
     size = 0
     for run in runs:
@@ -212,7 +250,7 @@ def _words(runs: Iterable[StyledRun]) -> Iterator[tuple[list[StyledRun], int]]:
 
 
 def _parts(text: str) -> list[tuple[str, bool]]:
-    """Split a text into parts; return pairs: a part, and whether a line may be broken after it."""
+    """The parts of a text, each with whether a line may be broken after it."""
     if text.isascii():
         return [(part, part[-1] == " ") for part in _ASCII_PARTS.findall(text)]
     parts: list[tuple[str, bool]] = []
@@ -226,3 +264,65 @@ def _parts(text: str) -> list[tuple[str, bool]]:
             start = index
         before = size == 2 or char in f" {NEWLINE}"
     return [*parts, (text[start:], before)] if text else parts
+
+
+def _without_end(line: Sequence[Cell]) -> list[Cell]:
+    """The line without the spaces at its end; each other space has the style of the cell before.
+
+    This makes fewer changes of style, so that less is written to the terminal.
+    """
+    length = len(line)
+    while length and line[length - 1][0] == " ":
+        length -= 1
+    cells = list(line[:length])
+    if len({style for _, style in cells}) < 2:
+        return cells
+    for at, (char, style) in enumerate(cells):
+        before = cells[at - 1][1] if at else style
+        if char == " " and before != style and not _shows_on_space(before):
+            cells[at] = (" ", before)
+    return cells
+
+
+def _shows_on_space(style: str) -> bool:
+    return not {"4", "7", "9", "21"}.isdisjoint(style.split(";"))  # underlined, reversed, struck
+
+
+def _wrapped(cells: list[Cell], width: int) -> list[StyledRow]:
+    """Wrap one line into rows of `width` columns, as a terminal does.
+
+    Where a character two columns wide does not fit into the last column, a new line begins.
+    """
+    rows: list[StyledRow] = []
+    row: list[Cell] = []
+    used, continues = 0, False
+    for cell in cells:
+        size = cell_len(cell[0])
+        if used + size > width:
+            rows.append(StyledRow(tuple(row), continues))
+            row, continues, used = [], used == width, 0
+        row.append(cell)
+        used += size
+    return [*rows, StyledRow(tuple(row), continues)]
+
+
+@lru_cache(4096)
+def _has_no_width(char: str) -> bool:
+    """Whether a terminal may draw the character in the same cell as the character before it."""
+    return char > "\u02ff" and (
+        unicodedata.category(char) in ("Mn", "Me", "Mc", "Cf")
+        or "\U0001f3fb" <= char <= "\U0001f3ff"
+        or "\U0001f1e6" <= char <= "\U0001f1ff"
+    )
+
+
+def _full_rows(text: str, width: int) -> tuple[list[str], str]:
+    rows = []
+    while cell_len(text) > width:
+        lengths = range(1, min(len(text), 2 * width) + 1)
+        end = bisect_right(lengths, width, key=lambda length: cell_len(text[:length]))
+        space = text.rfind(" ", 0, end + 1) + 1  # a space may hang over the edge
+        end = space or max(1, end)
+        rows.append(text[:end])
+        text = text[end:]
+    return rows, text

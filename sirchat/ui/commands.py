@@ -9,11 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Final
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
+from sirchat.chat.evicted_text import evicted_turns
+from sirchat.chat.reasoning import thought
 from sirchat.chat.session import Session
 from sirchat.chat.summary import WAYS
 from sirchat.chat.targets import without_quotes
@@ -22,30 +26,20 @@ from sirchat.errors import SettingError, UsageError, nearest
 from sirchat.memory.registry import RETRIEVERS
 from sirchat.ui.attaching import describe_size, with_file
 from sirchat.ui.erasing import Erasing
-from sirchat.ui.explaining import (
-    KEYS,
-    draw_command,
-    draw_help,
-    show_evicted,
-    show_thought,
-    show_why,
-)
 from sirchat.ui.exporting import copy_reply, export_chat
 from sirchat.ui.lists import draw_settings, memory_in_words
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
-from sirchat.ui.tables import draw_recalled, draw_recalled_turns, draw_tokens
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.tables import draw_evicted, draw_recalled, draw_recalled_turns, draw_tokens
+from sirchat.ui.text import displayable, displayable_line, shorten
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import Typed
+from sirchat.ui.why import show_why
 
 _PREFIX = "do_"
-
-_AROUND = 12
-"""Number of tokens before, and after, the words that `/recall "words"` restores with them."""
-
+_AROUND = 12  # tokens before, and after, the words that `/recall WORDS` restores with them
 _LONGEST = 40  # most characters shown of an unknown command
 
 _ELSEWHERE = {  # commands that other programs have, and what does the same here
@@ -53,21 +47,75 @@ _ELSEWHERE = {  # commands that other programs have, and what does the same here
     **dict.fromkeys(("delete", "rm"), "sirchat sessions rm ID deletes a saved chat"),
     **dict.fromkeys(("search", "find"), "/load WORDS finds chats in which they were said"),
 }
-
 _ALIASES = {"?": "help", "quit": "exit", "bye": "exit", "regen": "retry"}
+_FORMER = {"forget": "erase", "forgotten": "evicted"}  # they still work, but are not listed
 
-_FORMER = {"forget": "erase", "forgotten": "evicted"}
-"""Former names of commands: they still work, with a note of the new name, but are not listed."""
+# What `/help` lists. The text before the colon may have arguments, and may name two commands.
+GROUPS: Final[dict[str, dict[str, str]]] = {
+    "Talk": {
+        "/edit": "change your last message",
+        "/retry": "replace the last reply",
+        "/undo": "remove last message and reply",
+        "/read FILE": "send a file's text, like @FILE",
+        "/copy": "put a reply on the clipboard",
+        "/thinking": "show a reply's reasoning",
+    },
+    "Memory": {
+        "/evicted": "list evicted words",
+        '/recall "WORDS"': "restore evicted words",
+        "/pin, /unpin": "never evict words; allow it",
+        "/summarize": "pin a summary of the chat",
+        "/erase": "erase words for good",
+        "/reset": "start an empty conversation",
+    },
+    "Look": {
+        "/panel": "show all held tokens",
+        "/tokens": "list held tokens with scores",
+        "/why WORDS": "tell whether words were held",
+        "/stats": "show token counts and speed",
+        "/clear": "clear the screen only",
+    },
+    "Chats": {
+        "/save NAME": "save this chat under a name",
+        "/load NAME": "go on with a saved chat",
+        "/branch NAME": "go on in a copy of this chat",
+        "/branches": "list the branches of this chat",
+        "/switch NAME": "go on with another branch",
+        "/export": "write chat or panel to a file",
+    },
+    "Settings": {
+        "/model NAME": "go on with another model",
+        "/policy NAME": "choose how tokens are evicted",
+        "/budget N": "set how many tokens are held",
+        "/decay": "set how fast old tokens lose score",
+        "/sinks, /recent": "first, newest tokens to keep",
+        "/system TEXT": "set the system prompt",
+        "/profile NAME": "apply a set of settings",
+        "/set, /show": "set one setting; list all",
+    },
+    "Help": {
+        "/help COMMAND": "explain one command",
+        "/exit": "leave sirchat, as Ctrl-D does",
+    },
+}
+
+KEYS: Final = (
+    "Alt-Enter, Ctrl-J, or Enter after \\ begins a new line; "
+    '""" opens and closes a block of lines; // sends a text that begins with a slash. '
+    "Esc or Ctrl-C stops a reply; Ctrl-D leaves the chat."
+)
+_NAMES, _COLUMN = 16, 50  # cells: the names of commands; a column of groups and its gap
+_MOST_COLUMNS = 3
 
 
 @dataclass(frozen=True)
 class Leave:
-    """What a command returns to ask the chat to end."""
+    """Asks the chat to end."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """What a command returns to ask the chat to send the message `text` to the model."""
+    """Asks the chat to send the message `text` to the model."""
 
     text: str
 
@@ -94,8 +142,8 @@ class SwitchSession:
     is_other_chat: bool
 
 
+# What a command asks the chat to do after the command has run.
 Action = Leave | Send | Retry | Edit | Summarize | SwitchSession
-"""What a command asks the chat to do after the command has run."""
 
 
 class Commands:
@@ -121,12 +169,12 @@ class Commands:
     @classmethod
     def names(cls) -> list[str]:
         """Names of all slash commands and of their aliases, without the slash."""
-        own = [name.removeprefix(_PREFIX) for name in vars(cls) if name.startswith(_PREFIX)]
-        return [*own, *_ALIASES]
+        names = [name.removeprefix(_PREFIX) for name in vars(cls) if name.startswith(_PREFIX)]
+        return [*names, *_ALIASES]
 
     @classmethod
     def help_of(cls, name: str) -> tuple[str, str]:
-        """Two texts about the command `name`: its arguments, such as `[NAME]`, and what it does."""
+        """The arguments of the command `name`, such as `[NAME]`, and what it does."""
         if name in _ALIASES:
             return "", f"the same as /{_ALIASES[name]}"
         text = inspect.cleandoc(getattr(cls, _PREFIX + name).__doc__ or "")
@@ -134,10 +182,7 @@ class Commands:
         return arguments.strip().strip("-"), " ".join(description.split())
 
     def run(self, line: str) -> Action | None:
-        """Run the command `line`, with its slash; return what the chat must do next, or None.
-
-        Raises UsageError for an invalid line.
-        """
+        """Run the command `line`, with its slash; return what the chat must do next, or None."""
         word, rest = [*line[1:].split(None, 1), "", ""][:2]
         name, rest = self._known(word), rest.strip()
         if rest and not self.help_of(name)[0]:
@@ -168,8 +213,11 @@ class Commands:
             self._screen.page(Group(draw_help(self._screen.width), keys))
             return
         name = self._known(rest)
-        others = [alias for alias, target in _ALIASES.items() if target == name]
-        self._screen.page(draw_command(name, *self.help_of(name), others))
+        arguments, description = self.help_of(name)
+        others = ", ".join(f"/{alias}" for alias, target in _ALIASES.items() if target == name)
+        also = f" (also {others})" if others else ""
+        usage = Text.assemble((f"/{name} {arguments}".rstrip(), "bold"), also)
+        self._screen.page(Group(usage, Text(description)))
 
     def do_model(self, rest: str) -> Action | None:
         """[NAME]: go on with another model, which reads the whole chat; alone, list the models."""
@@ -215,16 +263,12 @@ class Commands:
         elif rest or not recalled:
             self._switching.setting("/recall", "recall", rest)
         else:
-            rows, turns = self._session.tokens(list(recalled)), self._session.recalled_turns
-            theme = self._screen.theme
-            tables = draw_recalled_turns(rows, turns, theme), draw_recalled(rows, recalled, theme)
-            self._screen.page(Group(tables[0], Text(), tables[1]))
+            rows, theme = self._session.tokens(list(recalled)), self._screen.theme
+            turns = draw_recalled_turns(rows, self._session.recalled_turns, theme)
+            self._screen.page(Group(turns, Text(), draw_recalled(rows, recalled, theme)))
 
     def _are_words(self, rest: str) -> bool:
-        """Whether `rest`, an argument of `/recall`, is words of the chat, not a setting's value.
-
-        A word that only resembles a retriever's name counts as words if the chat contains it.
-        """
+        """Whether `rest` is words of the chat, not a value of the setting `recall`."""
         names = ["on", "off", *RETRIEVERS.names()]
         if rest.startswith('"') or rest in names:
             return rest.startswith('"')
@@ -270,8 +314,14 @@ class Commands:
         reasoning."""
         if rest:
             self._switching.setting("/thinking", "thinking", rest)
+            return
+        is_open = self._session.template.opens_reasoning
+        replies = [turn.text for turn in self._session.turns if turn.role == "assistant"]
+        thoughts = (thought(reply, is_open=is_open) for reply in reversed(replies))
+        if text := next(filter(None, thoughts), ""):
+            self._screen.page(Text(displayable(text), self._screen.theme.quiet))
         else:
-            show_thought(self._session, self._screen)
+            self._screen.note("no reply so far contains reasoning")
 
     def do_tokens(self, rest: str) -> None:
         """[all|turn N|top [N]|next]: list held tokens with surprisal, score and flags."""
@@ -313,7 +363,16 @@ class Commands:
 
     def do_evicted(self, rest: str) -> None:
         """-: list the evicted words of each message, the most surprising words first."""
-        show_evicted(self._session, self._screen)
+        screen, turns = self._screen, list(evicted_turns(self._session))
+        named = [turn for turn in turns if turn.words]
+        if named:
+            screen.page(draw_evicted(named, screen.theme, screen.width))
+            screen.note('/recall "words" restores words, and the words around them')
+        if others := len(turns) - len(named):
+            went = "lost only repeats and punctuation"
+            screen.note(f"{others:,} {'more ' * bool(named)}message{'s' * (others > 1)} {went}")
+        if not turns:
+            screen.note("nothing is evicted")
 
     def do_summarize(self, rest: str) -> Action:
         """[extract|model]: sum up the whole chat, evicted or not, by its most telling sentences or
@@ -413,7 +472,6 @@ class Commands:
         return Leave()
 
     def _rows_asked_for(self, kind: str, *numbers: str) -> list[TokenRow]:
-        """The tokens in the cache that `/tokens KIND NUMBER` must list, in their order."""
         snapshot = self._session.snapshot()
         _one_of("/tokens", kind, ("turn", "top", "next", "all"))
         if kind in ("next", "all") and numbers:
@@ -431,6 +489,25 @@ class Commands:
             rows = [row for row in snapshot.rows if row.position in leaving]
             return sorted(rows, key=lambda row: row.shown_rank)
         return list(snapshot.rows)
+
+
+def draw_help(width: int) -> RenderableType:
+    """Draw the help of all commands, in groups, in as many columns as fit into `width` cells."""
+    count = max(1, min(_MOST_COLUMNS, (width + 2) // _COLUMN))
+    names = list(GROUPS)
+    share = -(-len(names) // count)
+    columns = [names[start : start + share] for start in range(0, len(names), share)]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row(*(Group(*map(_group, column)) for column in columns))
+    return table
+
+
+def _group(name: str) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=_NAMES)
+    for commands, meaning in GROUPS[name].items():
+        table.add_row(Text(f" {commands}", no_wrap=True), Text(meaning))
+    return Group(Text(name, style="bold"), table)
 
 
 def _one_of(command: str, word: str, allowed: tuple[str, ...]) -> None:

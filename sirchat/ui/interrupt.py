@@ -6,15 +6,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Context manager for imports: Ctrl-C ends them with KeyboardInterrupt.
-
-    If an imported module catches this KeyboardInterrupt, it is raised again at the end.
-    """
+    """Context manager for imports: Ctrl-C ends them, even if one swallows KeyboardInterrupt."""
     usual, pressed = signal.default_int_handler, False
     in_main = threading.current_thread() is threading.main_thread()
     if signal.getsignal(signal.SIGINT) is not usual or not in_main:
@@ -31,7 +28,7 @@ def interruptible_imports() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-        if pressed:  # even if the first one was swallowed
+        if pressed:
             raise KeyboardInterrupt from None
 
 
@@ -46,11 +43,9 @@ def left_to_child() -> Iterator[None]:
 
 
 class Interrupt:
-    """Context manager: Ctrl-C sets a flag, and does not raise KeyboardInterrupt.
+    """Context manager: Ctrl-C sets a flag, which calling the object returns; the third one raises.
 
-    The engine, which runs the model, checks the flag between two tokens; a forward pass is never
-    interrupted. Calling the object returns whether the flag is set. The third Ctrl-C raises
-    KeyboardInterrupt, because the next check may take too long.
+    The engine checks the flag between two tokens; a forward pass is never interrupted.
     """
 
     def __init__(self) -> None:
@@ -64,15 +59,10 @@ class Interrupt:
         self._before = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
-        if self._count >= 3:
+        if self._count >= 3:  # the next check may take too long
             raise KeyboardInterrupt

@@ -1,18 +1,15 @@
 """Shows one turn on the terminal: the reply as it is generated, with the compact panel below it.
 
-The last rows, which are redrawn, are the live region; it contains the panel. The reply is laid out
-as Markdown above the live region. With the setting `markdown` off, full rows of the reply are
-printed above the region, and the region begins with the reply's unfinished row. If the panel is
-off, too, or the terminal is plain, the reply is printed as it comes.
+The last rows, which are drawn anew with each frame, are the live region. Without panel and
+Markdown, or on a plain terminal, the reply is printed as it comes.
 """
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from sirchat.chat.events import Delta, Event, Evicted, Notice, Reading, TurnDone
@@ -20,25 +17,28 @@ from sirchat.chat.evicted_text import evicted_words, latest_words
 from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.plain_reply import describe_excess
 from sirchat.chat.session import Session
-from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.painter import TEXT_SECONDS, Pace, Region
-from sirchat.ui.progress import draw_bar
+from sirchat.ui.cells import take_rows
+from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.status_line import describe_round
-from sirchat.ui.styled_rows import take_rows
+from sirchat.ui.status import describe_round, draw_bar
 from sirchat.ui.text import DisplayFilter
 
 if TYPE_CHECKING:
     from sirchat.ui.markdown_reply import MarkdownReply
 
-_WORDS = 3
-"""Maximum number of evicted words of the user that the status line names."""
+FRAME_SECONDS = 1 / 8  # least time between two frames
+_TEXT_SECONDS = 1 / 30  # the same, while no panel is drawn, only text
+BYTES_PER_SECOND = 12_000  # most bytes for drawing, besides the text of the reply itself
+TIME_SHARE = 1 / 50  # largest share of the time that may be spent on drawing
 
-_LATEST = 100
-"""A frame shows evicted words that are among this number of tokens: those evicted last."""
+_WORDS = 3  # most evicted words of the user that the status line names
+_LATEST = 100  # a frame shows words of this number of tokens: those evicted last
+_REGION_ROWS = 10  # most rows of the live region
 
-_REGION_ROWS = 10
-"""Maximum number of rows of the live region, which is redrawn again and again."""
+_ERASE = "\r\x1b[J"
+_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+# Most new terminals show a frame, and a new window size, only when the frame is complete.
+_FRAME, _FRAME_END = "\x1b[?2026h", "\x1b[?2026l"
 
 
 class LiveView:
@@ -68,28 +68,28 @@ class LiveView:
     def __enter__(self) -> LiveView:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end_reply()
 
     def show(self, event: Event) -> None:
         """Show one event of the turn, such as text of the reply, progress, or the turn's end."""
-        if isinstance(event, Delta):
-            self._delta(event.text)
-        elif isinstance(event, Reading):
-            self._reading = event if event.done < event.total else None
-            if self._reading or self._draws_panel:
-                self._draw_when_due()
-        elif isinstance(event, Evicted):
-            self._evicted(event)
-        elif isinstance(event, Notice):
-            self._note(event.text)
-        elif isinstance(event, TurnDone):
-            self._done(event)
+        match event:
+            case Delta(text):
+                self._delta(text)
+            case Reading():
+                self._reading = event if event.done < event.total else None
+                if self._reading or self._draws_panel:
+                    self._draw_when_due()
+            case Evicted():
+                self._gone.update(event.positions)
+                if self._draws_panel:
+                    positions = [*self._evicted_positions, *event.positions]
+                    self._evicted_positions = positions[-_LATEST:]
+                    self._draw_when_due()
+            case Notice(text):
+                self._note(text)
+            case TurnDone():
+                self._done(event)
 
     @property
     def _draws_panel(self) -> bool:
@@ -113,7 +113,7 @@ class LiveView:
                 self._draw_in_time()
 
     def _begin_reply(self) -> None:
-        """At the reply's beginning, decide whether it is shown as Markdown or as it is written."""
+        """Decide whether the reply is shown as Markdown or as it is written."""
         self._has_begun = True
         profile = self._session.profile
         is_as_written = not profile.markdown and profile.thinking == "show"
@@ -123,9 +123,8 @@ class LiveView:
         from sirchat.ui.markdown_reply import MarkdownReply
 
         colours, system = self._screen.has_colours, self._screen.console.color_system
-        layout = MarkdownLayout(colours=colours and system is not None, color_system=system)
         self._markdown = MarkdownReply(
-            layout,
+            MarkdownLayout(colours=colours and system is not None, color_system=system),
             below=self._draws_panel,
             fold=profile.thinking,
             is_open=self._session.template.opens_reasoning,
@@ -133,13 +132,7 @@ class LiveView:
         )
         if not self._draws_panel:
             self._region.remove()
-            self._pace = Pace(TEXT_SECONDS)
-
-    def _evicted(self, event: Evicted) -> None:
-        self._gone.update(event.positions)
-        if self._draws_panel:
-            self._evicted_positions = [*self._evicted_positions, *event.positions][-_LATEST:]
-            self._draw_when_due()
+            self._pace = Pace(_TEXT_SECONDS)
 
     def _done(self, turn: TurnDone) -> None:
         self._reading = None
@@ -173,25 +166,18 @@ class LiveView:
             self._draw_in_time()
 
     def _is_due(self) -> bool:
-        """Whether to redraw now: enough time has passed, or the window's size has changed."""
         return self._pace.is_due() or self._screen.console.size != self._size
 
     def _draw_in_time(self) -> None:
+        """Draw a frame, and see when the next one is due."""
         self._size = self._screen.console.size
         start, written = time.perf_counter(), self._screen.written
-        self._draw()
-        self._pace.drew(time.perf_counter() - start, self._screen.written - written)
-
-    def _draw(self) -> None:
-        """Print the new part of the reply, and redraw the panel or progress bar below it.
-
-        Both are sent to the terminal in one write.
-        """
         if self._markdown is not None:
             self._draw_markdown(self._markdown)
-            return
-        rows = self._take_rows()
-        self._region.draw(Group(*self._parts()), above=rows)
+        else:
+            rows = self._take_rows()
+            self._region.draw(Group(*self._parts()), above=rows)
+        self._pace.drew(time.perf_counter() - start, self._screen.written - written)
 
     def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
         if self._screen.is_plain:  # the window may have shrunk
@@ -229,8 +215,7 @@ class LiveView:
     def _take_rows(self) -> str:
         """Remove the full rows from the reply's unprinted text, and return them as one text.
 
-        A row is one cell narrower than the window; this cell is for the cursor. Tabs become spaces,
-        so that the width of a row is known.
+        A row leaves one cell of the window to the cursor; tabs become spaces, of known width.
         """
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
@@ -254,10 +239,7 @@ class LiveView:
         return parts
 
     def _snapshot(self) -> Snapshot:
-        """A snapshot of the cache, for the compact panel.
-
-        It has only the tokens of highest score, as many as the screen has columns.
-        """
+        """With only the tokens of highest score, as many as the screen has columns."""
         return self._session.snapshot(strongest=self._screen.width)
 
     def _stream(self) -> None:
@@ -282,3 +264,55 @@ class LiveView:
         for note in self._notes:
             self._screen.note(note)
         self._notes = []
+
+
+class Region:
+    """The last rows of the screen, which are drawn anew with each frame and removed at the end.
+
+    The cursor stays in the first of them. So erasing from there removes all of them, even after a
+    change of the window, when terminals cut rows, wrap them anew, or move them.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.is_shown = False
+
+    def draw(self, content: RenderableType, above: str = "") -> None:
+        """Write `above`, a text of whole rows, and draw `content` below it, in one write."""
+        with self._console.capture() as captured:
+            self._console.print(content, soft_wrap=False)
+        rows = captured.get().split("\n")[:-1][: self._console.size.height]
+        up = f"\x1b[{len(rows) - 1}A" if len(rows) > 1 else ""
+        # The terminal wraps no row, even if the window has just become narrower.
+        drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
+        begin = _ERASE if self.is_shown else _HIDE_CURSOR
+        self._write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
+        self.is_shown = True
+
+    def remove(self) -> bool:
+        """Erase the region from the screen; return whether it was shown."""
+        was_shown, self.is_shown = self.is_shown, False
+        if was_shown:
+            self._write(_ERASE + _SHOW_CURSOR)
+        return was_shown
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class Pace:
+    """Decides when a frame may be drawn: less often if frames take many bytes or much time."""
+
+    def __init__(self, seconds: float = FRAME_SECONDS) -> None:
+        self._seconds = seconds
+        self._due = 0.0
+
+    def is_due(self) -> bool:
+        """Whether enough time has passed since the last frame to draw another."""
+        return time.monotonic() >= self._due
+
+    def drew(self, seconds: float, size: int) -> None:
+        """Record that a frame was drawn: `seconds` is the time that it took, `size` its bytes."""
+        wait = max(self._seconds, size / BYTES_PER_SECOND, seconds / TIME_SHARE)
+        self._due = time.monotonic() + wait

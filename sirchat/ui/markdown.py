@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme as Styles
 
-from sirchat.ui.styled_rows import Cell, StyledRow, cells_of, cut_line, plain_rows
+from sirchat.ui.cells import Cell, StyledRow, cells_of, cut_line, plain_rows
 from sirchat.ui.text import displayable
 
 _STYLES = {

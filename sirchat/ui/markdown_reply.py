@@ -1,31 +1,32 @@
 """Shows a reply as Markdown while it is generated: says what to write to the terminal as it grows.
 
-Finished blocks, such as paragraphs, are laid out once and not changed again. The unfinished block
-is shown below the finished ones. Signs at its end that may be markup are not shown yet, so that
-little changes later. Emphasis shows from its first word on. A table is shown as the number of its
-rows. Rows that have left the window never change: if later text would change one of these rows, the
-remaining text of the block is shown as it was written.
+Finished blocks are laid out once; the unfinished one grows below them. Rows that have left the
+window never change: where later text would change them, the block goes on as it was written.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from sirchat.chat.reasoning import CLOSE, OPEN
+from sirchat.ui.cells import Cell, StyledRow, cells_width, cut_line, has_known_widths, plain_rows
 from sirchat.ui.markdown import MarkdownLayout
-from sirchat.ui.painter import Painter
-from sirchat.ui.styled_rows import StyledRow, cut_line, plain_rows
 
+# Signs at the end of an unfinished text that may be the beginning of markup; not shown yet.
 _UNDECIDED = re.compile(
     r"(?:\A|\n)[ \t>#*+\-=_~`|:.)\d]*\Z"
     r"|<(?:[A-Za-z]{1,9}(?::[^<>\s]{0,200})?)?\Z"
     r"|!?\[[^\[\]\n]{0,60}(?:\](?:\([^()\n]{0,200})?)?\Z|[\s*_~`!\[\\&]+\Z"
     r"|(?:\A|\n)[ \t>*+\-.)\d]*\|(?=[^\n]*[^\s>|:\-])[^\n]*(?:\n[ \t>|:\-]*)?\Z"
 )
-"""Matches signs at the end of an unfinished text that may be the beginning of markup."""
 _DECORATION = re.compile(r"[\s▌•─]")
 _DIM = "2"
+
+_BLANK = (" ", "")
+_GAP = 5  # a gap of at least this number of blanks is skipped, not written
+_BACK = 5  # most columns that the cursor goes back by backspaces
 
 
 class MarkdownReply:
@@ -33,13 +34,10 @@ class MarkdownReply:
 
     Args:
         layout: turns Markdown into rows.
-        below: whether something is drawn in the rows below the reply. If so, the reply ends with a
-            line break; if not, the terminal wraps its paragraphs.
+        below: whether a panel is drawn below the reply; if not, the terminal wraps its paragraphs.
         fold: how the reasoning at the reply's beginning is shown: "show", "fold" or "hide".
-        is_open: whether the reply begins within reasoning, because the chat template has written
-            `<think>`.
-        only_reasoning: whether only the reasoning is shown; the caller then shows the text in
-            `rest`.
+        is_open: whether the reply begins within reasoning (the template has written `<think>`).
+        only_reasoning: whether the caller shows what follows the reasoning; it is in `rest`.
     """
 
     def __init__(
@@ -54,6 +52,7 @@ class MarkdownReply:
         self._layout = layout
         self._fold, self._only_reasoning = fold, only_reasoning
         self._tokens = 0  # of the reply up to the end of its reasoning
+        self.is_above_panel = below
         self._soft = not below
         self._painter = Painter(below=below)
         self._source = ""  # text from the first block on that is not final
@@ -62,11 +61,6 @@ class MarkdownReply:
         self._lead: list[StyledRow] = []  # the empty row after the final rows, if any
         self._thinks: bool | None = is_open or None  # None: not known yet
         self._width = 0
-
-    @property
-    def is_above_panel(self) -> bool:
-        """Whether the cursor is left in the row below the reply, where a panel is drawn."""
-        return not self._soft
 
     @property
     def rest(self) -> str:
@@ -84,25 +78,20 @@ class MarkdownReply:
         return self._thinks is False
 
     def push(self, text: str, tokens: int = 0) -> None:
-        """Add `text`, without control sequences, at the end of the reply.
-
-        `tokens` is the number of the reply's tokens up to the end of `text`.
-        """
+        """Add `text`, without control sequences; the reply has `tokens` tokens up to its end."""
         if self._thinks is not False and CLOSE not in self._source:
             self._tokens = tokens
         self._source += text
 
     def frame(self, width: int, height: int, *, is_end: bool = False) -> str:
-        """The text to write so that the terminal shows all of the reply that was added by `push`.
+        """What to write so that the terminal shows the reply, with `height` rows free for it.
 
-        The window has `width` columns and, free for the reply, `height` rows. Signs at the end that
-        may be markup are not shown yet, unless `is_end` says that the reply is complete.
+        Signs at the end that may be markup are not shown until `is_end`: the reply is complete.
         """
         written = ""
         if width != self._width:
             written = self._painter.begin_anew() if self._width else ""
-            self._width = width
-        self._painter.width = width
+            self._width = self._painter.width = width
         self._painter.scroll(height)
         if self._thinks is None:
             self._thinks = self._begins_with_reasoning(is_end=is_end)
@@ -114,14 +103,10 @@ class MarkdownReply:
         return written + (self.end_style() if is_end else "")
 
     def end_style(self) -> str:
-        """The escape sequence that switches off the text style that is on; "" if none is on.
-
-        Before any text that does not come from `frame`, write this sequence.
-        """
+        """What to write before any text that does not come from `frame`: the style ends."""
         return self._painter.end_style()
 
     def _begins_with_reasoning(self, *, is_end: bool) -> bool | None:
-        """Whether the reply begins with reasoning; None if its text is still too short to tell."""
         start = self._source.lstrip()
         if start.startswith(OPEN):
             self._source = start
@@ -129,10 +114,7 @@ class MarkdownReply:
         return None if OPEN.startswith(start) and not is_end else False
 
     def _reasoning(self, *, is_end: bool) -> str:
-        """The text to write so that the terminal shows all reasoning that `push` has added, dimmed.
-
-        Unless `fold` is "show", the terminal shows one line instead of the reasoning.
-        """
+        """What to write so that the reasoning is shown, dimmed, or one line instead of it."""
         end = self._source.find(CLOSE)
         stop = end + len(CLOSE) if end >= 0 else len(self._source)
         text = self._source[:stop].rstrip()
@@ -149,21 +131,15 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        """The line that is shown instead of the reasoning, with the number of its tokens.
-
-        Returns "" if the reasoning is over (`is_over`) and `fold` is "hide".
-        """
         tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
         if not is_over:
             return f"thinking, {tokens}"
         return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""
 
     def _blocks(self, *, is_end: bool) -> str:
-        """The text to write so that the terminal shows the finished blocks and the unfinished one.
-
-        If `is_end` is true, the reply is complete, and all of its text is shown.
-        """
-        stop = len(self._source) if is_end else _settled(self._source)
+        """What to write so that the finished blocks and the unfinished one are shown."""
+        undecided = None if is_end else _UNDECIDED.search(self._source)
+        stop = undecided.start() if undecided else len(self._source)
         lines = self._layout.finished_lines(self._source[:stop] + "\n" * is_end)
         length = sum(len(line) + 1 for line in self._source.split("\n")[:lines])
         finished, rest = self._target(length, stop, is_draft=not is_end)
@@ -183,12 +159,7 @@ class MarkdownReply:
     def _target(
         self, length: int, stop: int, *, is_draft: bool
     ) -> tuple[list[StyledRow], list[StyledRow]]:
-        """Two lists of rows: those of the finished blocks, and those of the text after the blocks.
-
-        The finished blocks are the first `length` characters of the source (the reply's text that
-        is not final); the text after the blocks ends at index `stop`. `is_draft` says that the text
-        will grow.
-        """
+        """The rows of the finished blocks (`length` characters), and of the text up to `stop`."""
         finished = self._rows(0, length, is_draft=False) if length else []
         rest = self._rows(length, stop, is_draft=is_draft)
         if not length:
@@ -197,11 +168,6 @@ class MarkdownReply:
         return self._lead + finished, [StyledRow()] * is_new + rest if rest else []
 
     def _rows(self, start: int, stop: int, *, is_draft: bool) -> list[StyledRow]:
-        """Lay out the part of the source from index `start` to `stop` in rows.
-
-        The part is laid out as Markdown; from the index `_plain_from` on, it is shown as it is
-        written.
-        """
         plain = self._plain_from
         if plain is not None and (start == 0 or plain > start):
             text = self._source[plain:stop].rstrip("\n")
@@ -210,11 +176,10 @@ class MarkdownReply:
         return self._layout.rows(text, self._width, soft=self._soft, is_draft=is_draft)
 
     def _kept(self, target: list[StyledRow]) -> list[StyledRow] | None:
-        """The rows to paint: those that can't change any more, then the later rows of `target`.
+        """The rows that can't change any more, then the later rows of `target`.
 
-        Returns None if `target` does not begin with the text of the rows that can't change.
-        `target` may break its lines at other places than these rows, for example for a wider
-        window; then the text after these rows begins a new row.
+        None if `target` does not begin with the text of the former. It may break its lines at other
+        places, for example for a wider window; then the text after these rows begins a new row.
         """
         if self._painter.can_paint(target):
             return target
@@ -232,11 +197,7 @@ class MarkdownReply:
         return stays if left <= 0 else None
 
     def _from(self, target: list[StyledRow], y: int, x: int) -> list[StyledRow]:
-        """The rows of `target`, from its row `y` and the cell `x` of this row on.
-
-        The cell `x` may be within a line of text that takes several rows. The remaining part of
-        this line is broken into rows anew. The rows of later lines are not changed.
-        """
+        """The rows of `target` from cell `x` of row `y` on; the rest of that line is cut anew."""
         line = list(target[y].cells[x:])
         y += 1
         while y < len(target) and target[y].continues:
@@ -245,10 +206,7 @@ class MarkdownReply:
         return [*cut_line(line, self._width, soft=self._soft), *target[y:]]
 
     def _flush(self, length: int, rows: int) -> None:
-        """Make the first `length` characters of the source and the first `rows` rows final.
-
-        Final text and final rows never change again.
-        """
+        """Make the first `length` characters of the source and the first `rows` rows final."""
         self._painter.commit(rows)
         self._source = self._source[length:]
         self._shown = max(0, self._shown - length)
@@ -257,19 +215,189 @@ class MarkdownReply:
         self._lead = [StyledRow()] if self._plain_from is None else []
 
 
-def _settled(source: str) -> int:
-    """Number of characters at the beginning of an unfinished text that can be shown as Markdown.
+class Painter:
+    """Paints rows of a terminal: only cells that differ, and no row that has left the window.
 
-    Characters after these may be the beginning of markup.
+    The first row is the one where the cursor stood. If something else is drawn `below`, `paint`
+    leaves the cursor in the row below the last one; if not, behind the last character, whose style
+    stays on. There it must be when the next rows are painted.
+
+    Attributes:
+        rows: the rows that are shown, without the rows that `commit` made final.
+        gone: number of rows at the beginning of `rows` that can't change any more.
+        width: width of the window, in columns.
     """
-    undecided = _UNDECIDED.search(source)
-    return undecided.start() if undecided else len(source)
+
+    def __init__(self, *, below: bool) -> None:
+        self.rows: list[StyledRow] = []
+        self.gone = 0
+        self.width = 0
+        self._below = below
+        self._y, self._x = 0, 0
+        self._existing = 1  # number of rows, from the first on, that the cursor can reach
+        self._out: list[str] = []
+        self._style = ""
+
+    def can_paint(self, target: Sequence[StyledRow]) -> bool:
+        """Whether the rows `target` begin with exactly the rows that can't change any more."""
+        return list(target[: self.gone]) == self.rows[: self.gone]
+
+    def paint(self, target: Sequence[StyledRow]) -> str:
+        """What to write so that the terminal shows the rows `target` in place of `rows`."""
+        if list(target) == self.rows:
+            return ""
+        old, self._out = self.rows, []
+        for y, row in enumerate(target):
+            if y >= len(old) or row != old[y]:
+                self._write_row(y, row, old[y] if y < len(old) else None, target)
+        if len(old) > len(target):
+            self._go(len(target), 0)
+            self._out.append("\x1b[J")
+        self.rows = list(target)
+        if self._below:
+            self._go(len(target), 0)
+            self._set_style("")
+        elif target and self._y != len(target) - 1:
+            self._go(len(target) - 1, cells_width(target[-1].cells[:-1]))
+        return "".join(self._out)
+
+    def commit(self, count: int) -> None:
+        """Make the first `count` rows final: remove them from `rows`, so that they never change."""
+        self.rows = self.rows[count:]
+        self.gone = max(0, self.gone - count)
+        self._y -= count
+        self._existing -= count
+
+    def scroll(self, reachable: int) -> None:
+        """Allow changes only in the last `reachable` rows, which are surely still in the window."""
+        self.gone = max(self.gone, len(self.rows) - reachable)
+
+    def begin_anew(self) -> str:
+        """What to write after a change of the width: no row changes any more, a new one begins."""
+        self.gone = len(self.rows)
+        if self._below or not self.rows:
+            return ""
+        self._y, self._x = len(self.rows), 0
+        self._existing = len(self.rows) + 1
+        return self.end_style() + "\n"
+
+    def end_style(self) -> str:
+        """What to write before any text that does not come from `paint`: the style ends."""
+        self._out = []
+        self._set_style("")
+        return "".join(self._out)
+
+    def _write_row(
+        self, y: int, new: StyledRow, old: StyledRow | None, target: Sequence[StyledRow]
+    ) -> None:
+        """Replace the row `old`, which has index `y`, by `new`, from the first changed cell on."""
+        cells = new.cells
+        before = old.cells if old is not None else ()
+        old_width, new_width = cells_width(before), cells_width(cells)
+        start, end = _common(before, cells), len(cells)
+        if old is not None and start == len(before) and self._is_at(y, before):
+            self._write(cells[start:])
+        elif has_known_widths(before) and has_known_widths(cells):
+            if old_width == new_width:
+                end -= _common(before[:start:-1], cells[:start:-1])
+            self._reach(y, cells_width(cells[:start]), new, target)
+            written = max(start, min(len(before), end))
+            self._write(cells[start:written])
+            self._write_on_blank(cells[written:end], old_width)
+            if old_width > new_width:
+                self._out.append("\x1b[K")
+        else:  # columns can't be counted
+            self._reach(y, 0, new, target)
+            self._out.append("\x1b[K" * bool(before))
+            self._write(cells)
+
+    def _reach(self, y: int, x: int, new: StyledRow, target: Sequence[StyledRow]) -> None:
+        """Move the cursor to column `x` of row `y`.
+
+        If the terminal has not wrapped into row `y` yet, the last character of the row above is
+        written, so that the terminal wraps the next character into row `y`.
+        """
+        if new.continues and x == 0 and y >= self._existing:
+            above = target[y - 1].cells
+            if not self._is_at(y - 1, above):
+                self._go(y - 1, cells_width(above[:-1]))
+                self._write(above[-1:])
+            self._existing, self._y, self._x = y + 1, y, 0
+        else:
+            self._go(y, x)
+
+    def _write(self, cells: Sequence[Cell]) -> None:
+        for char, style in cells:
+            self._set_style(style)
+            self._out.append(char)
+        self._x += cells_width(cells)
+
+    def _write_on_blank(self, cells: Sequence[Cell], start: int) -> None:
+        """Write cells into the row, which is blank from column `start` on; skip long gaps there."""
+        at = 0
+        while at < len(cells):
+            end = at
+            while end < len(cells) and cells[end] == _BLANK:
+                end += 1
+            is_inside = self._x > 0 and end < len(cells)  # indented code is copied with its spaces
+            if end - at >= _GAP and is_inside and self._x >= start:
+                self._go(self._y, self._x + end - at)
+            else:
+                end = max(end, at + 1)
+                self._write(cells[at:end])
+            at = end
+
+    def _is_at(self, y: int, cells: Sequence[Cell]) -> bool:
+        """Whether the cursor stands in row `y` right behind `cells`, the row's first cells."""
+        return self._y == y and self._x == cells_width(cells)
+
+    def _go(self, y: int, x: int) -> None:
+        if (y, x) == (self._y, self._x):
+            return
+        if y > self._y:
+            self._out.append("\n" * (y - self._y))
+            self._existing = max(self._existing, y + 1)
+            self._x = 0
+        elif y < self._y:
+            self._out.append(f"\x1b[{_count(self._y - y)}A")
+        if x < self._x:
+            back = self._x - x
+            self._out.append("\b" * back if back <= _BACK and self._x < self.width else "\r")
+            self._x = x if self._out[-1] != "\r" else 0
+        if x > self._x:
+            self._out.append(f"\x1b[{_count(x - self._x)}C")
+        self._y, self._x = y, x
+
+    def _set_style(self, style: str) -> None:
+        if style == self._style:
+            return
+        old, new = self._style.split(";"), style.split(";")
+        if self._style and set(old) <= set(new) and "38" not in new and "48" not in new:
+            added = ";".join(code for code in new if code not in old)
+            self._out.append(f"\x1b[{added}m")
+        else:
+            self._out.append(f"\x1b[;{style}m" if self._style and style else f"\x1b[{style}m")
+        self._style = style
 
 
 def _word_start(text: str, position: int) -> int:
-    """Index at which the word at index `position` begins; `position` itself if a space is there."""
+    """Index at which the word at `position` begins; `position` itself if a space is there."""
     if text[position : position + 1].isspace():
         return position
     while position and not text[position - 1].isspace():
         position -= 1
     return position
+
+
+def _common(left: Sequence[Cell], right: Sequence[Cell]) -> int:
+    """The number of equal cells at the beginning of two rows."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _count(number: int) -> str:
+    return "" if number == 1 else str(number)

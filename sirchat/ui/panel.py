@@ -1,48 +1,79 @@
-"""Draws the large panel, which shows every token in the cache, from a snapshot of the cache.
+"""Draws what the cache holds, from a snapshot: the compact panel below a reply, and the large one.
 
-The functions return objects that the library rich prints.
+The compact panel is drawn several times a second, perhaps over a slow connection: at most eight
+rows, none of which wraps, and few bytes.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby, pairwise
-from math import inf
+from typing import Final, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.panel import Panel
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from sirchat.chat.events import TokenRow
-from sirchat.chat.panel_snapshot import Snapshot
+from sirchat.chat.panel_snapshot import HeldShare, Snapshot
+from sirchat.chat.words import is_mark, said, split_words
+from sirchat.config.values import short
 from sirchat.ui.cells import StyledRun, cut, lay_out, line_of, shown
-from sirchat.ui.compact_panel import gap, gauge, headline
-from sirchat.ui.tables import draw_histogram, draw_ranking, draw_turns, heading, score_text
+from sirchat.ui.tables import (
+    NOTHING_HELD,
+    bin_name,
+    draw_histogram,
+    draw_ranking,
+    draw_turns,
+    heading,
+    score_text,
+    share_glyph,
+)
+from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import LIMITS, ROLE_NAMES, Theme
 
-_BESIDE = 110
-"""Least width, in columns, at which two sections are drawn side by side."""
+# Of the compact panel:
+_ROWS = 3  # most rows of held text
+_BYTES_A_COLUMN = 12  # most bytes of held text, with its colours, for each column of the screen
+_WIDE = 72  # least width for whole sentences; a narrower panel has short labels
+_ONLY_MARKS: Final = "only punctuation and the marks between messages"
+_NO_BREAK: Final = "\xa0"  # a space at which no line may be broken
 
-_RANKED = 10
-"""Number of tokens in each of the two rankings: highest scores, and evicted next."""
-
-_MARGIN = 13
-"""Width, in cells, of the column with a turn's number and role."""
-
+# Of the large panel:
+_BESIDE = 110  # least width at which two sections are drawn side by side
+_RANKED = 10  # tokens in each of the two rankings: highest scores, and evicted next
+_MARGIN = 13  # width of the column with a turn's number and role
 _SINK, _PIN, _RECALLED = ("⟨", "⟩"), ("⟦", "⟧"), ("⟪", "⟫")
 
 
-def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw the large panel, a box `width` cells wide that shows what the cache holds.
+def draw_compact_panel(
+    snapshot: Snapshot, theme: Theme, width: int, *, evicted: Sequence[str] = ()
+) -> RenderableType:
+    """Draw the compact panel; `evicted` are words that were just evicted, shown struck out."""
+    width -= 1  # a full row would make some terminals wrap
+    lines = [
+        _title(snapshot, theme, width),
+        _gauge(snapshot, theme, width),
+        _strip(snapshot.turns, theme, width),
+        _leaving(snapshot, theme, width),
+        *_strongest_words(snapshot, theme, width),
+    ]
+    if evicted:
+        lines.insert(4, _evicted(evicted, theme, width))
+    return Group(*lines)
 
-    Its parts are: how full the cache is, the text of all tokens in the cache, rankings of tokens, a
-    histogram of surprisal, and a table of all turns.
-    """
+
+def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
+    """Draw the large panel: all held tokens, rankings, a histogram of surprisal, and all turns."""
     inner = width - 4
     sections = [
-        gauge(snapshot, theme, inner),
+        _gauge(snapshot, theme, inner),
         *_recalled(snapshot, theme, inner),
         *_legend(theme, inner, recalled=snapshot.recalled > 0),
         Text(),
@@ -54,15 +85,240 @@ def draw_panel(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     ]
     return Panel(
         Group(*sections),
-        title=line_of([StyledRun(headline(snapshot), theme.heading)]),
+        title=line_of([StyledRun(_headline(snapshot), theme.heading)]),
         title_align="left",
-        border_style=theme.border,
+        border_style=theme.rest,
         width=width,
     )
 
 
+def _headline(snapshot: Snapshot) -> str:
+    name = " · ".join((snapshot.policy, f"decay {short(snapshot.decay)}", snapshot.model))
+    return shown(displayable_line(name))
+
+
+def _gauge(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """A row with a bar that shows how full the cache is, and as many token counts as fit."""
+    counts = [
+        f"{snapshot.resident:,}/{snapshot.budget:,} held",
+        f"{snapshot.seen:,} seen",
+        f"{snapshot.evicted:,} evicted",
+    ]
+    if snapshot.recalled > 0:
+        counts.append(f"{snapshot.recalled:,} recalled")
+    while len(counts) > 1 and len("  ".join(counts)) > width - 10:
+        counts.pop(1)
+    summary = cut("  ".join(counts), width - 2)
+    bar_width = min(max(width // 3, 8), width - len(summary) - 2)
+    full = round(bar_width * min(1.0, snapshot.resident / max(1, snapshot.budget)))
+    bar = [StyledRun("━" * full, theme.gauge), StyledRun("─" * (bar_width - full), theme.rest)]
+    return line_of([*bar, StyledRun(f"  {summary}", theme.quiet)])
+
+
+def _gap(evicted: int, left_out: int, following: str, theme: Theme) -> list[StyledRun]:
+    """The mark for missing tokens before the text `following`; empty if none are missing.
+
+    It is `⋯n` for n evicted tokens, or else `…` for tokens that are held, but left out here.
+    """
+    mark = f"⋯{evicted}" if evicted > 0 else "…" if left_out > 0 else ""
+    if mark and following[:1].isdigit():  # separates the count from a digit of the text
+        mark += "·"
+    return [StyledRun(mark, theme.gap, whole=True)] if mark else []
+
+
+def _title(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """Policy, decay, model, speed, and which colour means which surprisal, where that fits."""
+    speed = f"{snapshot.speed:,.0f} tok/s" if snapshot.speed > 0 else ""
+    name = cut(_headline(snapshot), width - len(speed) - 10)
+    rule = StyledRun("──", theme.rest)
+    runs = [rule, StyledRun(f" {name} ", theme.quiet), rule]
+    if speed:
+        runs += [StyledRun(f" {speed} ", theme.quiet), rule]
+    room = width - sum(cell_len(run.text) for run in runs)
+    names = [f"<{limit:g}" for limit in LIMITS[:-1]] + [f"{LIMITS[-2]:g}+"]
+    for label in (" surprise in nats:", " nats:"):
+        if len(label) + sum(len(name) + 1 for name in names) <= room:
+            runs.append(StyledRun(label, theme.quiet))
+            runs += [StyledRun(f" {n}", s[0]) for n, s in zip(names, theme.tokens, strict=True)]
+            break
+    return line_of(runs)
+
+
+def _strip(turns: Sequence[HeldShare], theme: Theme, width: int) -> Text:
+    """One cell per turn, which shows the share of it that is held; the oldest may be left out."""
+    gone = sum(1 for turn in turns if turn.tokens and share_glyph(turn) == NOTHING_HELD)
+    if width >= _WIDE:
+        count = f"{gone:,} of {len(turns):,} turns" if gone else "none"
+        summary = f"  {count} wholly evicted" if turns else ""
+    else:
+        summary = f"  {gone:,} wholly evicted" if gone else ""
+    room = width - len("turns ") - len(summary)
+    left_out = ""
+    if len(turns) > room:
+        room = max(1, room - len(f"⋯{len(turns)} "))
+        left_out = f"⋯{len(turns) - room} "
+        turns = turns[-room:]
+    cells = [StyledRun(share_glyph(turn), theme.role(turn.role)) for turn in turns]
+    label = StyledRun(f"turns {left_out}", theme.quiet)
+    return line_of([label, *cells, StyledRun(summary, theme.quiet)])
+
+
+def _leaving(snapshot: Snapshot, theme: Theme, width: int) -> Text:
+    """The words that are evicted next, and below which score; or for how many there is room."""
+    parts, leave, count = [], "evicted next", len(snapshot.evicted_next)
+    if snapshot.threshold is not None and snapshot.unit:
+        least = f"{snapshot.threshold:.2f}"
+        if not count:
+            parts.append(f"scores below {least} are evicted first")
+        elif width >= _WIDE:
+            leave = f"evicted next, as their score is below {least}"
+        else:
+            leave = f"evicted next (score below {least})"
+    elif snapshot.threshold is not None:
+        leave = f"the weakest {count:,} of {snapshot.resident:,} are evicted next"
+    elif not snapshot.evicted:
+        parts.append("nothing evicted yet")
+    if count:
+        parts.append(f"{leave}: {_joined(snapshot.leaving_words) or _ONLY_MARKS}")
+    elif snapshot.resident < snapshot.budget:
+        parts.append(f"room for {snapshot.budget - snapshot.resident:,} tokens")
+    return line_of([StyledRun(cut("; ".join(parts), width), theme.quiet)])
+
+
+def _evicted(words: Sequence[str], theme: Theme, width: int) -> Text:
+    label = "evicted: "
+    text = cut(_joined(words), width - len(label))
+    return line_of([StyledRun(label, theme.quiet), StyledRun(text, theme.flash)])
+
+
+def _joined(words: Sequence[str]) -> str:
+    return ", ".join(filter(None, map(shown, words)))
+
+
+class _Word(NamedTuple):
+    """A held word; `slot` is the index of its first token among all held tokens."""
+
+    first: TokenRow
+    slot: int
+    runs: list[StyledRun]
+    score: float
+
+
+def _strongest_words(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
+    """The held words of highest score, as many as fit, in their order, and who said them."""
+    slots = {row.position: slot for row, slot in zip(snapshot.rows, snapshot.slots, strict=True)}
+    words = [
+        _Word(
+            rows[0],
+            slots[rows[0].position],
+            [StyledRun(shown(row.text), theme.token(row)) for row in rows],
+            # Punctuation is not counted: a word of nothing else comes last.
+            max((row.rank_key for row in rows if not is_mark(row.text)), default=-math.inf),
+        )
+        for rows in split_words(said(snapshot.rows))
+    ]
+    ranked = sorted(words, key=lambda word: -word.score)
+
+    def runs(count: int) -> list[StyledRun]:
+        chosen = sorted(ranked[:count], key=lambda word: word.slot)
+        return list(_with_gaps(chosen, snapshot, theme))
+
+    return _most_that_fit(runs, len(ranked), width)
+
+
+def _most_that_fit(runs: Callable[[int], list[StyledRun]], count: int, width: int) -> list[Text]:
+    """Lines with nearly as many of `count` words as fit; `runs(n)` draws the n best of them."""
+    best: list[Text] = []
+    few, too_many = 0, count + 1
+    while True:
+        drawn = runs(count)
+        share = _share_taken(drawn, width)
+        lines = lay_out(drawn, width) if share <= 1 else []
+        if share <= 1 and len(lines) <= _ROWS:
+            best, few = lines, count
+        else:
+            too_many, share = count, max(share, 1.02)
+        if too_many - few <= 1 + few // 32:
+            return best or lay_out(runs(1), width)[:_ROWS]
+        count = min(max(int(count / max(share, 0.1)), few + 1), too_many - 1)
+
+
+def _share_taken(runs: Iterable[StyledRun], width: int) -> float:
+    """The share that the runs take of the cells, or of the bytes, for held text: the larger one."""
+    cells, size, style = 0, 0, Style.null()
+    for run in runs:
+        if run.style is not style:
+            style = run.style
+            size += _switch_bytes(style)
+        cells += cell_len(run.text)
+        size += len(run.text.encode())
+    return max(cells / (_ROWS * width), size / (_BYTES_A_COLUMN * width))
+
+
+@lru_cache(maxsize=256)
+def _switch_bytes(style: Style) -> int:
+    """Bytes of the escape sequences that switch a style on and off, in 256 colours."""
+    # Counted, not rendered: a Style keeps the codes of the first colour system it is rendered in.
+    weights = (style.bold, style.dim, style.italic, style.underline, style.strike)
+    codes = 2 * sum(map(bool, weights)) + (9 if style.color else 0)
+    return codes + 6 if codes else 0
+
+
+def _with_gaps(words: Iterable[_Word], snapshot: Snapshot, theme: Theme) -> Iterator[StyledRun]:
+    """The words in their styles, each turn's after its speaker, with marks for missing tokens."""
+    position = slot = turn = -1
+    for first, at, runs, _ in words:
+        unseen = at - slot - 1
+        evicted = first.position - position - 1 - unseen
+        if first.turn == turn:
+            yield from _gap(evicted, unseen, runs[0].text, theme)
+            yield runs[0]
+        else:  # a message begins: held tokens that are not shown need no mark
+            yield from _gap(evicted, 0, "", theme)
+            if position >= 0 or evicted > 0:
+                yield StyledRun(" ", theme.gap)
+            name = shown(ROLE_NAMES.get(first.role, first.role))
+            yield StyledRun(f"{name}:{_NO_BREAK}", theme.role(first.role) + theme.gap)
+            yield runs[0]._replace(text=runs[0].text.removeprefix(" "))
+        yield from runs[1:]
+        turn = first.turn
+        position, slot = first.position + len(runs) - 1, at + len(runs) - 1
+    unseen = snapshot.in_all_layers - slot - 1
+    yield from _gap(snapshot.seen - position - 1 - unseen, unseen, "", theme)
+
+
+def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
+    """A line that names the turns of recalled tokens, and the words by which they were found."""
+    if not snapshot.recalled_turns:
+        return []
+    named = [
+        f"turn {turn.turn}" + (f" ({', '.join(map(shown, turn.words))})" if turn.words else "")
+        for turn in snapshot.recalled_turns
+    ]
+    line = cut(f"recalled for this round: {', '.join(named)}", width)
+    return [line_of([StyledRun(line, theme.quiet)])]
+
+
+def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
+    """Lines that explain the panel's colours and marks."""
+    space = StyledRun("  ", theme.quiet)
+    runs = [StyledRun("surprise in nats: ", theme.quiet)]
+    for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
+        runs += [StyledRun(bin_name(low, high), shades[0], whole=True), space]
+    runs.append(StyledRun("left after decay: ", theme.quiet))
+    for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
+        runs += [StyledRun(name, style, whole=True), space]
+    runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" evicted  ", theme.quiet)]
+    marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
+    for (opening, closing), name in marks:
+        runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]
+        runs += [StyledRun(closing, theme.mark), space]
+    runs.append(StyledRun("template", theme.template, whole=True))
+    return lay_out(runs, width)
+
+
 def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """Lines with the text of all tokens in the cache: one block for each turn that has some."""
+    """Lines with the text of all held tokens: one block for each turn that has some."""
     lines: list[Text] = []
     roles = {turn.index: turn.role for turn in snapshot.turns}
     gaps = _gaps(snapshot)
@@ -71,20 +327,18 @@ def _held_text(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
     for number, (turn, block) in enumerate(blocks):
         runs = list(_block(block, theme))
         if number == len(blocks) - 1:
-            runs += gap(gaps[-1], 0, "", theme)
+            runs += _gap(gaps[-1], 0, "", theme)
         label = _label(turn, roles.get(turn, ""), theme)
-        lines += _beside(label, lay_out(runs, width - _MARGIN))
+        blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
+        for index, line in enumerate(lay_out(runs, width - _MARGIN)):
+            lines.append((blank if index else label).copy().append_text(line))
     if not blocks:
-        runs = [StyledRun("nothing held", theme.quiet), *gap(gaps[-1], 0, "", theme)]
-        return [line_of(runs)]
+        return [line_of([StyledRun("nothing held", theme.quiet), *_gap(gaps[-1], 0, "", theme)])]
     return lines
 
 
 def _gaps(snapshot: Snapshot) -> list[int]:
-    """For each token in the cache, the number of evicted tokens between it and the one before.
-
-    At the end is one number more: that of the evicted tokens after the last token in the cache.
-    """
+    """The number of evicted tokens before each held token, and, at the end, after the last."""
     pairs = [(-1, -1)]  # position and slot
     pairs += zip((row.position for row in snapshot.rows), snapshot.slots, strict=True)
     pairs.append((snapshot.seen, snapshot.in_all_layers))
@@ -92,11 +346,7 @@ def _gaps(snapshot: Snapshot) -> list[int]:
 
 
 def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[StyledRun]:
-    """Yield the styled text of one turn's tokens in the cache, with marks for missing tokens.
-
-    Brackets stand round sinks (first tokens, which always stay), pinned tokens and recalled tokens.
-    `rows` has pairs: a token, and the number of evicted tokens before it.
-    """
+    """One turn's held tokens, each with the number of evicted tokens before it, in their styles."""
     opened: tuple[str, str] | None = None
     for row, evicted in rows:
         brackets = _brackets(row)
@@ -104,7 +354,7 @@ def _block(rows: Sequence[tuple[TokenRow, int]], theme: Theme) -> Iterator[Style
             yield StyledRun(opened[1], theme.mark)
             opened = None
         text = shown(row.text)
-        yield from gap(evicted, 0, text, theme)
+        yield from _gap(evicted, 0, text, theme)
         if brackets and not opened:
             yield StyledRun(brackets[0], theme.mark)
         opened = brackets
@@ -128,16 +378,8 @@ def _label(turn: int, role: str, theme: Theme) -> Text:
     return label
 
 
-def _beside(label: Text, lines: Sequence[Text]) -> list[Text]:
-    """Put `label` before the first of `lines`, and as many blanks before each other line."""
-    blank = Text(" " * label.cell_len, no_wrap=True, overflow="ignore")
-    return [
-        (blank if number else label).copy().append_text(line) for number, line in enumerate(lines)
-    ]
-
-
 def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw two tables: the tokens in the cache with the highest scores, and those evicted next."""
+    """Two tables: the held tokens with the highest scores, and those evicted next."""
     leaving = set(snapshot.evicted_next)
     strongest = sorted(snapshot.rows, key=lambda row: -row.shown_rank)[:_RANKED]
     weakest = sorted(
@@ -149,19 +391,19 @@ def _rankings(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
     if not weakest:
         free = snapshot.budget - snapshot.resident
         tables[1] = Text(f"nothing: there is room for {free:,} tokens", theme.quiet)
+    has_scores = any(row.score is not None for row in snapshot.rows)
+    title = "evicted last" if has_scores or not snapshot.rows else "most surprising"
     return _pair(
-        Group(heading(_ranked_by(snapshot), theme, half), tables[0]),
+        Group(heading(title, theme, half), tables[0]),
         Group(heading("evicted next", theme, half), tables[1]),
         width,
     )
 
 
 def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
-    """The title of the rankings' last column, and the texts of this column by stream position.
+    """The title of the rankings' last column, and its texts by stream position.
 
-    The text is the token's score, if the policy's scores have a unit. If not, it is the token's
-    rank, because scores without a unit may differ by powers of ten. If no token has a score, there
-    are no texts.
+    Scores without a unit may differ by powers of ten, so that their rank is shown instead.
     """
     known = [(row.position, row.score) for row in snapshot.rows if row.score is not None]
     if snapshot.unit:
@@ -172,14 +414,7 @@ def _scores(snapshot: Snapshot) -> tuple[str, dict[int, str]]:
     return "rank", {position: f"{rank:,} of {count:,}" for position, rank in ranks.items()}
 
 
-def _ranked_by(snapshot: Snapshot) -> str:
-    """The heading of the first ranking, which is by score or, if no token has one, by surprisal."""
-    has_scores = any(row.score is not None for row in snapshot.rows)
-    return "evicted last" if has_scores or not snapshot.rows else "most surprising"
-
-
 def _statistics(snapshot: Snapshot, theme: Theme, width: int) -> RenderableType:
-    """Draw the histogram of surprisal of held and evicted tokens, and the table of all turns."""
     half = _half(width)
     turns = Group(heading("turns", theme, half), draw_turns(snapshot.turns, theme))
     if snapshot.histogram is None:
@@ -194,7 +429,7 @@ def _half(width: int) -> int:
 
 
 def _pair(left: RenderableType, right: RenderableType, width: int) -> RenderableType:
-    """Draw two sections side by side if they fit, else one below the other."""
+    """Two sections side by side if they fit, else one below the other."""
     half = _half(width)
     if half == width:
         return Group(left, Text(), right)
@@ -203,41 +438,3 @@ def _pair(left: RenderableType, right: RenderableType, width: int) -> Renderable
         grid.add_column(width=size)
     grid.add_row(left, "", right)
     return grid
-
-
-def _recalled(snapshot: Snapshot, theme: Theme, width: int) -> list[Text]:
-    """A list with a line that names the turns of the recalled tokens.
-
-    Recalled tokens were restored from the archive for this round. The line also has the words that
-    the turns share with the new turn. The list is empty if no token is recalled.
-    """
-    if not snapshot.recalled_turns:
-        return []
-    named = [
-        f"turn {one.turn}" + (f" ({', '.join(map(shown, one.words))})" if one.words else "")
-        for one in snapshot.recalled_turns
-    ]
-    line = cut(f"recalled for this round: {', '.join(named)}", width)
-    return [line_of([StyledRun(line, theme.quiet)])]
-
-
-def _legend(theme: Theme, width: int, *, recalled: bool) -> list[Text]:
-    """Lines that explain the panel's colours and marks.
-
-    The mark of recalled tokens is explained if `recalled` is true.
-    """
-    space = StyledRun("  ", theme.quiet)
-    runs = [StyledRun("surprise in nats: ", theme.quiet)]
-    for (low, high), shades in zip(pairwise((0.0, *LIMITS)), theme.tokens, strict=True):
-        name = f"{low:g}+" if high == inf else f"{low:g}–{high:g}"
-        runs += [StyledRun(name, shades[0], whole=True), space]
-    runs.append(StyledRun("left after decay: ", theme.quiet))
-    for name, style in zip(("most", "some", "little"), theme.tokens[2], strict=True):
-        runs += [StyledRun(name, style, whole=True), space]
-    runs += [StyledRun("⋯7", theme.gap, whole=True), StyledRun(" evicted  ", theme.quiet)]
-    marks = [(_SINK, "sink"), (_PIN, "pinned"), *([(_RECALLED, "recalled")] if recalled else [])]
-    for (opening, closing), name in marks:
-        runs += [StyledRun(opening, theme.mark), StyledRun(name, theme.quiet)]
-        runs += [StyledRun(closing, theme.mark), space]
-    runs.append(StyledRun("template", theme.template, whole=True))
-    return lay_out(runs, width)

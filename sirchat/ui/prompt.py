@@ -1,17 +1,16 @@
-"""The prompt, at which the user types a command or a message of one line or several.
-
-The prompt has a history, completion, an editor, and a toolbar (a line with the chat's state).
-"""
+"""The prompt, at which the user types a line, chooses from a list, or answers by one key."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import Application
 from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import Completer, DummyCompleter
 from prompt_toolkit.filters import Condition, has_focus, is_searching
@@ -20,48 +19,55 @@ from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
 from prompt_toolkit.output import Output
 from prompt_toolkit.styles import DynamicStyle, Style
 
 from sirchat.ui.attaching import open_mention
-from sirchat.ui.picker import Picker
 from sirchat.ui.text import displayable
 
-_FENCE = '"""'
+# Takes the index of a list's item and a width in cells; returns the item's lines. Each is a list of
+# parts: a style (`dim`, `bold`, `match` or "") and a text.
+Draw = Callable[[int, int], list[list[tuple[str, str]]]]
 
+# If no byte follows an Esc byte within this time, the user pressed Esc; arrows send more bytes.
+ESCAPE_SECONDS = 0.05
+
+_FENCE = '"""'
 _PROMPT = FormattedText([("class:prompt", "> ")])
 _EDIT = FormattedText([("class:prompt", "edit> ")])
 
+# What asyncio says if Ctrl-C comes at the moment when a prompt closes.
 _CLOSED = "Event loop is closed"
-"""Text of the error that asyncio raises if Ctrl-C comes at the moment when a prompt closes."""
 
+_GREY = "fg:ansibrightblack"
+_PLAIN = {
+    "bottom-toolbar": "noreverse",
+    "prompt": "bold",
+    "bold": "bold",
+    "match": "bold underline",
+}
+_PLAIN_STYLE = Style.from_dict(_PLAIN)
 _STYLE = Style.from_dict(
-    {
-        "bottom-toolbar": "noreverse fg:ansibrightblack",
-        "prompt": "bold",
-        "placeholder": "fg:ansibrightblack",
-    }
+    {**_PLAIN, "bottom-toolbar": f"noreverse {_GREY}", "placeholder": _GREY, "dim": _GREY}
 )
-_PLAIN_STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "prompt": "bold"})
+_MOST = 10  # items of a list shown at a time
+_WORD = re.compile(r"@\S+")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One input of the user: a command, which begins with a slash, or a message.
-
-    `is_stopped` says that Ctrl-C came after Enter, before the prompt had closed. `pasted_signs` has
-    the indices in `text` of all `@` that were pasted, not typed.
-    """
+    """One input of the user: a command, which begins with a slash, or a message."""
 
     text: str
     is_command: bool
-    is_stopped: bool = False
-    pasted_signs: frozenset[int] = frozenset()
+    is_stopped: bool = False  # Ctrl-C came after Enter, before the prompt had closed
+    pasted_signs: frozenset[int] = frozenset()  # where `text` has an `@` that was pasted
 
     @property
     def ends_chat(self) -> bool:
-        """Whether this line is a command that ends the chat; this command needs no session."""
+        """Whether this is a command that ends the chat, which needs no session."""
         return self.is_command and self.text in ("/exit", "/quit", "/bye")
 
 
@@ -106,7 +112,7 @@ class Prompt:
             input_processors=[_Filtered()],
             tempfile_suffix=".txt",
             enable_suspend=True,
-            style=DynamicStyle(lambda: _STYLE if has_colours() else _PLAIN_STYLE),
+            style=DynamicStyle(self._style),
         )
         self._prompt.default_buffer.on_text_changed += self._changed
 
@@ -114,13 +120,6 @@ class Prompt:
         """Use `completer` from now on, and show the text returned by `toolbar` below the prompt."""
         self._prompt.completer = completer
         self._toolbar = toolbar
-
-    def picker(self) -> Picker:
-        """A picker for the same terminal, by which the user chooses from a list.
-
-        The picker must not run while the prompt reads a line.
-        """
-        return Picker(self._prompt.input, self._prompt.output, self._has_colours)
 
     @property
     def completer(self) -> Completer:
@@ -132,12 +131,10 @@ class Prompt:
         suggested: str = "",
         meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> Line | None:
-        """Read the next line that is not blank; return None at the end of the input.
+        """Read the next line that is not blank; None at the end of the input.
 
-        The line `suggested` is shown until the user types something; Enter alone enters this line.
-        `meanwhile` runs in the prompt's event loop until a line is entered. Raises
-        KeyboardInterrupt for Ctrl-C at an empty prompt. If `give_up` is called, raises the error
-        that `give_up` was given.
+        Enter alone enters the line `suggested`. `meanwhile` runs in the prompt's event loop. Raises
+        KeyboardInterrupt for Ctrl-C at an empty prompt, and the error given to `give_up`.
         """
 
         def begin() -> None:
@@ -145,10 +142,8 @@ class Prompt:
             if meanwhile is not None:
                 self._prompt.app.create_background_task(meanwhile())
 
-        self._suggested = suggested
         while True:
-            self._pasted = self._entered = None
-            self._signs.begin()
+            self._begin(suggested)
             stopped = False
             try:
                 text = self._prompt.prompt(pre_run=begin)
@@ -168,9 +163,7 @@ class Prompt:
 
     def edit(self, text: str) -> str:
         """Let the user change the message `text`; return the result, or "" if the user cancels."""
-        self._pasted = self._entered = None
-        self._suggested = ""
-        self._signs.begin()
+        self._begin()
         self._is_editing = True
         try:
             return self._prompt.prompt(_EDIT, default=text, pre_run=_leave_signals_alone)
@@ -180,15 +173,43 @@ class Prompt:
             self._is_editing = False
             self._prompt.message = _PROMPT  # else the prompt session keeps the other one
 
+    def pick(self, count: int, draw: Draw, more: str = "") -> int | None:
+        """Let the user choose one of `count` items, which `draw` draws, by arrow keys.
+
+        Returns its index, or None after Esc, Ctrl-C or Ctrl-D. `more` is a remark below the list,
+        which is removed from the screen at the end. The prompt must not be open.
+        """
+        output = self._prompt.output
+        view = _View(count, draw, more)
+
+        def content() -> FormattedText:
+            size = output.get_size()
+            return view.draw(size.rows, size.columns)
+
+        window = Window(FormattedTextControl(content, focusable=True, show_cursor=False))
+        app: Application[int | None] = Application(
+            layout=Layout(window),
+            key_bindings=_picker_bindings(view),
+            input=self._prompt.input,
+            output=output,
+            style=self._style(),
+            erase_when_done=True,
+        )
+        app.ttimeoutlen = app.timeoutlen = ESCAPE_SECONDS
+        return app.run()
+
+    def press(self, question: str, keys: Collection[str]) -> str:
+        """Show `question`, wait until one of `keys` is pressed, and return it; see `pressed`."""
+        return pressed(question, keys, self._prompt.output, self._prompt.input)
+
     def redraw(self) -> None:
         """Ask the prompt to draw itself again soon; any thread may call this."""
         self._prompt.app.invalidate()
 
     def print_above(self, show: Callable[[], object]) -> None:
-        """Call `show`, whose output appears above the open prompt.
+        """Call `show`, whose output appears above the open prompt; only in its event loop.
 
-        This method must be called in the prompt's event loop. The terminal stays in the prompt's
-        mode, so that no key is lost or echoed while `show` runs.
+        The terminal stays in the prompt's mode, so that no key is lost or echoed meanwhile.
         """
         renderer = self._prompt.app.renderer
         renderer.erase()
@@ -197,16 +218,21 @@ class Prompt:
         self.redraw()
 
     def give_up(self, error: BaseException) -> None:
-        """Close the open prompt, so that `read` raises `error`.
-
-        Text that the user has typed stays on the screen and is added to the history.
-        """
+        """Close the open prompt, so that `read` raises `error`; the history gets the typed text."""
         app, buffer = self._prompt.app, self._prompt.default_buffer
         if app.future is None or app.future.done():
             return
         buffer.append_to_history()
         app.erase_when_done = not buffer.text
         app.exit(exception=error)
+
+    def _begin(self, suggested: str = "") -> None:
+        self._pasted = self._entered = None
+        self._suggested = suggested
+        self._signs.begin()
+
+    def _style(self) -> Style:
+        return _STYLE if self._has_colours() else _PLAIN_STYLE
 
     def _parsed(self, text: str) -> Line:
         if self._is_literal(text):
@@ -224,11 +250,7 @@ class Prompt:
         return self._pasted is not None and text.startswith(self._pasted)
 
     def _changed(self, buffer: Buffer) -> None:
-        """Keep track of pasted text; this is called after each change of the typed text.
-
-        If the user has edited the pasted text at the beginning of the line, it no longer counts as
-        pasted. But each pasted `@` still counts as pasted.
-        """
+        """Pasted text at the beginning that was edited no longer counts as pasted; its `@` do."""
         self._signs.changed(buffer.text, pasted=self._is_pasting)
         if not self._is_literal(buffer.text):
             self._pasted = None
@@ -289,11 +311,7 @@ class Prompt:
         return keys
 
     def _enter(self, buffer: Buffer) -> None:
-        """Handle Enter: submit the typed text or, if there is none, the suggested line.
-
-        If the cursor stands behind a backslash, or if triple quotes are open, insert a line break
-        instead.
-        """
+        """Enter the typed text or the suggested line; behind `\\` or in open quotes, a new line."""
         if not buffer.text and self._suggested:
             buffer.insert_text(self._suggested)
         text = buffer.text
@@ -308,11 +326,7 @@ class Prompt:
         buffer.insert_text("\n")
 
     def _cancel(self, event: KeyPressEvent) -> None:
-        """Handle Ctrl-C: clear the typed text, which is kept in the history.
-
-        If there is no typed text, raise KeyboardInterrupt. While `edit` runs, always raise
-        KeyboardInterrupt, so that the message is not changed.
-        """
+        """Handle Ctrl-C: clear the typed text, which is kept in the history; else, interrupt."""
         buffer = event.current_buffer
         if not buffer.text or self._is_editing:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
@@ -334,6 +348,83 @@ class Prompt:
             self._is_pasting = False
         if begins:  # set last: every change of the text is compared with it
             self._pasted = data
+
+
+def pressed(
+    question: str, keys: Collection[str], output: Output, source: Input | None = None
+) -> str:
+    """Show `question` until the user presses one of `keys`, and return that key.
+
+    Keys are read from `source`, or else from the terminal. Raises KeyboardInterrupt for Ctrl-C and
+    Ctrl-D.
+    """
+    bindings = KeyBindings()
+
+    @bindings.add(Keys.Any)
+    @bindings.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        key = event.key_sequence[0].data.lower()
+        if key in keys and not event.app.is_done:
+            event.app.exit(result=key)
+
+    @bindings.add("c-c")
+    @bindings.add("c-d")
+    @bindings.add("<sigint>")
+    def _(event: KeyPressEvent) -> None:
+        if not event.app.is_done:
+            event.app.exit(exception=KeyboardInterrupt())
+
+    line: Application[str] = Application(
+        layout=Layout(Window(FormattedTextControl(question), height=1)),
+        key_bindings=bindings,
+        input=source,
+        output=output,
+        erase_when_done=True,
+    )
+    line.ttimeoutlen = ESCAPE_SECONDS
+    return line.run()
+
+
+class PastedSigns:
+    """Knows which `@` signs of the typed text were pasted; call `changed` after each change.
+
+    A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
+    """
+
+    def __init__(self) -> None:
+        self._words = set[str]()
+        self.begin()
+
+    def begin(self) -> None:
+        """Start again with an empty text; words that were pasted earlier are still known."""
+        self._text = ""
+        self.indices = frozenset[int]()  # of all `@` in the text that were pasted
+
+    def changed(self, text: str, *, pasted: bool = False) -> None:
+        """Take the text after a change; `pasted`: whether the new part was pasted, not typed."""
+        old = self._text
+        start = _common_length(old, text)
+        tail = _common_length(old[start:][::-1], text[start:][::-1])
+        end, shift, new = len(old) - tail, len(text) - len(old), text[start : len(text) - tail]
+        stay = {index for index in self.indices if index < start}
+        stay |= {index + shift for index in self.indices if index >= end}
+        if pasted:
+            self._words |= set(_WORD.findall(new))
+            stay |= {index for index, char in enumerate(new, start) if char == "@"}
+        elif len(new) > 1:  # more than a key types
+            words = (word for word in _WORD.finditer(new) if self._was_pasted(word[0]))
+            stay |= {start + word.start() for word in words}
+        self._text, self.indices = text, frozenset(stay)
+
+    def _was_pasted(self, word: str) -> bool:
+        """Whether a pasted word equals `word`, begins with it, or is its beginning."""
+        return any(word.startswith(known) or known.startswith(word) for known in self._words)
+
+
+def _common_length(left: str, right: str) -> int:
+    """Number of equal characters at the beginning of two texts, which may be long."""
+    lengths = range(1, min(len(left), len(right)) + 1)
+    return bisect_left(lengths, True, key=lambda length: left[:length] != right[:length])
 
 
 def _leave_signals_alone() -> None:
@@ -360,57 +451,59 @@ class _Filtered(Processor):
         return Transformation(shown)  # type: ignore[arg-type]
 
 
-_WORD = re.compile(r"@\S+")
+class _View:
+    """The part of a list that the screen shows, and the index of the marked item."""
+
+    def __init__(self, count: int, draw: Draw, more: str) -> None:
+        self.count, self._draw, self._more = count, draw, more
+        self.marked = self._first = 0
+        self.shown = _MOST
+
+    def move(self, by: int) -> None:
+        """Move the mark by `by` items down the list (up if negative); stop at the list's ends."""
+        self.marked = min(max(self.marked + by, 0), self.count - 1)
+
+    def draw(self, rows: int, columns: int) -> FormattedText:
+        """The items around the marked one, and a line that explains the keys."""
+        width = columns - 3  # the last column stays free: some terminals wrap there
+        height = len(self._draw(0, width))
+        self.shown = max(1, min((rows - 2) // height, _MOST, self.count))
+        self._first = min(self._first, self.marked, self.count - self.shown)
+        self._first = max(self._first, self.marked - self.shown + 1)
+        drawn: list[tuple[str, str]] = []
+        for number in range(self._first, self._first + self.shown):
+            for index, line in enumerate(self._draw(number, width)):
+                is_marked = number == self.marked and not index
+                drawn.append(("class:bold", "> ") if is_marked else ("", "  "))
+                drawn += [(f"class:{style}" if style else "", text) for style, text in line]
+                drawn.append(("", "\n"))
+        keys = f"{self.marked + 1} of {self.count}{self._more}: arrows, Enter opens, Esc leaves"
+        return FormattedText([*drawn, ("class:dim", keys[:width])])
 
 
-class PastedSigns:
-    """Knows which `@` signs of the typed text were pasted; call `changed` after each change.
+def _picker_bindings(view: _View) -> KeyBindings:
+    keys = KeyBindings()
+    steps: dict[str, Callable[[], int]] = {
+        **dict.fromkeys(("up", "c-p"), lambda: -1),
+        **dict.fromkeys(("down", "c-n"), lambda: 1),
+        "pageup": lambda: -view.shown,
+        "pagedown": lambda: view.shown,
+        "home": lambda: -view.count,
+        "end": lambda: view.count,
+    }
+    for key, step in steps.items():
+        keys.add(key)(lambda event, step=step: view.move(step()))
 
-    A pasted word that is inserted again whole (from history, by undo or yank) counts as pasted.
-    """
+    @keys.add("enter")
+    def _choose(event: KeyPressEvent) -> None:
+        event.app.exit(result=view.marked)
 
-    def __init__(self) -> None:
-        self._words = set[str]()
-        self.begin()
+    @keys.add("escape", eager=True)
+    @keys.add("c-c")
+    @keys.add("c-d")
+    @keys.add("<sigint>")
+    def _leave(event: KeyPressEvent) -> None:
+        if not event.app.is_done:
+            event.app.exit(result=None)
 
-    def begin(self) -> None:
-        """Start again with an empty text; words that were pasted earlier are still known."""
-        self._text = ""
-        self._signs = frozenset[int]()
-
-    @property
-    def indices(self) -> frozenset[int]:
-        """The indices in the text of all `@` signs that were pasted."""
-        return self._signs
-
-    def changed(self, text: str, *, pasted: bool = False) -> None:
-        """Take the text after a change; `pasted`: whether the new part was pasted, not typed."""
-        old = self._text
-        start = _common_length(old, text)
-        tail = _common_length(old[start:][::-1], text[start:][::-1])
-        end, shift, new = len(old) - tail, len(text) - len(old), text[start : len(text) - tail]
-        stay = {index for index in self._signs if index < start}
-        stay |= {index + shift for index in self._signs if index >= end}
-        if pasted:
-            self._words |= set(_WORD.findall(new))
-            stay |= {index for index, char in enumerate(new, start) if char == "@"}
-        elif len(new) > 1:  # more than a key types
-            found = (one for one in _WORD.finditer(new) if self._was_pasted(one[0]))
-            stay |= {start + one.start() for one in found}
-        self._text, self._signs = text, frozenset(stay)
-
-    def _was_pasted(self, word: str) -> bool:
-        """Whether a pasted word equals `word`, begins with it, or is its beginning."""
-        return any(word.startswith(one) or one.startswith(word) for one in self._words)
-
-
-def _common_length(left: str, right: str) -> int:
-    """Number of equal characters at the beginning of two texts; found by bisection."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return keys

@@ -26,11 +26,10 @@ from sirchat.ui.commands import (
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
-from sirchat.ui.picker import Draw
-from sirchat.ui.prompt import Line
+from sirchat.ui.prompt import Draw, Line
 from sirchat.ui.saved_chat import SavedChat, greet_again
 from sirchat.ui.screen import Screen
-from sirchat.ui.status_line import toolbar
+from sirchat.ui.status import toolbar
 from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
 from sirchat.ui.typed_input import Keyboard, LineInput
@@ -93,7 +92,7 @@ class Chat:
 
     def _pick(self, count: int, draw: Draw, more: str) -> int | None:
         self._keyboard.keep_typed()
-        return self._prompt.picker().pick(count, draw, more)
+        return self._prompt.pick(count, draw, more)
 
     def close(self) -> None:
         """Write the part of the chat that is not saved yet, and release the saved chat's file."""
@@ -253,7 +252,7 @@ class Chat:
         while True:
             self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
             try:
-                key = self._prompt.picker().press(_REVIEW, "k\red\x1b")
+                key = self._prompt.press(_REVIEW, "k\red\x1b")
             except KeyboardInterrupt:
                 return ""
             if key != "e":

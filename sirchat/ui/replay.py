@@ -12,7 +12,7 @@ from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.screen import Screen
-from sirchat.ui.status_line import describe_turn
+from sirchat.ui.status import describe_turn
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sirchat.saved.session_list import (
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions
-from sirchat.ui.picker import Draw
+from sirchat.ui.prompt import Draw
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES

@@ -28,8 +28,7 @@ from sirchat.config.profile_files import set_default
 from sirchat.errors import SettingError
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.lists import in_bytes
-from sirchat.ui.picker import pressed
-from sirchat.ui.prompt import Prompt
+from sirchat.ui.prompt import Prompt, pressed
 from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line
 from sirchat.ui.typed_input import line_input, prompt_output
@@ -100,7 +99,7 @@ def chat(
                 if not leaves and not begun.done():
                     begin(*loader.wait(screen, profile.model))
             else:
-                from sirchat.ui.progress import loading_bar
+                from sirchat.ui.status import loading_bar
 
                 with loading_bar(screen, profile.model) as report:
                     session = open_session(report)
@@ -245,7 +244,7 @@ class SessionLoader:
 
         Raises the error if the session can't be opened, and KeyboardInterrupt for Ctrl-C.
         """
-        from sirchat.ui.progress import loading_bar
+        from sirchat.ui.status import loading_bar
 
         with loading_bar(screen, model) as self._bar:
             self.begin()

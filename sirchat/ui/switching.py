@@ -25,9 +25,9 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.lists import in_bytes
-from sirchat.ui.progress import loading_bar
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.status import loading_bar
 from sirchat.ui.text import shorten
 
 _SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")

@@ -1,8 +1,7 @@
-"""Styles of tokens, labels and bars: their colours, and what is bold or underlined.
+"""Styles of tokens, labels and bars.
 
 A token's hue shows its surprisal; its brightness shows how much surprisal is left after decay. High
-surprisal is also bold or underlined, so that it shows without colour. The 256-colour numbers are
-chosen so that each hue stays recognizable on a terminal with 16 colours.
+surprisal is also bold or underlined, so that it shows without colour.
 """
 
 from __future__ import annotations
@@ -16,45 +15,37 @@ from rich.style import Style
 
 from sirchat.chat.events import TokenRow
 
+# Upper limits, in nats, of the buckets: ranges of surprisal that have one colour each.
 LIMITS: Final = (0.5, 2.0, 4.0, 7.0, float("inf"))
-"""Upper limits of the buckets, the ranges of surprisal that have one colour each; in nats."""
 
+# For each intensity (strong, fading, faint), the least share of surprisal left after decay.
 LEVELS: Final = (0.6, 0.25, 0.0)
-"""For each intensity (strong, fading, faint), the least share of surprisal left after decay."""
 
 ROLE_NAMES: Final = {"system": "system", "user": "you", "assistant": "model"}
 
-Shades = tuple[Style, Style, Style]
-"""The styles of one bucket of surprisal, one for each intensity: strong, fading, faint."""
+_PLAIN, _DIM, _DIM_ITALIC = Style(), Style(dim=True), Style(dim=True, italic=True)
+
+# The styles of one bucket of surprisal, one for each intensity: strong, fading, faint.
+Shades = tuple[Style, ...]
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The styles for one kind of background, such as a dark one.
-
-    Attributes:
-        tokens: the styles of tokens for each bucket of surprisal (see `LIMITS`).
-        quiet: labels and secondary text. heading: titles of sections.
-        gauge, rest: the full and the empty part of a bar. border: boxes and rules.
-        gap: mark for evicted or omitted tokens. flash: a token that was just evicted.
-        template: text of the chat template. mark: brackets of sinks and pins.
-        system, you, model: who wrote a turn.
-    """
+    """The styles for one kind of background, such as a dark one."""
 
     name: str
-    tokens: tuple[Shades, ...]
-    quiet: Style
-    heading: Style
-    gauge: Style
-    rest: Style
-    border: Style
-    gap: Style
-    flash: Style
-    template: Style
-    mark: Style
+    tokens: tuple[Shades, ...]  # for each bucket of surprisal
+    quiet: Style  # labels and secondary text
+    heading: Style  # titles of sections
+    gauge: Style  # the full part of a bar
+    rest: Style  # the empty part of a bar, boxes and rules
+    flash: Style  # a token that was just evicted
+    mark: Style  # brackets of sinks and pins
     system: Style
     you: Style
-    model: Style
+    model: Style = _PLAIN
+    gap: Style = _DIM  # mark for evicted or omitted tokens
+    template: Style = _DIM_ITALIC  # text of the chat template
 
     def token(self, row: TokenRow) -> Style:
         """The style of a held token, by its surprisal and the share of it left after decay."""
@@ -75,18 +66,14 @@ def bucket(surprisal: float) -> int:
 
 
 def intensity(surprisal: float, decayed: float) -> int:
-    """Index of a token's intensity, by the share of its surprisal that is left after decay.
-
-    Returns 0 (strong), 1 (fading) or 2 (faint).
-    """
+    """0 (strong), 1 (fading) or 2 (faint), by the share of surprisal that is left after decay."""
     left = decayed / surprisal if surprisal > 0 else 1.0
     return 0 if left >= LEVELS[0] else 1 if left >= LEVELS[1] else 2
 
 
 def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
-    """The theme called `name`: "dark", "light" or "none".
+    """The theme "dark", "light" or "none"; for "auto", the variable COLORFGBG decides.
 
-    For "auto", the variable COLORFGBG in `environ` decides; if it is not set, the theme is dark.
     Raises ValueError for any other name.
     """
     if name == "auto":
@@ -97,25 +84,16 @@ def theme_named(name: str, environ: Mapping[str, str]) -> Theme:
     return _THEMES[name]
 
 
-def _colour(number: int, *, bold: bool = False, underline: bool = False) -> Style:
-    # None rather than False: a style that says "not bold" would cost bytes in every frame.
-    return Style(color=f"color({number})", bold=bold or None, underline=underline or None)
-
-
-def _shades(numbers: tuple[int, int, int], *, bold: bool, underline: bool) -> Shades:
-    strong, fading, faint = (_colour(n, bold=bold, underline=underline) for n in numbers)
-    return strong, fading, faint
+def _colour(number: int, weights: str = "") -> Style:
+    return Style.parse(f"color({number}) {weights}")
 
 
 def _ramp(*buckets: tuple[int, int, int]) -> tuple[Shades, ...]:
-    """The styles of the buckets of surprisal, from their colour numbers (strong, fading, faint).
-
-    The last two buckets are also bold, and the last one is also underlined.
-    """
-    last = len(LIMITS) - 1
+    """The styles of the buckets, from the colours of their intensities: strong, fading, faint."""
+    weights = ("", "", "", "bold", "bold underline")
     return tuple(
-        _shades(numbers, bold=index >= last - 1, underline=index == last)
-        for index, numbers in enumerate(buckets)
+        tuple(_colour(number, weight) for number in numbers)
+        for numbers, weight in zip(buckets, weights, strict=True)
     )
 
 
@@ -123,6 +101,7 @@ def _weights(style: Style) -> Shades:
     return style, style, style + Style(dim=True)
 
 
+# Of 256 colours, those whose hues stay apart on a terminal with 16.
 _DARK = Theme(
     name="dark",
     tokens=_ramp((248, 245, 241), (117, 38, 31), (113, 71, 28), (222, 178, 136), (209, 173, 131)),
@@ -130,14 +109,10 @@ _DARK = Theme(
     heading=_colour(250),
     gauge=_colour(37),
     rest=_colour(240),
-    border=_colour(240),
-    gap=Style(dim=True),
-    flash=Style(color="color(175)", strike=True),
-    template=Style(dim=True, italic=True),
+    flash=_colour(175, "strike"),
     mark=_colour(141),
     system=_colour(141),
     you=Style(color="cyan"),
-    model=Style(),
 )
 
 _LIGHT = Theme(
@@ -147,14 +122,10 @@ _LIGHT = Theme(
     heading=_colour(238),
     gauge=_colour(30),
     rest=_colour(248),
-    border=_colour(248),
-    gap=Style(dim=True),
-    flash=Style(color="color(132)", strike=True),
-    template=Style(dim=True, italic=True),
+    flash=_colour(132, "strike"),
     mark=_colour(91),
     system=_colour(91),
     you=Style(color="blue"),
-    model=Style(),
 )
 
 _NONE = Theme(
@@ -170,14 +141,10 @@ _NONE = Theme(
     heading=Style(),
     gauge=Style(),
     rest=Style(dim=True),
-    border=Style(dim=True),
-    gap=Style(dim=True),
     flash=Style(dim=True, strike=True),
-    template=Style(dim=True, italic=True),
     mark=Style(),
     system=Style(italic=True),
     you=Style(bold=True),
-    model=Style(),
 )
 
 _THEMES: Final = {theme.name: theme for theme in (_DARK, _LIGHT, _NONE)}

@@ -24,10 +24,9 @@ from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
 from sirchat.ui.interrupt import Interrupt, left_to_child
-from sirchat.ui.progress import loading_bar
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.status_line import describe_recalled
+from sirchat.ui.status import describe_recalled, loading_bar
 from sirchat.ui.text import displayable_line, shorten
 
 

@@ -15,15 +15,15 @@ from rich.text import Text
 from sirchat.chat.session import Interrupted, Session
 from sirchat.errors import SirchatError, UsageError
 from sirchat.ui.commands import Action, Commands, Leave
-from sirchat.ui.compact_panel import draw_compact_panel
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView
-from sirchat.ui.progress import loading_bar
+from sirchat.ui.panel import draw_compact_panel
 from sirchat.ui.prompt import Line, Prompt
 from sirchat.ui.repl import stop_signal
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
+from sirchat.ui.status import loading_bar
 from sirchat.ui.typed_input import InMemory, Keyboard, prompt_output
 
 SETTINGS: Final[dict[str, Any]] = {
@@ -342,7 +342,7 @@ class _Tutorial:
         self._explain("\n".join([GOODBYE, *rows]))
 
     def _head(self, title: str) -> None:
-        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.border))
+        self._screen.show(Text(f"\n── {title} ──", self._screen.theme.rest))
 
     def _explain(self, text: str) -> None:
         """Print an explanation, with a bar at the left of each line."""
@@ -350,7 +350,7 @@ class _Tutorial:
         width = min(screen.width - 3, _MOST_COLUMNS)
         for row in Text(text).wrap(screen.console, width):
             row.rstrip()
-            screen.show(Text.assemble(("│ ", screen.theme.border), row))
+            screen.show(Text.assemble(("│ ", screen.theme.rest), row))
 
 
 def _held_text(session: Session) -> str:

@@ -13,7 +13,7 @@ from sirchat.engine.sampling import Sampler
 from sirchat.paths import sessions_dir
 from sirchat.saved.session_list import list_sessions
 from sirchat.text.template import Template
-from sirchat.ui.status_line import describe_turn
+from sirchat.ui.status import describe_turn
 
 TOKENIZER, DECLARED = babbler().tokenizer, babbler().module.generation_config.eos_token_id
 CONTROL = sorted({*TOKENIZER.added_tokens_decoder} - Template(TOKENIZER).end_ids(DECLARED))

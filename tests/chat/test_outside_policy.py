@@ -20,8 +20,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.config.values import is_option
 from sirchat.memory.policies.sink import Sink
-from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.panel import draw_panel
+from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.tables import draw_token_ranks
 
 ROOT = Path(__file__).parents[2]

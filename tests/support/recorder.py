@@ -32,8 +32,7 @@ from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave, resume_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
-from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.panel import draw_panel
+from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_recalled, draw_token_ranks, draw_tokens
 from sirchat.ui.typed_input import InMemory

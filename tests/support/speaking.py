@@ -14,7 +14,7 @@ from typing import Any
 from sirchat.cli import main
 from sirchat.engine.sampling import Sampler
 from sirchat.paths import tiny_dir
-from sirchat.ui import painter
+from sirchat.ui import live
 
 SECONDS = 0.002
 """Pause before each token, so that a reply is seen in many states."""
@@ -39,6 +39,6 @@ def saying(text: str) -> Callable[..., int]:
 if __name__ == "__main__":
     said = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
     Sampler.pick = saying(said)  # type: ignore[method-assign]
-    painter.TIME_SHARE = 1.0  # frames come as often on a slow machine
+    live.TIME_SHARE = 1.0  # frames come as often on a slow machine
     sys.argv[0] = "sirchat"
     main()

@@ -47,7 +47,7 @@ def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
     chat = Chat()
     chat.say("One.")
     turns = [EvictedText(0, "user", 9, 3, ("Rome",)), EvictedText(1, "assistant", 4, 2, ())]
-    monkeypatch.setattr("sirchat.ui.explaining.evicted_turns", lambda session: iter(turns))
+    monkeypatch.setattr("sirchat.ui.commands.evicted_turns", lambda session: iter(turns))
     shown = chat.do("/evicted")
     assert "6 of 9" in shown
     assert "2 of 4" not in shown

@@ -8,10 +8,10 @@ from chatting import babbler, session
 from drawing import NONE, lines
 from sirchat.chat.events import RecalledTurn, TurnDone
 from sirchat.chat.session import Session
-from sirchat.ui.explaining import explain
 from sirchat.ui.panel import draw_panel
-from sirchat.ui.status_line import describe_recalled, describe_round, describe_turn
+from sirchat.ui.status import describe_recalled, describe_round, describe_turn
 from sirchat.ui.tables import draw_recalled_turns
+from sirchat.ui.why import explain
 
 TOLD = "Our zebra is called Quixbert."
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from chatting import session
-from sirchat.ui.commands import Commands, Leave
-from sirchat.ui.explaining import GROUPS
+from sirchat.ui.commands import GROUPS, Commands, Leave
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.typed_input import InMemory

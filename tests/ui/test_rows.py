@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from sirchat.ui.painter import Pace
-from sirchat.ui.styled_rows import take_rows
+from sirchat.ui.cells import take_rows
+from sirchat.ui.live import Pace
 
 _TEXT = st.text(st.characters(exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf")) | st.just(" "))
 
@@ -49,7 +49,7 @@ def test_long_or_slow_frames_come_less_often(
     seconds: float, size: int, wait: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("sirchat.ui.painter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sirchat.ui.live.time.monotonic", lambda: now[0])
     frames = Pace()
     assert frames.is_due()
     frames.drew(seconds, size)

@@ -13,8 +13,7 @@ from chatting import session
 from event_count import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
-from sirchat.ui.compact_panel import draw_compact_panel
-from sirchat.ui.panel import draw_panel
+from sirchat.ui.panel import draw_compact_panel, draw_panel
 from sirchat.ui.theme import theme_named
 
 _WIDTH = 100

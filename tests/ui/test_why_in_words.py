@@ -18,8 +18,8 @@ from sirchat.chat.session import Session
 from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError
 from sirchat.memory.policies import policy_names
-from sirchat.ui.explaining import describe_use, explain, show_why
 from sirchat.ui.screen import Screen
+from sirchat.ui.why import describe_use, explain, show_why
 from terminal import Terminal
 
 SAID = ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?")

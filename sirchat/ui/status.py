@@ -1,0 +1,176 @@
+"""Lines that say how things stand: below the prompt, after each turn, and bars of progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich import progress as bars
+from rich.console import Console
+from rich.text import Text
+
+from sirchat.config.values import short
+from sirchat.models.progress import Progress
+from sirchat.ui.lists import in_bytes
+from sirchat.ui.screen import Screen
+from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.theme import Theme
+
+if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
+    from sirchat.chat.events import RecalledTurn, TurnDone
+    from sirchat.chat.session import Session
+
+_GAUGE = 8  # cells of the toolbar's bar
+_WIDE = 80  # least columns for that bar
+_NAMED = 4  # most turns that a line about recalled tokens names
+_ENDINGS = {
+    "length": "reply cut at the length limit",
+    "interrupt": "interrupted",
+    "control": "reply ended at a control token",
+    "context": "model's context full",
+}
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LOG_SECONDS = 10.0  # between two lines of a log
+_LONGEST = 24  # characters of a file's name in a bar
+_OTHERS = 48  # columns beside the bar, and for the ^C that a terminal shows
+
+
+def toolbar(session: Session, width: int) -> str:
+    """The line below the prompt: model, policy, held tokens and budget, decay, last speed."""
+    profile = session.profile
+    *_, name = session.model.name.rstrip("/").rpartition("/")
+    full = round(_GAUGE * min(session.resident / session.budget, 1.0))
+    gauge = "━" * full + "─" * (_GAUGE - full) + " " if width >= _WIDE else ""
+    parts = [
+        displayable_line(name),
+        displayable_line(profile.policy),
+        gauge + f"{session.resident:,}/{session.budget:,} held",
+        f"decay {short(profile.decay)}",
+    ]
+    if session.speed:
+        parts.append(f"{session.speed:,.0f} tok/s")
+    return " · ".join(parts)
+
+
+def describe_turn(turn: TurnDone, budget: int, recalled: Sequence[RecalledTurn] = ()) -> str:
+    """A line about one turn: tokens read, recalled and written, speed, evicted and held tokens."""
+    parts = [f"turn {turn.index}: {turn.tokens_in:,} tokens read"]
+    if recalled:
+        parts.append(describe_recalled(recalled))
+    if turn.tokens_out:
+        parts.append(f"{turn.tokens_out:,} written, {_speed(turn)}")
+    return ", ".join(parts + _cache(turn, turn.evicted, budget))
+
+
+def describe_round(
+    user: TurnDone | None,
+    reply: TurnDone,
+    budget: int,
+    evicted_words: Sequence[str] = (),
+    recalled: Sequence[RecalledTurn] = (),
+) -> str:
+    """A line about a user turn and its reply; `evicted_words` are words that the user had said."""
+    tokens_in = reply.tokens_in + (user.tokens_in if user else 0)
+    evicted = reply.evicted + (user.evicted if user else 0)
+    parts = [f"{tokens_in:,} tokens read", f"{reply.tokens_out:,} written"]
+    if reply.tokens_out:
+        parts.append(_speed(reply))
+    if recalled:
+        parts.append(describe_recalled(recalled))
+    return ", ".join(parts + _cache(reply, evicted, budget, evicted_words))
+
+
+def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
+    """For example "recalled 140 tokens of turns 3, 17"; those with most tokens are named."""
+    most = sorted(turns, key=lambda turn: -turn.tokens)[:_NAMED]
+    named = ", ".join(str(turn.turn) for turn in sorted(most, key=lambda turn: turn.turn))
+    others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""
+    tokens = sum(turn.tokens for turn in turns)
+    of = f"{tokens:,} token{'s' * (tokens != 1)} of turn{'s' * (len(turns) > 1)}"
+    return f"recalled {of} {named}{others}"
+
+
+def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:
+    """Draw a progress bar for tokens in one row: `reading ████▌ 512 of 4,096 tokens`."""
+    head, tail = f"{name} ", f" {done:,} of {total:,} tokens"
+    room = max(4, min(40, width - 1 - len(head) - len(tail)))
+    eighths = 8 * room * min(done, total) // max(1, total)
+    bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    text = Text(no_wrap=True, overflow="crop")
+    return (
+        text.append(head, theme.quiet)
+        .append(bar.ljust(room), theme.gauge)
+        .append(tail, theme.quiet)
+    )
+
+
+@contextmanager
+def loading_bar(screen: Screen, name: str) -> Iterator[Progress | None]:
+    """Context manager: show a progress bar while the model `name` loads.
+
+    Yields the function that moves the bar, or None if the output can show no bar.
+    """
+    if not screen.notes.is_terminal or screen.notes.is_dumb_terminal:
+        yield None
+        return
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30))
+    with bars.Progress(*columns, console=screen.notes, transient=True) as progress:
+        task = progress.add_task(f"loading {displayable_line(name)}", total=None)
+
+        def report(step: str, done: int, total: int | None) -> None:
+            progress.update(task, description=displayable_line(step), completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
+def pull_progress(console: Console) -> Iterator[Progress]:
+    """Context manager: yields a function that shows a download as a bar, or as lines of a log."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _Log(console)
+        return
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(bar_width=max(4, min(40, console.width - _OTHERS))),
+        bars.TaskProgressColumn(),
+        bars.TextColumn("{task.fields[size]}"),
+        bars.TimeRemainingColumn(compact=True),
+    )
+    with bars.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None, size="")
+
+        def report(file: str, done: int, total: int | None) -> None:
+            name, size = shorten(displayable_line(file), _LONGEST), in_bytes(total)
+            progress.update(task, description=name, completed=done, total=total, size=size)
+
+        yield report
+
+
+class _Log:
+    """Prints a line when a download begins, then one every 10 seconds, and one when it ends."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next = 0.0
+        self._is_done = False
+
+    def __call__(self, file: str, done: int, total: int | None) -> None:
+        now, ends = time.monotonic(), done == total
+        if done == 0 or (now < self._next and not ends) or self._is_done:
+            return
+        self._next, self._is_done = now + _LOG_SECONDS, ends
+        line = f"{file}: {in_bytes(done)} of {in_bytes(total)}"
+        self._console.print(Text(displayable_line(line)), soft_wrap=True)
+
+
+def _speed(turn: TurnDone) -> str:
+    return f"{turn.tokens_out / max(turn.seconds_decode, 1e-9):,.0f} tok/s"
+
+
+def _cache(turn: TurnDone, evicted: int, budget: int, words: Sequence[str] = ()) -> list[str]:
+    of_yours = f" (your words: {', '.join(words)})" if words else ""
+    parts = [f"{evicted:,} evicted{of_yours}"] if evicted else []
+    parts.append(f"cache holds {turn.resident:,}/{budget:,}")
+    return [*parts, _ENDINGS[turn.finish]] if turn.finish in _ENDINGS else parts

@@ -1,0 +1,252 @@
+"""`/why`: says in words whether tokens were held for the last reply, and why they are held or not.
+
+A token is held if it is in the cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from sirchat.chat.events import RecalledTurn
+from sirchat.chat.session import Session
+from sirchat.chat.targets import turn_of_target, without_quotes
+from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
+from sirchat.chat.words import around, said, words_at
+from sirchat.errors import UsageError
+from sirchat.recall.terms import STOP_WORDS
+from sirchat.ui.screen import Screen
+from sirchat.ui.tables import draw_token_ranks
+from sirchat.ui.text import displayable_line, shorten
+
+_ALL = re.compile(r"(?:^|\s)--all(?=\s|$)")
+_MOST_ATTENDED = 5  # words that are named
+_LITTLE = 0.5  # a reply that paid less than this share of the mean attention missed the tokens
+_LENGTH = 40  # most characters that are quoted of the words asked for
+_FEW = 4  # at most one token in this number is "only" a few
+_HIDDEN = "How much attention the reply paid to which words can't be read from this model."
+
+_FADING = ("entropy", "salience")  # policies that rank by surprisal after the decays
+
+# How to say why a token ranks higher under a policy: singular verb, plural verb, object.
+_RANKED_BY = {
+    **dict.fromkeys(_FADING, ("surprised", "surprised", "the model more")),
+    **dict.fromkeys(("sink", "window"), ("is", "are", "newer")),
+    **dict.fromkeys(("random", "reservoir"), ("was", "were", "luckier in the draw")),
+    **dict.fromkeys(("h2o", "tova", "snapkv"), ("gets", "get", "more attention")),
+}
+
+
+def show_why(session: Session, screen: Screen, rest: str) -> None:
+    """Run `/why [TARGET] [--all]`; TARGET is words or a turn, or else the last reply is meant.
+
+    `--all` adds a table with each token's numbers. Raises UsageError if no token matches TARGET, or
+    if there is neither a TARGET nor a reply.
+    """
+    target, all_numbers = _ALL.sub("", rest).strip(), bool(_ALL.search(rest))
+    last, paid = last_round(session.turns), None
+    if last is not None:
+        paid = session.attention_paid(last[1])
+    if target:
+        ranks = session.why(target)
+        lines = _why(session, ranks, target, paid)
+    elif last is None or paid is None:
+        raise UsageError("there is no reply yet", hint="/why TEXT tells why words are held or not")
+    else:
+        related = related_turn(session.turns, last[0])
+        ranks = session.why(f"turn {related[0]}") if related else session.why(f"turn {last[0]}")
+        lines = [_about_related(session, ranks, related, paid), *_most_attended(session, paid)]
+    parts: list[RenderableType] = [Text("\n".join(lines))]
+    if all_numbers:
+        parts.append(draw_token_ranks(ranks, screen.theme, screen.width))
+    screen.page(Group(*parts))
+
+
+def describe_use(
+    ranks: Sequence[TokenRank], what: str, paid: AttentionPaid, *, can_retry: bool
+) -> str:
+    """Say whether tokens, called `what`, were held for the last reply, and what attention they got.
+
+    `can_retry`: whether to advise `/retry full`. "" if no token is older than the reply.
+    """
+    before, had = _before(ranks, paid), _had(ranks, paid)
+    if not before:
+        return ""
+    if not had:
+        if any(rank.state == "held" for rank in before):
+            return f"{what} was evicted when the last reply was generated, and restored after it."
+        return f"{what} was evicted, so the {_could_not_use(can_retry)}"
+    recalled = any("recalled" in rank.row.flags for rank in had)
+    part = f" only in part ({len(had):,} of {len(before):,} tokens)" * (len(had) < len(before))
+    was = f"{what} was {'recalled for the last reply' if recalled else 'held'}{part}"
+    if paid.shares is None:
+        return f"{was}. {_HIDDEN}"
+    shares = [paid.shares[at] for rank in had if (at := rank.row.position) in paid.shares]
+    if not shares:
+        is_gone = all(rank.state != "held" for rank in had)
+        return f"{was}{' when the last reply was generated, and evicted after it' * is_gone}."
+    share = sum(shares) / len(shares)
+    times = f"({share:.1f} times an average token)"
+    if share < _LITTLE:
+        advice = "/retry full may help" if can_retry else "/retry draws another reply"
+        return f"{was}, but the reply made little use of it {times}; {advice}."
+    if share < 1:
+        return f"{was}, and the reply paid it some attention {times}."
+    return f"{was}, and the reply paid attention to it {times}."
+
+
+def explain(
+    ranks: Sequence[TokenRank],
+    target: str,
+    policy: str,
+    recalled: Sequence[RecalledTurn] = (),
+) -> str:
+    """Say in one or two sentences why the tokens of `target` are held, or why they are not.
+
+    `recalled` are the turns of which recall has restored tokens for this round.
+    """
+    by_words = {turn.turn: turn.words for turn in recalled if turn.words}
+    what, held = _named(target, ranks), [rank for rank in ranks if rank.state == "held"]
+    best = min(held or ranks, key=lambda rank: (rank.rank is None, rank.rank))
+    if not held:
+        return f"{what} is evicted{_why_evicted(best, policy)} {_way_back(ranks, target)}"
+    if len(held) == len(ranks):
+        return f"{what} is held{_why_held(best, policy, by_words)}"
+    share = f"{len(held):,} {'is' if len(held) == 1 else 'are'} held"
+    return (
+        f"Of the {len(ranks):,} tokens of {what}, {share}. "
+        f"The best of these is held{_why_held(best, policy, by_words)}"
+    )
+
+
+def _why(
+    session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
+) -> list[str]:
+    explained = explain(ranks, target, session.profile.policy, session.recalled_turns)
+    if paid is None:
+        return [explained]
+    can_retry = _can_retry_full(session)
+    use = describe_use(ranks, _named(target, ranks), paid, can_retry=can_retry)
+    if all(rank.state != "held" for rank in ranks) and not _had(ranks, paid):
+        return [f"{explained} The {_could_not_use(can_retry)}" if use else explained]
+    return list(filter(None, [use, explained]))
+
+
+def _could_not_use(can_retry: bool) -> str:
+    advice = "; /retry full answers with everything held" if can_retry else ""
+    return f"last reply could not use it{advice}."
+
+
+def _before(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
+    """The tokens that were read before the last reply; without sinks, if there are others."""
+    before = [rank for rank in ranks if rank.row.position < paid.start]
+    return [rank for rank in before if "sink" not in rank.row.flags] or before
+
+
+def _had(ranks: Sequence[TokenRank], paid: AttentionPaid) -> list[TokenRank]:
+    """Those of `_before` that were held for the reply; or are now, if that is not known."""
+    return [
+        rank
+        for rank in _before(ranks, paid)
+        if (rank.state == "held" if paid.held is None else rank.row.position in paid.held)
+    ]
+
+
+def _about_related(
+    session: Session,
+    ranks: Sequence[TokenRank],
+    related: tuple[int, tuple[str, ...]] | None,
+    paid: AttentionPaid,
+) -> str:
+    """Could the reply use the earlier turn that is most similar to the user's last message?
+
+    `related` has that turn's index, and the words that both share; `ranks` are its tokens.
+    """
+    if related is None:
+        return "No earlier message shares a telling word with your last message."
+    turn, words = related
+    text = shorten(displayable_line(session.turns[turn].text), _LENGTH)
+    what = f"Turn {turn} (“{text}”), which shares {_listed(words[:2])} with your message,"
+    return describe_use(ranks, what, paid, can_retry=_can_retry_full(session))
+
+
+def _most_attended(session: Session, paid: AttentionPaid) -> list[str]:
+    """A line that names the words to which the last reply paid most attention, if there are any."""
+    if not paid.shares:
+        return [_HIDDEN] if paid.shares is None else []
+    best = sorted(paid.shares, key=paid.shares.__getitem__, reverse=True)[: 8 * _MOST_ATTENDED]
+    rows = said(session.tokens(around(best, session.seen)))
+    words = {word: paid.shares[at] for at in reversed(best) for word in words_at([at], rows)}
+    telling = [word for word in words if word.casefold() not in STOP_WORDS]
+    named = sorted(telling, key=words.__getitem__, reverse=True)[:_MOST_ATTENDED]
+    if not named:
+        return []
+    return [f"The reply paid most attention to: {', '.join(map(displayable_line, named))}."]
+
+
+def _can_retry_full(session: Session) -> bool:
+    return session.resident < session.seen and session.profile.archive != "off"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(f"“{displayable_line(word)}”" for word in words)
+
+
+def _named(target: str, ranks: Sequence[TokenRank]) -> str:
+    if turn_of_target(target, ()) is not None:
+        return f"turn {ranks[0].row.turn}"
+    return f"“{shorten(displayable_line(without_quotes(target)), _LENGTH)}”"
+
+
+def _why_held(best: TokenRank, policy: str, by_words: Mapping[int, Sequence[str]]) -> str:
+    flags, higher = best.row.flags, _higher(best, policy)
+    if "pinned" in flags:
+        return " because it is pinned."
+    if "sink" in flags:
+        return " because it is among the first tokens of the chat, which always stay."
+    if "recalled" in flags:
+        words = _listed(by_words.get(best.row.turn, ()))
+        return f" for this round only: it was recalled{' by the words ' * bool(words)}{words}."
+    if best.rank is None:
+        return f"; policy {policy} gives no token a rank."
+    if best.leaves and best.rank <= best.held // 2:
+        return ", but will be evicted next: what ranks lower is pinned, or among the newest."
+    if best.leaves:
+        return f", but will be evicted next: {higher}."
+    if best.threshold is not None and (best.row.score or 0.0) <= best.threshold:
+        return f" only because it is new: {higher}."
+    return f": {higher}."
+
+
+def _why_evicted(best: TokenRank, policy: str) -> str:
+    if best.rank is None:
+        return f"; policy {policy} gives no token a rank."
+    higher = _higher(best, policy)
+    is_low = best.threshold is not None and (best.row.score or 0.0) <= best.threshold
+    if best.rank <= best.held // 2 and not is_low:
+        return f": it was evicted earlier, or under other settings. Now, {higher}."
+    return f": {higher}."
+
+
+def _higher(rank: TokenRank, policy: str) -> str:
+    """How many held tokens rank higher, such as "of the 120 held tokens, 8 are newer"."""
+    default = ("has", "have", f"a higher score under policy {displayable_line(policy)}")
+    singular, plural, what = _RANKED_BY.get(policy, default)
+    above = (rank.rank or 1) - 1
+    few = "only " * (0 < above * _FEW <= rank.held)
+    verb = singular if above == 1 else plural
+    fading = " (older surprise counts less)" if rank.decayed_to < 1 and policy in _FADING else ""
+    count = f"{few}{above:,}" if above else "none"
+    return f"of the {rank.held:,} held tokens, {count} {verb} {what}{fading}"
+
+
+def _way_back(ranks: Sequence[TokenRank], target: str) -> str:
+    if all(rank.state == "gone" for rank in ranks):
+        return "The tokens are no longer archived, so they can't be restored."
+    if turn_of_target(target, ()) is not None:
+        return "The tokens are archived: /pin restores them."
+    words = displayable_line(without_quotes(target))
+    return f'The tokens are archived: /recall "{words}" restores them.'
