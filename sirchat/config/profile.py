@@ -6,13 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sirchat.memory import policies
@@ -22,37 +16,20 @@ _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than any conversation has
 _MOST_BYTES = 2**62
 
-_OF_THE_MODEL = (
-    "model",
-    "device",
-    "device_map",
-    "dtype",
-    "quantize",
-    "unpack_dtype",
-    "cache_dtype",
-    "compile",
-    "threads",
+# The settings that can't change during a conversation.
+FIXED = (
+    *("description", "model", "device", "device_map", "dtype", "quantize", "unpack_dtype"),
+    *("cache_dtype", "compile", "threads", "seed", "save"),
 )
-FIXED = ("description", *_OF_THE_MODEL, "seed", "save")
-"""The settings that can't change during a conversation; all other settings can."""
-
-LEAST_TEMPERATURE = 0.01
-"""The lowest allowed temperature above 0; it nearly always samples the most likely token."""
-
-FORMER_NAMES = {"forget_thinking": "evict_thinking"}
-"""For the former name of each renamed setting, its present name."""
-
+LEAST_TEMPERATURE = 0.01  # above 0; it nearly always samples the most likely token
+FORMER_NAMES = {"forget_thinking": "evict_thinking"}  # by former name, the present one
 _RETIRED = {"recall_index"}  # settings that are gone; in a saved chat or profile they do nothing
 _FORMER_EVICT = {"room": "when-full", "turn": "before-turn"}
 _FORMER_OPTIONS = {"words": "whole_words", "user": "user_weight"}  # of policies salience, kvzip
 
 
 def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings, by name, that an earlier version of sirchat has written.
-
-    Former names of settings, of their values and of policy options become the present names.
-    Settings that no longer exist are left out.
-    """
+    """Convert settings, by name, that an earlier version of sirchat has written."""
     renamed = {
         FORMER_NAMES.get(key, key): value for key, value in values.items() if key not in _RETIRED
     }
@@ -68,10 +45,10 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Profile(BaseModel):
-    """All settings of a conversation, each with its type, limits, default and description.
+    """All settings of a conversation; immutable.
 
-    A profile is immutable. The functions `resolve` and `changed` make profiles, and raise
-    SettingError for a value that is not allowed; the constructor raises pydantic's ValidationError.
+    `resolve` and `changed` make profiles, and raise SettingError for a value that is not allowed;
+    the constructor raises pydantic's ValidationError.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -310,7 +287,7 @@ class Profile(BaseModel):
     @field_validator("description", "model", "device_map", "policy", "system")
     @classmethod
     def _text(cls, text: str | None) -> str | None:
-        """Check that a text can be encoded in UTF-8: that it has no lone surrogates."""
+        """Refuse lone surrogates, which are not UTF-8."""
         try:
             (text or "").encode()
         except UnicodeEncodeError:
@@ -328,7 +305,6 @@ class Profile(BaseModel):
     @field_validator("recall", mode="before")
     @classmethod
     def _on_or_off(cls, value: object) -> object:
-        """Convert the setting `recall`: on or true to the default retriever, false to `off`."""
         return {"on": BEST_RETRIEVER, "true": BEST_RETRIEVER, "false": "off"}.get(
             str(value).lower(), value
         )
@@ -343,7 +319,7 @@ class Profile(BaseModel):
     @field_validator("temperature")
     @classmethod
     def _not_nearly_zero(cls, value: float) -> float:
-        """Refuse a temperature near 0: the logits, divided by it, could overflow."""
+        """Near 0, the logits divided by it could overflow."""
         if 0 < value < LEAST_TEMPERATURE:
             raise PydanticCustomError("temperature", "nearly zero")
         return value
@@ -369,36 +345,29 @@ class Profile(BaseModel):
         return self
 
     def _require_what_recall_needs(self) -> None:
-        chosen = RETRIEVERS.find(self.recall)
+        retriever = RETRIEVERS.find(self.recall)
         if self.archive == "off":
             rule = "recall requires archive=ram or archive=disk"
             raise _conflict(rule, "recall", "archive")
-        if self.recall_query == "recent" and (chosen.needs_queries or chosen.needs_words):
+        if self.recall_query == "recent" and (retriever.needs_queries or retriever.needs_words):
             rule = f"recall {self.recall} requires recall_query=turn"
             raise _conflict(rule, "recall", "recall_query")
-        if self.recall_scope == "layer" and chosen.needs_words:
+        if self.recall_scope == "layer" and retriever.needs_words:
             rule = f"recall {self.recall} compares words, so it requires recall_scope=token"
             raise _conflict(rule, "recall", "recall_scope")
 
 
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
-    """Make the error for settings that don't fit together.
-
-    `rule` is a sentence that says what is required; `keys` name the settings that break it. The
-    function `merged` turns this error into a SettingError.
-    """
+    """The error for settings `keys` that break a `rule`; `merged` makes a SettingError of it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a size such as `512MiB`, `1.5 GB` or `4096`; returns the number of bytes.
-
-    Returns None if the text is not a size, or if the size is 0, or 4 EiB or more.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
-    if not found:
+    """The bytes of a size such as `512MiB` or `1.5 GB`; None if it is none, 0, or above 4 EiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    if not match:
         return None
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     power = " KMGT".index(prefix.upper()) if prefix else 0
     size = float(number) * (1024 if binary else 1000) ** power
     return int(size) or None if size < _MOST_BYTES else None

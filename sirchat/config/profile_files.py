@@ -1,8 +1,7 @@
 """Reads and writes profiles, and combines settings from flags, environment and profiles.
 
-A setting's value comes from the first of these sources that sets it: the flag, the environment
-variable `SIRCHAT_<NAME>`, the profile that the user chose, the user's profile `default.yaml`, the
-built-in default. A profile is a YAML file with only those settings that it changes.
+A value comes from the first of: the flag, the variable `SIRCHAT_<NAME>`, the profile that the user
+chose, the user's `default.yaml`, the built-in default. A profile is a YAML file of some settings.
 """
 
 from __future__ import annotations
@@ -31,27 +30,37 @@ from sirchat.config.values import (
 from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 
-Origin = Callable[[str], str]
-"""A function: for a setting's name, it returns the flag, variable or file that set the value."""
+_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
+_MISSPELT = 0.8  # least similarity of a misspelt variable to a setting's name
+_MOST_BYTES = 2**18  # of a profile
+_HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
+
+Origin = Callable[[str], str]  # for a setting, the flag, variable or file that set its value
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The values, by setting, that one source sets, such as a profile or the flags.
-
-    `origin` is a function that names the source in error messages.
-    """
+    """The values, by setting, that one source sets, such as a profile or the flags."""
 
     values: Mapping[str, object]
     origin: Origin
 
 
-def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
-    """A copy of `profile` with the new values `updates`, by setting.
+@dataclass(frozen=True)
+class ProfileInfo:
+    """What the list of profiles shows about one profile."""
 
-    If `updates` set another policy but no `policy_options`, the options become empty. Raises
-    SettingError for the first value that is not allowed; its message begins with `source`, such as
-    `/budget`.
+    name: str
+    path: Path
+    description: str
+    shipped: bool  # whether it comes with sirchat
+
+
+def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
+    """A copy of `profile` with the new values `updates`; another policy begins without options.
+
+    Raises SettingError, which begins with `source`, such as `/budget`, for a value that is not
+    allowed.
     """
     new = Layer(updates, lambda key: source)
     check_values(new)
@@ -59,10 +68,9 @@ def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
 
 
 def merged(layers: Iterable[Layer]) -> Profile:
-    """Combine the layers to one profile; a value in a later layer replaces that in an earlier one.
+    """Combine layers, of which later ones win; another policy drops the options of earlier layers.
 
-    If a layer sets another policy than the layers before it, the `policy_options` of those layers
-    are ignored. Raises SettingError if two settings don't fit together.
+    Raises SettingError if two settings don't fit together.
     """
     values: dict[str, object] = {}
     set_by: dict[str, tuple[int, Origin]] = {}
@@ -78,10 +86,7 @@ def merged(layers: Iterable[Layer]) -> Profile:
 
 
 def check_values(layer: Layer) -> None:
-    """Raise SettingError if a layer has an unknown setting, or a value that is not allowed.
-
-    Each setting is checked alone. The function `merged` later checks whether settings fit together.
-    """
+    """Raise SettingError for an unknown setting, or a value that is not allowed by itself."""
     for key in layer.values:
         require_setting(key, layer.origin(key))
     try:
@@ -92,78 +97,13 @@ def check_values(layer: Layer) -> None:
                 raise _value_error(detail, layer.origin) from None
 
 
-def _is_other_policy(values: Mapping[str, object], updates: Mapping[str, object]) -> bool:
-    old = values.get("policy", Profile.model_fields["policy"].default)
-    new = updates.get("policy", old)
-    return policies.ALIASES.get(str(old), old) != policies.ALIASES.get(str(new), new)
-
-
-def _conflict_error(
-    detail: ErrorDetails, values: Mapping[str, object], set_by: Mapping[str, tuple[int, Origin]]
-) -> SettingError:
-    """The error for settings that don't fit together.
-
-    Its message names that one of these settings which was set last, and the source that set it.
-    `detail` is pydantic's error; `values` are all settings; `set_by` has, for each setting, the
-    number of the layer that set it, and the layer's origin.
-    """
-    context = detail["ctx"]
-    key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
-    origin = set_by[key][1]
-    return SettingError(
-        f"{origin(key)}: {key} can't be {format_value(values[key])}; {context['rule']}"
-    )
-
-
-def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
-    key, *inner = (str(part) for part in detail["loc"])
-    if get_origin(setting_types(key)[0]) is not dict:
-        inner = []  # pydantic names the member of a union here, not a key of a mapping
-    name, may_be, value = key, allowed(key), detail["input"]
-    if inner:
-        name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
-    if "[key]" in inner:
-        name, may_be = f"{key}: a name", "text"
-    hint = nearest(value, choices(key)) if isinstance(value, str) and not inner else ""
-    message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
-    return SettingError(message, hint=hint)
-
-
-_OTHER_VARIABLES = ("PROFILE", "HOME", "DEBUG", "DATA")  # variables that are not settings
-_MISSPELT = 0.8  # least similarity of a misspelt variable to a setting's name
-_MOST_BYTES = 2**18  # of a profile
-_HOW_TO_SET = "# Remove the # in front of a setting to set it. The values shown are the defaults.\n"
-
-
-@dataclass(frozen=True)
-class ProfileInfo:
-    """What the list of profiles shows about one profile.
-
-    `path` is its YAML file. `shipped` is true if the profile comes with sirchat, and false if the
-    user made it.
-    """
-
-    name: str
-    path: Path
-    description: str
-    shipped: bool
-
-
 def resolve(
     profile: str | None, flags: Mapping[str, object], environ: Mapping[str, str]
 ) -> Profile:
-    """Make the profile of all settings from flags, environment variables, files and defaults.
+    """Make the profile of all settings; raises SettingError for the first that is not allowed.
 
-    Flags have the highest precedence. If a source sets another policy, the `policy_options` of
-    sources with lower precedence are ignored. Raises SettingError for the first value that is not
-    allowed.
-
-    Args:
-        profile: a profile's name or file; if None, the variable `SIRCHAT_PROFILE` can name one.
-        flags: values by setting; None means not given, and a text is parsed by `parse_value`. The
-            key `trust_policy` has a list of `module:Class` policies: a profile file may name only
-            these and the policy of the flag `policy`, because their code then runs.
-        environ: environment variables; an empty variable counts as not set.
+    `flags` are values or texts by setting, None if not given. Its key `trust_policy` lists the
+    `module:Class` policies, whose code then runs, that a file may name beside the flag `policy`.
     """
     given = {key: value for key, value in flags.items() if key != "trust_policy"}
     trusted = trusted_policies(flags)
@@ -177,20 +117,14 @@ def resolve(
 
 
 def trusted_policies(flags: Mapping[str, Any]) -> frozenset[str]:
-    """The policies that the command line names; files may name only these `module:Class` policies.
-
-    The flags `policy` and `trust_policy` name them. The code of a `module:Class` policy runs when
-    the policy is used.
-    """
+    """The `module:Class` policies that files may name: those of two flags; their code then runs."""
     return frozenset(filter(None, [*(flags.get("trust_policy") or ()), flags.get("policy")]))
 
 
 def profile_path(name_or_file: str) -> Path:
-    """The path of the file of a profile, which is given by its name or its path.
+    """The path of a profile that is given by its name (the user's first) or its path.
 
-    An argument with a slash, or ending in `.yaml` or `.yml`, is a path; the file need not exist. A
-    name is looked up in the user's folder of profiles, then among the profiles that come with
-    sirchat. Raises SettingError for an unknown name.
+    A path has a slash or ends in `.yaml` or `.yml`. Raises SettingError for an unknown name.
     """
     if name_or_file.endswith((".yaml", ".yml")) or os.sep in name_or_file or "/" in name_or_file:
         return Path(os.path.expanduser(name_or_file))
@@ -202,21 +136,16 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """Load and check a profile, given its name or path; returns the values that it sets.
+    """The values that a profile, given by name or path, sets, checked.
 
-    `trusted` are the `module:Class` policies that the profile may name. Raises SettingError if
-    there is no such profile, if its file is not valid YAML, or if a setting or value is not
-    allowed.
+    It may name the `module:Class` policies `trusted`. Raises SettingError if it can't be read or
+    used.
     """
     return _load(profile_path(name_or_file), trusted)
 
 
 def list_profiles() -> list[ProfileInfo]:
-    """A record of each profile, sorted by name.
-
-    If a profile of the user has the same name as one that comes with sirchat, only the user's
-    profile is listed.
-    """
+    """All profiles by name; the user's hides one of the same name that comes with sirchat."""
     shipped = paths.shipped_profiles_dir()
     return [
         ProfileInfo(name, path, _description(path), path.parent == shipped)
@@ -224,13 +153,8 @@ def list_profiles() -> list[ProfileInfo]:
     ]
 
 
-def show(profile: Profile) -> str:
-    """All settings of `profile` as YAML, with their descriptions as comments."""
-    return _yaml(profile)
-
-
-def _yaml(profile: Profile, mark: str = "") -> str:
-    """All settings of `profile` as YAML; each line with a value begins with the text `mark`."""
+def show(profile: Profile, mark: str = "") -> str:
+    """All settings as YAML, with descriptions as comments, and `mark` before each value."""
     values = profile.model_dump()
     return "\n".join(
         f"# {field.description}\n{mark}{yaml_line(key, values[key])}"
@@ -239,11 +163,9 @@ def _yaml(profile: Profile, mark: str = "") -> str:
 
 
 def init_profile(name: str) -> Path:
-    """Create a profile in the user's folder of profiles; returns the path of its file.
+    """Create a profile of the user's, with every setting commented out; returns its path.
 
-    The file has every setting with its default, commented out, for the user to edit. Only the user
-    can read the file. Raises SettingError if the name is invalid or taken, or if the file can't be
-    written.
+    Raises SettingError if the name is invalid or taken, or if the file can't be written.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
         raise SettingError(
@@ -252,7 +174,7 @@ def init_profile(name: str) -> Path:
     path = paths.user_profiles_dir() / f"{name}.yaml"
     try:
         paths.private_dir(path.parent)
-        text = f"{_HOW_TO_SET}\n{_yaml(Profile(), mark='#')}"
+        text = f"{_HOW_TO_SET}\n{show(Profile(), mark='#')}"
         paths.write_private(path, text, replaces=False)
     except FileExistsError:
         raise SettingError(
@@ -264,11 +186,9 @@ def init_profile(name: str) -> Path:
 
 
 def set_default(key: str, value: object) -> Path:
-    """Write one setting into the user's profile `default.yaml`; returns the path of this file.
+    """Write one setting into the user's `default.yaml`, whose other lines stay; returns its path.
 
-    Every chat reads this profile. All other lines of the file stay unchanged. If the file is new,
-    only the user can read it. Raises SettingError if the value is not allowed, or if the file can't
-    be read, changed or written.
+    Raises SettingError if the value is not allowed, or if the file can't be changed.
     """
     path = paths.user_profiles_dir() / "default.yaml"
     values = {**(_load(path) if path.exists() else {}), key: value}
@@ -276,8 +196,8 @@ def set_default(key: str, value: object) -> Path:
     line = yaml_line(key, value)
     try:
         text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
-        text, found = re.subn(rf"(?m)^{key}[ \t]*:.*\n?", lambda _: line, text, count=1)
-        if not found:
+        text, replaced = re.subn(rf"(?m)^{key}[ \t]*:.*\n?", lambda _: line, text, count=1)
+        if not replaced:
             text = f"{text}\n{line}" if text and not text.endswith("\n") else text + line
         try:
             is_changed = parse_yaml(text, path) == values
@@ -294,18 +214,47 @@ def set_default(key: str, value: object) -> Path:
     return path
 
 
+def _is_other_policy(values: Mapping[str, object], updates: Mapping[str, object]) -> bool:
+    old = values.get("policy", Profile.model_fields["policy"].default)
+    new = updates.get("policy", old)
+    return policies.ALIASES.get(str(old), old) != policies.ALIASES.get(str(new), new)
+
+
+def _conflict_error(
+    detail: ErrorDetails, values: Mapping[str, object], set_by: Mapping[str, tuple[int, Origin]]
+) -> SettingError:
+    """The error for settings that don't fit together; it names the one that was set last."""
+    context = detail["ctx"]
+    key = max(context["keys"], key=lambda key: set_by[key][0] if key in set_by else -1)
+    source, value = set_by[key][1](key), format_value(values[key])
+    return SettingError(f"{source}: {key} can't be {value}; {context['rule']}")
+
+
+def _value_error(detail: ErrorDetails, origin: Origin) -> SettingError:
+    key, *inner = (str(part) for part in detail["loc"])
+    if get_origin(setting_types(key)[0]) is not dict:
+        inner = []  # pydantic names the member of a union here, not a key of a mapping
+    name, may_be, value = key, allowed(key), detail["input"]
+    if inner:
+        name, may_be = f"{key}.{inner[0]:.60}", "a finite number, true, false, text or null"
+    if "[key]" in inner:
+        name, may_be = f"{key}: a name", "text"
+    hint = nearest(value, choices(key)) if isinstance(value, str) and not inner else ""
+    message = f"{origin(key)}: {name} can't be {format_value(value)}; it must be {may_be}"
+    return SettingError(message, hint=hint)
+
+
 def _named(path: Path) -> Origin:
     return lambda key: str(path)
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
     _refuse_misspelt(environ)
-    given = {key: environ.get(_variable(key)) for key in Profile.model_fields}
-    return _parsed_layer({key: text for key, text in given.items() if text}, _variable)
+    texts = {key: environ.get(_variable(key)) for key in Profile.model_fields}
+    return _parsed_layer({key: text for key, text in texts.items() if text}, _variable)
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise SettingError if an environment variable looks like a misspelt `SIRCHAT_<SETTING>`."""
     known = {*map(str.upper, Profile.model_fields), *_OTHER_VARIABLES}
     for variable in sorted(environ):
         name = variable.removeprefix("SIRCHAT_")
@@ -327,11 +276,7 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _parsed_layer(given: Mapping[str, object], origin: Origin) -> Layer:
-    """Parse and check the settings that are given as flags or environment variables.
-
-    `given` are their values, by setting. If the policy is a `module:Class`, its module is imported.
-    Raises SettingError for a setting or value that is not allowed.
-    """
+    """Parse and check texts; the module of a `module:Class` policy is imported."""
     values = {
         key: parse_value(key, value) if isinstance(value, str) else value
         for key, value in given.items()
@@ -348,8 +293,8 @@ def _flag(key: str) -> str:
 
 def _named_profiles() -> dict[str, Path]:
     folders = (paths.shipped_profiles_dir(), paths.user_profiles_dir())
-    found = (path for folder in folders for path in folder.glob("*.yaml"))
-    return {path.stem: path for path in found if path.is_file()}  # a pipe would block
+    files = (path for folder in folders for path in folder.glob("*.yaml"))
+    return {path.stem: path for path in files if path.is_file()}  # a pipe would block
 
 
 def _description(path: Path) -> str:

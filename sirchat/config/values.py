@@ -1,7 +1,6 @@
 """Converts settings' values from text and to text, and says in words which values are allowed.
 
-Values are written as in YAML 1.2. PyYAML implements YAML 1.1, which reads `panel: off` as false and
-`1e-3` as text. So the loader here replaces PyYAML's rules for single values.
+Values are written as in YAML 1.2; PyYAML reads 1.1, in which `panel: off` is false.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -20,6 +20,9 @@ from sirchat.errors import SettingError, format_value, nearest
 from sirchat.memory import policies
 from sirchat.memory.registry import RETRIEVERS
 
+_DEEPEST = 50  # nested brackets; the parser's time grows with the square of their number
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+_BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _SCALARS = [  # YAML 1.2's core schema
     (f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"))
     for tag, pattern in {
@@ -32,14 +35,11 @@ _SCALARS = [  # YAML 1.2's core schema
 ]
 
 
-_DEEPEST = 50  # nested brackets; the parser's time grows with the square of their number
-
-
 class Loader(yaml.SafeLoader):
-    """A YAML loader that reads single values (numbers, booleans, null, text) as YAML 1.2 does.
+    """Reads single values as YAML 1.2 does.
 
-    It refuses repeated keys, deep nesting, tags (which could give a value any type) and aliases
-    (because a few of them can expand to gigabytes).
+    Refuses repeated keys, deep nesting, tags (which could give a value any type) and aliases (a few
+    can expand to gigabytes).
     """
 
     yaml_implicit_resolvers = {None: _SCALARS}  # noqa: RUF012  (not ours to annotate)
@@ -74,7 +74,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """A YAML writer that puts a text in quotes if YAML 1.1 or 1.2 would read it as another type."""
+    """Puts a text in quotes if YAML 1.1 or 1.2 would read it as another type."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         **yaml.SafeDumper.yaml_implicit_resolvers,
@@ -83,10 +83,7 @@ class Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, path: Path) -> object:
-    """Parse the YAML `text` of the file `path`; returns its value.
-
-    Raises SettingError, which names the file, the line and the problem, if it is not valid YAML.
-    """
+    """Parse the text of the file `path`; SettingError names the file, the line and the problem."""
     try:
         return yaml.load(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
@@ -100,10 +97,7 @@ def parse_yaml(text: str, path: Path) -> object:
 
 
 def parse_scalar(text: str) -> object:
-    """Parse one value in YAML, such as a number; returns it, or `text` if this is not valid YAML.
-
-    An empty text is returned unchanged.
-    """
+    """One value in YAML, such as a number; the text itself if it is empty or not valid."""
     try:
         value: object = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -113,21 +107,12 @@ def parse_scalar(text: str) -> object:
 
 def yaml_line(key: str, value: object) -> str:
     """The line `key: value` as YAML, with a newline at its end."""
-    document = {key: value}
-    text: str = yaml.dump(document, Dumper=Dumper, allow_unicode=True, width=2**31)
+    text: str = yaml.dump({key: value}, Dumper=Dumper, allow_unicode=True, width=2**31)
     return text
 
 
-_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
-_BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-
-
 def require_setting(key: object, source: str) -> None:
-    """Raise SettingError unless `key` is the name of a setting.
-
-    The message begins with `source`, such as a flag or file, unless this is empty. It ends with the
-    most similar name of a setting, if any name is similar.
-    """
+    """Raise SettingError, whose message begins with `source`, unless `key` is a setting."""
     if key not in Profile.model_fields:
         start = f"{source}: " if source else ""
         if key in FORMER_NAMES:
@@ -137,12 +122,10 @@ def require_setting(key: object, source: str) -> None:
 
 
 def parse_value(key: str, text: str) -> object:
-    """Parse the `text` that a user gave as the value of setting `key`; returns the value.
+    """Parse the `text` that a user gave for a setting; `none` and `on` are null and true.
 
-    The texts `none` and `null` become None if the setting allows None. For a boolean setting, `on`,
-    `off`, `yes` and `no` are also booleans. `policy_options` can be written as `{a: 1}` or as
-    `a=1,b=2`. A text that does not fit the setting is returned unchanged; `check_values` refuses it
-    later. Raises SettingError for an unknown setting.
+    `policy_options` can be written as `{a: 1}` or `a=1,b=2`. A text that does not fit is returned,
+    for `check_values` to refuse. Raises SettingError for an unknown setting.
     """
     require_setting(key, "")
     kinds, word = setting_types(key), text.strip()
@@ -179,15 +162,15 @@ def as_typed(value: object) -> str:
 
 
 def short(value: float | str) -> str:
-    """A number as text without trailing zeros, such as 0.5; a text is returned unchanged."""
+    """A number without trailing zeros, such as 0.5; a text is returned unchanged."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 def is_option(name: str, text: str, policy: str) -> bool:
     """Whether `name=text`, which a user typed, sets an option of `policy` and not a setting.
 
-    If both an option and a setting have this name, the user means the setting if `text` is one of
-    its listed values: `attention=on` sets the setting, `attention=false` the option.
+    If both have this name, it is the setting for one of its listed values: `attention=on` sets the
+    setting, `attention=false` the option.
     """
     if name not in Profile.model_fields:
         return True
@@ -197,18 +180,12 @@ def is_option(name: str, text: str, policy: str) -> bool:
 
 
 def policy_choices() -> list[str]:
-    """All names that the setting `policy` accepts, sorted: built-in policies, plugins, aliases.
-
-    The modules of the policies are not imported.
-    """
+    """The names of built-in policies, plugins and aliases, sorted; no module is imported."""
     return sorted({*policies.policy_names(), *policies.ALIASES})
 
 
 def choices(key: str) -> list[str]:
-    """The list of all allowed values of the setting `key`; `on` and `off` for a boolean setting.
-
-    Empty if the values can't be listed, as for a number or a text.
-    """
+    """The allowed values of a setting; empty if they can't be listed, as for a number."""
     if key == "policy":
         return policy_choices()
     if key == "recall":
@@ -243,15 +220,19 @@ def allowed(key: str) -> str:
     return ", ".join(part for part in (words, limits, *others) if part)
 
 
+def setting_types(key: str) -> tuple[Any, ...]:
+    """The types that the value of setting `key` can have, such as (int, NoneType)."""
+    return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
+
+
 def _limits(key: str) -> str:
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    metadata = _limit_metadata(key)
-    return " and ".join(
-        f"{word} {getattr(limit, sign):,}"
-        for sign, word in words.items()
-        for limit in metadata
-        if hasattr(limit, sign)
-    )
+    limited = [get_args(kind)[1].metadata for kind in _union_members(key) if _is_limited(kind)]
+    limits = chain(Profile.model_fields[key].metadata, *limited)  # such as Gt(gt=0)
+    found = {
+        sign: getattr(limit, sign) for limit in limits for sign in words if hasattr(limit, sign)
+    }
+    return " and ".join(f"{word} {found[sign]:,}" for sign, word in words.items() if sign in found)
 
 
 def _parse_options(text: str) -> object:
@@ -261,18 +242,6 @@ def _parse_options(text: str) -> object:
     if not all(equals for _, equals, _ in pairs):
         return text
     return {name.strip(): parse_option(value) for name, _, value in pairs}
-
-
-def setting_types(key: str) -> tuple[Any, ...]:
-    """The types that the value of setting `key` can have, such as (int, NoneType)."""
-    return tuple(get_args(kind)[0] if _is_limited(kind) else kind for kind in _union_members(key))
-
-
-def _limit_metadata(key: str) -> list[Any]:
-    """The limits of a setting's value, as objects such as Gt(gt=0) and Le(le=1)."""
-    limited = [get_args(kind)[1] for kind in _union_members(key) if _is_limited(kind)]
-    nested = (limit for field in limited for limit in field.metadata)
-    return [*Profile.model_fields[key].metadata, *nested]
 
 
 def _union_members(key: str) -> tuple[Any, ...]:
