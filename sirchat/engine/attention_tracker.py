@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,26 +14,11 @@ from sirchat.memory.attention import AttentionStatsConfig, PassAttention
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Ledger
 from sirchat.models.attention_hook import AttentionCall
-
-
-class AttendingModel(Protocol):
-    """Protocol: the properties of a model that `AttentionTracker` needs."""
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads per layer."""
-
-    @property
-    def sliding_layers(self) -> Collection[int]:
-        """Numbers of the layers with sliding-window attention."""
+from sirchat.models.model import LoadedModel
 
 
 class PassWeights:
-    """Records the attention weights of one forward pass, as a mean over heads and some layers.
-
-    Args:
-        layers: numbers of the layers whose weights are averaged.
-    """
+    """Records the attention weights of one forward pass, as a mean over heads and `layers`."""
 
     def __init__(self, layers: Collection[int]) -> None:
         self._layers = frozenset(layers)
@@ -45,25 +30,15 @@ class PassWeights:
             self._sum = weights if self._sum is None else self._sum + weights.to(self._sum.device)
 
     def mean(self) -> NDArray[np.float32] | None:
-        """The attention weights [m, n] from the pass's m queries to n cache rows.
-
-        They are the mean over heads and observed layers. Returns None if the model has exposed no
-        attention weights of these layers.
-        """
+        """The weights [m, n] from m queries to n cache slots; None if the model showed none."""
         if self._sum is None:
             return None
-        found: NDArray[np.float32] = (self._sum / len(self._layers)).cpu().numpy()
-        return found
+        weights: NDArray[np.float32] = (self._sum / len(self._layers)).cpu().numpy()
+        return weights
 
 
 class HighestWeights:
-    """Records the highest attention weight that each of k cache rows receives in a forward pass.
-
-    Args:
-        layers: numbers of the layers that are observed; the result is the mean over these layers
-            and all heads.
-        slots: cache slots [k] of the rows.
-    """
+    """Records the highest attention weight that each of the `slots` [k] gets in a forward pass."""
 
     def __init__(self, layers: Collection[int], slots: Tensor) -> None:
         self._layers, self._slots = frozenset(layers), slots
@@ -76,31 +51,20 @@ class HighestWeights:
             self._sum = highest if self._sum is None else self._sum + highest
 
     def mean(self) -> NDArray[np.float64] | None:
-        """For each of the k rows, the highest attention weight that it received in a layer [k].
-
-        It is the mean over the observed layers. Returns None if the model has exposed no
-        attention weights of these layers.
-        """
+        """The weights [k], as a mean over heads and layers; None if the model showed none."""
         return None if self._sum is None else (self._sum / len(self._layers)).double().numpy()
 
 
 class AttentionTracker:
-    """Context manager: records attention weights while token ids are read.
+    """Context manager: records attention weights while ids are read, in one pass or several.
 
-    The ids may be read in one forward pass or in several. The ledger's attention statistics are
-    updated once, when the `with` block ends, so that the result does not depend on how the ids
-    were split into passes.
-
-    Args:
-        config: which attention weights are recorded; None to record none.
-        model: the model that reads the ids.
-        cache, ledger: the KV cache and the table of tokens to which the ids are added.
+    The ledger gets them when the block ends, so that they do not depend on how the ids were split.
     """
 
     def __init__(
         self,
-        config: AttentionStatsConfig | None,
-        model: AttendingModel,
+        config: AttentionStatsConfig,
+        model: LoadedModel,
         cache: BoundedCache,
         ledger: Ledger,
     ) -> None:
@@ -112,48 +76,31 @@ class AttentionTracker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._config is not None:
-            ledger = self._ledger
-            held = ledger.held_positions[: self._shared_rows]
-            ledger.attention.add(held, self._passes, ledger.log_decay, self._config.window)
+        held = self._ledger.held_positions[: self._shared_slots]
+        self._ledger.attention.add(held, self._passes, self._ledger.log_decay, self._config.window)
 
     @property
-    def _shared_rows(self) -> int:
-        """Number of cache rows that hold the same token in all layers.
-
-        The cache's other rows were inserted by recall, for each layer separately.
-        """
+    def _shared_slots(self) -> int:
+        """Number of slots with the same token in all layers, unlike those that recall inserted."""
         return self._cache.length - self._cache.inserted_count
 
     def rows_within(self, count: int, size: int) -> int:
-        """How many of the next `count` ids one forward pass may read; at least 1.
+        """How many of the next `count` ids one pass may read; at least 1.
 
-        The limit is that the attention weights of one layer take at most `size` bytes. Returns
-        `count` if no attention is recorded.
+        The attention weights of one layer take at most `size` bytes.
         """
-        if self._config is None:
-            return count
-        rows = self._cache.length + count
-        return max(1, min(count, size // (4 * self._model.heads * rows)))
+        slots = self._cache.length + count
+        return max(1, min(count, size // (4 * self._model.heads * slots)))
 
-    def observer(self) -> PassWeights | None:
-        """A new observer of attention weights for the next forward pass.
+    def observer(self) -> PassWeights:
+        """A new observer for the next forward pass."""
+        layers = len(self._cache.row_layers)
+        return PassWeights(self._config.counted_layers(layers, self._model.sliding_layers))
 
-        Returns None if no attention is recorded.
-        """
-        if self._config is None:
-            return None
-        count, sliding = len(self._cache.row_layers), self._model.sliding_layers
-        return PassWeights(self._config.counted_layers(count, sliding))
-
-    def add(self, observed: PassWeights | None) -> None:
-        """Add the attention weights of a forward pass to those that this tracker has recorded.
-
-        Call this after the pass's rows are committed to the cache. `observed` is the observer of
-        the pass; nothing is added if it is None.
-        """
-        weights = observed.mean() if observed is not None else None  # [m, n]
-        if self._config is not None and weights is not None:
-            shared = self._cache.slots_of(torch.arange(self._shared_rows)).numpy()
+    def add(self, observed: PassWeights) -> None:
+        """Add what a pass has shown; call this once its rows are committed to the cache."""
+        weights = observed.mean()  # [m, n]
+        if weights is not None:
+            shared = self._cache.slots_of(torch.arange(self._shared_slots)).numpy()
             passed = PassAttention.from_weights(weights[:, shared], self._config.window)
             self._passes.append(passed)

@@ -1,7 +1,6 @@
-"""Decides which tokens the KV cache holds, one row for each token.
+"""Decides which tokens the KV cache holds; the only place that evicts and restores tokens.
 
-Tokens are evicted or restored when room is needed, when settings or pins change, by undo and by
-recall. Almost every method that evicts or restores rows returns records of these rows.
+Tokens move when room is needed, when settings or pins change, by undo and by recall.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sirchat.engine.budget import Budget
+from sirchat.engine.budget import Division, count_pins, divide, is_pinned
 from sirchat.engine.types import (
     CacheSettings,
     EvictedRows,
@@ -22,10 +21,11 @@ from sirchat.engine.types import (
     Selection,
     TurnRef,
 )
+from sirchat.errors import SettingError
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint, KeyValueStore
 from sirchat.memory.key_values import Positions
-from sirchat.memory.ledger import Flag, HeldRows
+from sirchat.memory.ledger import Flag, HeldRows, Ledger
 
 CacheUpdate = list[EvictedRows | RestoredRows]
 
@@ -33,31 +33,31 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Residency:
-    """Decides which tokens of one conversation the KV cache holds, one row for each token.
+    """Decides which tokens of one conversation the KV cache holds, by the settings' policy.
 
-    The eviction policy of the settings makes the choice.
-
-    Attributes:
-        budget: the settings in force, and how many rows they allow.
-        round: number of the current round (user turn and reply). Its newest rows are protected
-            from eviction.
+    `round` is the number of the current round, whose newest tokens are protected from eviction.
     """
 
-    def __init__(self, budget: Budget, cache: BoundedCache, store: KeyValueStore) -> None:
-        self.budget, self.round = budget, 0
-        self._ledger, self._cache, self._store = budget.ledger, cache, store
-        self._layers: tuple[Positions, ...] = ()  # recalled rows of single layers, layer by layer
-        self._at_last_pass: tuple[CacheSettings, Selection] | None = None
-
-    @property
-    def count(self) -> int:
-        """Number of rows in the cache, including those that recall has restored."""
-        return self._cache.length
+    def __init__(
+        self,
+        settings: CacheSettings,
+        context_length: int,
+        ledger: Ledger,
+        cache: BoundedCache,
+        store: KeyValueStore,
+    ) -> None:
+        self.settings = settings
+        self.context_length = context_length
+        self.round = 0
+        self._ledger, self._cache, self._store = ledger, cache, store
+        self._layers: tuple[Positions, ...] = ()  # recalled tokens of single layers
+        # The settings of the last forward pass, what was held after it, and tokens seen by then.
+        self._at_last_pass: tuple[CacheSettings, Selection, int] | None = None
 
     @property
     def recalled(self) -> int:
-        """Number of rows in the cache that recall has restored for this round."""
-        return self.count - self.budget.policy_rows
+        """Number of cache slots that recall has filled for this round."""
+        return self._cache.inserted_count + len(self._ledger.recalled)
 
     @property
     def recalled_positions(self) -> Positions:
@@ -66,144 +66,137 @@ class Residency:
 
     @property
     def selection(self) -> Selection:
-        """The record of the rows that the cache holds now."""
+        """What the cache holds now."""
         ledger = self._ledger
         return Selection(ledger.held_positions.copy(), ledger.recalled, self._layers)
 
+    def divide(self) -> Division:
+        """How the budget is divided now, with the settings in force."""
+        return divide(self.settings, self._ledger, self.context_length)
+
     def view(self, round: int | None) -> HeldRows:
-        """The table of the tokens in the cache, as the policy sees it.
+        """The held tokens that recall has not restored, as the policy sees them.
 
-        Tokens that recall has restored are left out. Sinks and pins are marked as protected from
-        eviction. If `round` is a number and the setting `protect` is on, the newest tokens of the
-        round with this number are marked, too.
+        Sinks and pins are protected; with a `round`, its newest tokens are, too.
         """
-        return self.view_of(self.budget.policy_positions, round)
+        return self.view_of(self._policy_positions(), round)
 
-    def view_of(self, at: Positions, round: int | None = None) -> HeldRows:
-        """The table of the tokens at stream positions `at` [n], ascending, as the policy sees it.
+    def view_of(
+        self, at: Positions, round: int | None = None, division: Division | None = None
+    ) -> HeldRows:
+        """The tokens at stream positions `at` [n], held or archived, as the policy sees them.
 
-        The tokens may be in the cache or in the archive. The table includes the statistics of keys
-        and values that the policy uses. It marks the rows that are protected from eviction, like
-        the table of `view`.
+        `division` is that of the budget, with the pins among `at`; see `view`.
         """
-        rows, wanted = self.budget.view(at, round), self.budget.settings.policy.key_value_stats
-        if not (wanted and len(at)):
+        settings, ledger = self.settings, self._ledger
+        if division is None:
+            division = divide(settings, ledger, self.context_length, at)
+        protected = (at < division.sinks) | is_pinned(settings, ledger, at)
+        if settings.protect and round is not None:
+            is_current = ledger.column("round")[at] == round
+            protected |= is_current & (at >= ledger.seen - division.protected)
+        rows = ledger.view(at, sinks=division.sinks, protected=protected)
+        if not (settings.policy.key_value_stats and len(at)):
             return rows
-        stats = self._store.statistics(at, wanted)
-        columns: dict[str, Any] = {name: torch.from_numpy(one) for name, one in stats.items()}
+        stats = self._store.statistics(at, settings.policy.key_value_stats)
+        columns: dict[str, Any] = {name: torch.from_numpy(of) for name, of in stats.items()}
         return replace(rows, **columns)
 
-    def note_pass(self) -> None:
-        """Record that a forward pass comes next.
+    def make_room(self, count: int, division: Division | None = None) -> list[EvictedRows]:
+        """Evict tokens, if necessary, so that `count` more fit; `division` is the present one.
 
-        If `switch` later returns to the settings of this pass, the cache gets the rows that it held
-        after this pass.
+        Right after an anchor (the end of a sentence or round), the policy's `reduce` evicts first.
         """
-        self._at_last_pass = None
-
-    def make_room(self, count: int) -> list[EvictedRows]:
-        """Evict rows, if necessary, so that `count` more rows fit in the cache.
-
-        The policy chooses the rows to evict. If the last token read is an anchor (the end of a
-        sentence or round), the policy's method `reduce` first chooses the rows that stay. Returns
-        one record for each eviction.
-        """
-        budget, evicted = self.budget, list[EvictedRows]()
-        flags = self._ledger.column("flags")
-        if budget.compacts_at_anchors and len(flags) and flags[-1] & Flag.ANCHOR:
-            rows = budget.settings.policy.reduce(self.view(None))
+        policy, evicted = self.settings.policy, list[EvictedRows]()
+        if policy.compacts_at_anchors and self._ends_at_anchor():
+            rows = policy.reduce(self.view(None))
             if rows is not None:
                 evicted.append(self._keep_rows(rows))
-        if self.recalled > budget.reserve:  # new pins have taken some of the reserve
+                division = None
+        division = division or self.divide()
+        if self.recalled > division.reserve:  # new pins have taken some of the reserve
             self.clear_reserve()
-        if budget.policy_rows + count > budget.policy_bound:
-            evicted.append(self._keep(budget.policy_bound - count))
+            division = self.divide()
+        if division.policy_rows + count > division.policy_bound:
+            evicted.append(self._keep(division.policy_bound - count, division))
         return evicted
 
     def make_room_for_turn(self, count: int, max_new_tokens: int, at: TurnRef) -> list[EvictedRows]:
-        """Evict rows before the user turn `at`, which has `count` ids; returns records of them.
+        """Evict tokens before the user turn `at` of `count` ids, as the setting `evict` says.
 
-        First, if the turn and all tokens read so far do not fit in the budget, rows are evicted
-        until the reserve for recalled tokens is free. The next step depends on the setting `evict`.
-        With "when-full", no more rows are evicted. With "before-turn", rows are evicted until the
-        turn and a reply of `max_new_tokens` fit in the budget. With "between-turns", only the rows
-        above the budget are evicted, and the cache is enlarged for the turn and the reply.
+        If the turn and all tokens so far exceed the budget, the reserve for recall is freed first.
+        Under `between-turns` the cache is enlarged for the turn and its reply.
         """
         self.round = at.round
-        budget, to_come = self.budget, count + max_new_tokens
+        settings, division, to_come = self.settings, self.divide(), count + max_new_tokens
         evicted = list[EvictedRows]()
-        without_reserve = budget.total - budget.full_reserve
-        if self._ledger.seen + count > budget.total and budget.policy_rows > without_reserve:
-            evicted.append(self._keep(without_reserve))
-        if budget.settings.evict == "when-full" or budget.unbounded:
+        without_reserve = division.total - division.full_reserve
+        if self._ledger.seen + count > division.total and division.policy_rows > without_reserve:
+            evicted.append(self._keep(without_reserve, division))
+            division = self.divide()
+        if settings.evict == "when-full" or not settings.policy.bounded:
             return evicted
-        wanted = budget.policy_budget - (0 if budget.only_between_turns else to_come)
-        if budget.policy_rows > wanted:
-            num_keep = max(wanted, int(self.view(self.round).protected.sum()))
-            if num_keep < budget.policy_rows:
-                evicted.append(self._keep(num_keep))
-        if budget.only_between_turns:
-            self._cache.grow_to(min(budget.hard_bound, self.count + to_come))
+        between_turns = settings.evict == "between-turns"
+        most = division.policy_budget - (0 if between_turns else to_come)
+        if division.policy_rows > most:
+            num_keep = max(most, int(self.view(self.round).protected.sum()))
+            if num_keep < division.policy_rows:
+                evicted.append(self._keep(num_keep, division))
+        if between_turns:
+            self._cache.grow_to(min(division.hard_bound, self._cache.length + to_come))
         return evicted
 
     def next_evicted(self, *, in_round: bool) -> Positions:
-        """Stream positions [k], ascending, of the tokens that will be evicted next.
+        """Positions [k] of the tokens that will be evicted next; empty while there is much room.
 
-        The result is the next block of tokens that are evicted at once. If `in_round` is true, the
-        newest tokens of the current round are protected from eviction; if it is false, they can be
-        evicted, as in the next round. The result is empty while the cache has room for two more
-        blocks, or if nothing may be evicted. If tokens are evicted only between turns, the result
-        is the tokens that will be evicted before the next turn.
+        `in_round`: whether the newest tokens of the current round are protected.
         """
-        held, budget = self.view(self.round if in_round else None), self.budget
-        block = budget.eviction_block
-        has_room = budget.policy_rows + 2 * block <= budget.policy_budget
-        if budget.only_between_turns:
-            held, block = self.view(None), max(0, budget.policy_rows - budget.policy_budget)
-        count = min(block, int((~held.protected).sum()))
-        if budget.unbounded or not count or has_room:
+        settings, division = self.settings, self.divide()
+        if not settings.policy.bounded:
             return _NONE
-        rows = budget.settings.policy.keep(held, len(held) - count)
-        leaves = np.ones(len(held), bool)
-        leaves[rows.numpy()] = False
-        return budget.policy_positions[leaves]
+        if division.policy_rows + 2 * division.eviction_block <= division.policy_budget:
+            return _NONE
+        rows, block = self.view(self.round if in_round else None), division.eviction_block
+        if settings.evict == "between-turns":
+            rows, block = self.view(None), max(0, division.policy_rows - division.policy_budget)
+        count = min(block, int((~rows.protected).sum()))
+        if not count:
+            return _NONE
+        leaves = np.ones(len(rows), bool)
+        leaves[settings.policy.keep(rows, len(rows) - count).numpy()] = False
+        return self._policy_positions()[leaves]
 
     def switch(self, settings: CacheSettings, pins: int = 0) -> CacheUpdate:
-        """Change the settings; then fill the cache with the rows that the new policy chooses.
+        """Change the settings; the new policy chooses among all tokens held or archived.
 
-        The policy chooses from all rows in the cache or the archive. But if `settings` are again
-        those of the last forward pass, the cache gets exactly the rows that it held after it.
-        `pins` is the number of rows that the caller will pin next. Returns records of the evicted
-        and of the restored rows. Raises SettingError, changing nothing, if sinks and pins leave too
-        little room.
+        If `settings` are again those of the last forward pass, the cache gets exactly what it held
+        after it. `pins` tokens will be pinned next. Raises SettingError, changing nothing, if sinks
+        and pins leave too little room.
         """
-        before, self.budget = self.budget, replace(self.budget, settings=settings)
+        old, self.settings = self.settings, settings
         try:
             self.check_pins(pins)
-            wanted = self._after_switch(before.settings)
+            selection = self._after_switch(old)
         except Exception:  # whatever the new policy raises
-            self.budget = before
+            self.settings = old
             raise
-        self._at_last_pass = self._at_last_pass or (before.settings, self.selection)
-        if not self.budget.unbounded:
-            self._cache.grow_to(self.budget.total)
-        moves = self._hold(wanted)
+        self._at_last_pass = self._pass() or (old, self.selection, self._ledger.seen)
+        if settings.policy.bounded:
+            self._cache.grow_to(settings.budget)
+        moves = self._hold(selection)
         self._cache.set_positions(absolute_positions=settings.absolute_positions)
-        old = before.settings
         if (settings.archive, settings.folder) != (old.archive, old.folder):
             self._store.set_limit(settings.archive, settings.folder)
         return moves
 
     def pin(self, positions: Positions, pinned: bool) -> CacheUpdate:
-        """Pin the tokens at these stream positions, or unpin them if `pinned` is false.
+        """Pin or unpin the tokens at these positions; then the policy chooses among all tokens.
 
-        Then the policy chooses again from all rows in the cache or the archive. Returns records of
-        the evicted and of the restored rows. Raises SettingError, changing nothing, if the pins
-        would leave too little room.
+        Raises SettingError, changing nothing, if the pins would leave too little room.
         """
         before = self._ledger.pinned_positions
         if pinned:
-            new = ~np.isin(positions, before) & (positions >= self.budget.sinks)
+            new = ~np.isin(positions, before) & (positions >= self.divide().sinks)
             self.check_pins(int(new.sum()))
         self._ledger.pin(positions, pinned)
         try:
@@ -215,47 +208,44 @@ class Residency:
         return self._hold(chosen)
 
     def exclude(self, positions: Positions, excluded: bool = True) -> CacheUpdate:
-        """Evict the tokens at these stream positions, except sinks, and never restore them.
-
-        If `excluded` is False, nothing is evicted, and the tokens may be restored again. Returns
-        records of the evicted rows.
-        """
-        positions = positions[positions >= self.budget.sinks]
+        """Evict the tokens at these positions, except sinks, for good; or let them return again."""
+        positions = positions[positions >= self.divide().sinks]
         self._ledger.flag(Flag.EXCLUDED, positions, excluded)
         self._at_last_pass = None
         if not excluded:
             return []
         held, recalled = (
-            np.setdiff1d(one, positions, assume_unique=True)
-            for one in (self._ledger.held_positions, self._ledger.recalled)
+            np.setdiff1d(among, positions, assume_unique=True)
+            for among in (self._ledger.held_positions, self._ledger.recalled)
         )
         return self._hold(Selection(held, recalled, self._layers))
 
-    def check_pins(self, more: int) -> None:
-        """Raise SettingError if the pinned tokens would leave too few cache rows to the policy.
+    def check_pins(self, more: int, among: Positions | None = None) -> None:
+        """Raise SettingError if the pins, and `more` tokens, would leave too little room.
 
-        Counted are the tokens that are pinned now, and `more` tokens that are to be pinned.
+        The pins are those among the positions `among`, by default of all tokens held or archived.
         """
-        if not self.budget.unbounded:
-            self.budget.check_pins(self._store.reachable(), more)
-
-    def require(self, count: int) -> None:
-        """Raise ContextFullError if `count` more rows do not fit and the policy never evicts."""
-        if self.budget.unbounded and self.count + count > self.budget.total:
-            # The policy `full` raises the error itself, in its own words.
-            self.budget.settings.policy.keep(self.view(None), self.budget.total - count)
+        division = self.divide()
+        if division.most_pins is None:
+            return
+        pins = count_pins(
+            self.settings, self._ledger, self._store.reachable() if among is None else among
+        )
+        pins += more - min(more, max(0, division.sinks - self._ledger.seen))
+        if pins > division.most_pins:
+            raise SettingError(
+                f"{pins} tokens would be pinned, but budget {division.total} allows only "
+                f"{division.most_pins}",
+                hint="raise the budget, /unpin something, or set pin_system to false",
+            )
 
     def undo(
         self, to: CacheCheckpoint, selection: Selection, round: int, *, keep_pins: bool
     ) -> CacheUpdate:
-        """Go back to the checkpoint `to`; `round` becomes the number of the current round.
+        """Go back to the checkpoint `to`, with what `selection` held and recalled in `round`.
 
-        The cache gets the rows of the checkpoint, including the rows that recall had restored
-        (those of `selection`). If these rows do not fit the present settings, the policy chooses
-        from all rows in the cache or the archive. The pins of the checkpoint are restored; with
-        `keep_pins`, the present pins stay pinned and in the cache, too. Returns records of the rows
-        evicted or restored because of present settings or pins. Raises LookupError, changing
-        nothing, if a row of the checkpoint is neither in the cache nor in the archive.
+        If that does not fit the present settings, the policy chooses again; with `keep_pins`, the
+        present pins stay. Raises LookupError, changing nothing, if a held token is lost.
         """
         self._cache.grow_to(len(to.held))
         self._store.undo(to)
@@ -264,75 +254,80 @@ class Residency:
         with suppress(LookupError):  # the archive may have dropped the rows of single layers
             self._insert(selection.layers)
         self._at_last_pass = None
-        budget = self.budget
         if not keep_pins:
             self._ledger.pin_only(to.pinned)
         added = np.setdiff1d(self._ledger.pinned_positions, to.pinned, assume_unique=True)
-        is_full = self.recalled > budget.reserve or budget.policy_rows > budget.policy_bound
-        if is_full or not np.isin(added, to.held).all():
+        if not self._fits() or not np.isin(added, to.held).all():
             return self._hold(self._choice())
         return []
 
     def fill_reserve(self, chosen: Positions, layers: tuple[Positions, ...] = ()) -> CacheUpdate:
         """Restore archived tokens for the next turn, instead of those restored for the last one.
 
-        All layers get the tokens at the ascending stream positions `chosen`, and layer i those at
-        `layers[i]`, too. Returns records of the evicted and of the restored rows.
+        All layers get the tokens at the ascending positions `chosen`, layer i those at `layers[i]`.
         """
-        held = np.union1d(self.budget.policy_positions, chosen)
-        own = layers if layers and len(layers[0]) else ()
-        return self._hold(Selection(held, chosen, own))
+        held = np.union1d(self._policy_positions(), chosen)
+        return self._hold(Selection(held, chosen, layers if layers and len(layers[0]) else ()))
 
     def clear_reserve(self) -> CacheUpdate:
-        """Evict all rows that recall has restored; returns a record of them."""
+        """Evict all tokens that recall has restored."""
         if not self.recalled:
             return []
-        return self._hold(Selection(self.budget.policy_positions, _NONE))
+        return self._hold(Selection(self._policy_positions(), _NONE))
 
     def erase(self, positions: Positions) -> None:
-        """Delete the tokens at these stream positions from the cache, the archive and the ledger.
-
-        The ledger keeps an empty row for each of these tokens.
-        """
+        """Delete the tokens at these positions from cache and archive; the ledger keeps a blank."""
         self._store.erase(positions)
         self._layers = ()
         self._ledger.erase(positions)
         self._at_last_pass = None
 
-    def _after_switch(self, before: CacheSettings) -> Selection:
-        """Find which rows the cache must hold, after the settings have changed from `before`."""
-        budget, last = self.budget, self._at_last_pass
-        now = budget.settings
-        if last is not None and last[0] == now and self._store.has(last[1].held):
+    def _policy_positions(self) -> Positions:
+        """Stream positions [n] of the held tokens that recall has not restored."""
+        held, recalled = self._ledger.held_positions, self._ledger.recalled
+        return np.setdiff1d(held, recalled, assume_unique=True) if len(recalled) else held
+
+    def _ends_at_anchor(self) -> bool:
+        flags = self._ledger.column("flags")
+        return bool(len(flags) and flags[-1] & Flag.ANCHOR)
+
+    def _fits(self) -> bool:
+        division = self.divide()
+        return self.recalled <= division.reserve and division.policy_rows <= division.policy_bound
+
+    def _pass(self) -> tuple[CacheSettings, Selection, int] | None:
+        """`_at_last_pass`, if nothing was read since."""
+        last = self._at_last_pass
+        return last if last is not None and last[2] == self._ledger.seen else None
+
+    def _after_switch(self, old: CacheSettings) -> Selection:
+        """What the cache must hold, after the settings have changed from `old`."""
+        new, last = self.settings, self._pass()
+        if last is not None and last[0] == new and self._store.has(last[1].held):
             return last[1]
-        same = (before.policy, before.budget, before.sinks) == (now.policy, now.budget, now.sinks)
-        fits = budget.policy_rows <= budget.policy_bound and self.recalled <= budget.reserve
-        if same and fits and (before.recall is None) == (now.recall is None):
+        is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
+        if is_same and self._fits() and (old.recall is None) == (new.recall is None):
             return self.selection
         return self._choice()
 
     def _choice(self) -> Selection:
-        """Let the policy choose from all rows in the cache or the archive.
-
-        Returns the chosen rows; none of them counts as restored by recall.
-        """
-        reachable, budget = self._store.reachable(), self.budget
-        if budget.compacts_at_anchors:
-            rows = budget.settings.policy.reduce(self.view_of(reachable, None))
+        """Let the policy choose among all tokens held or archived; none counts as recalled."""
+        policy, reachable = self.settings.policy, self._store.reachable()
+        if policy.compacts_at_anchors:
+            rows = policy.reduce(self.view_of(reachable))
             reachable = reachable if rows is None else reachable[rows.numpy()]
-        if len(reachable) <= budget.policy_budget:
+        num_keep = self.divide().policy_budget
+        if len(reachable) <= num_keep:
             return Selection(reachable, _NONE)
-        if budget.unbounded:  # not all rows fit: continue with those that are held
-            self.require(0)
+        if not policy.bounded:  # not all fit: continue with those that are held
+            if self._cache.length > num_keep:
+                policy.keep(self.view(None), num_keep)  # raises the error, in its own words
             return Selection(self._ledger.held_positions.copy(), _NONE)
-        chosen = budget.choose(self.view_of(reachable, self.round), budget.policy_budget)
+        chosen = self._chosen(self.view_of(reachable, self.round), num_keep)
         return Selection(reachable[chosen.numpy()], _NONE)
 
     def _hold(self, selection: Selection) -> CacheUpdate:
-        """Evict and restore rows, so that the cache holds exactly the rows of `selection`.
-
-        Returns records of the evicted and of the restored rows.
-        """
+        """Evict and restore tokens, so that the cache holds exactly `selection`."""
         gone, came = _NONE, _NONE
         if not np.array_equal(selection.held, self._ledger.held_positions):
             gone, came = self._store.hold(selection.held)
@@ -341,41 +336,58 @@ class Residency:
         self._insert(selection.layers)
         moves: CacheUpdate = []
         if len(gone):
-            moves.append(EvictedRows(gone, self.count, self._ledger.seen))
+            moves.append(EvictedRows(gone, self._cache.length, self._ledger.seen))
         if len(came):
-            moves.append(RestoredRows(came, self.count, self._ledger.seen))
+            moves.append(RestoredRows(came, self._cache.length, self._ledger.seen))
         return moves
 
     def _insert(self, layers: tuple[Positions, ...]) -> None:
-        """Insert archived rows that differ from layer to layer, right after the sinks.
+        """Insert archived tokens, for layer i those at `layers[i]`, right after the sinks.
 
-        `layers[i]` are the stream positions of the rows for layer i. Rows inserted earlier are
-        removed from the cache.
+        Those inserted earlier are removed.
         """
         if layers is self._layers:
             return
         self._layers = layers
         if layers:
-            sinks = int((self._ledger.held_positions < self.budget.sinks).sum())
+            sinks = int((self._ledger.held_positions < self.divide().sinks).sum())
             self._store.insert(sinks, layers)
         else:
             self._cache.remove_inserted()
 
-    def _keep(self, num_keep: int) -> EvictedRows:
-        """Let the policy choose `num_keep` rows that stay; evict the other rows.
-
-        Rows that recall has restored stay, too. Returns the record of the evicted rows.
-        """
-        return self._keep_rows(self.budget.choose(self.view(self.round), num_keep))
+    def _keep(self, num_keep: int, division: Division) -> EvictedRows:
+        """Let the policy choose `num_keep` tokens that stay, beside the recalled ones."""
+        held = self._policy_positions()
+        # The pins that count are those among the rows that the policy sees; recall restores none.
+        rows = self.view_of(held, self.round, None if len(self._ledger.recalled) else division)
+        return self._keep_rows(self._chosen(rows, num_keep))
 
     def _keep_rows(self, rows: Tensor) -> EvictedRows:
-        """Evict all rows except those numbered `rows` [k] in the table that `view` returns.
-
-        Rows that recall has restored stay, too. Returns the record of the evicted rows.
-        """
+        """Evict all but the rows numbered `rows` [k] in the table of `view`, and recalled ones."""
         ledger = self._ledger
         if len(ledger.recalled):
-            stays = np.union1d(self.budget.policy_positions[rows.numpy()], ledger.recalled)
+            stays = np.union1d(self._policy_positions()[rows.numpy()], ledger.recalled)
             rows = torch.from_numpy(np.searchsorted(ledger.held_positions, stays))
-        gone = self._store.keep(rows)
-        return EvictedRows(gone, self.count, ledger.seen)
+        return EvictedRows(self._store.keep(rows), self._cache.length, ledger.seen)
+
+    def _chosen(self, rows: HeldRows, num_keep: int) -> Tensor:
+        """Let the policy choose which `num_keep` of the `rows` stay; returns their numbers.
+
+        Raises SettingError for numbers that are not valid, or that leave out a protected row.
+        """
+        chosen = self.settings.policy.keep(rows, num_keep)
+        if not _is_choice(chosen, rows, num_keep):
+            raise SettingError(
+                f"policy {type(self.settings.policy).__name__} made an invalid choice of tokens",
+                hint="`sirchat policies check` shows why; /policy NAME chooses another policy",
+            )
+        return chosen
+
+
+def _is_choice(chosen: Tensor, rows: HeldRows, num_keep: int) -> bool:
+    """Whether `chosen` are `num_keep` ascending row numbers that include all protected rows."""
+    if len(chosen) != num_keep or not bool((chosen.diff() > 0).all()):
+        return False
+    if num_keep and not (int(chosen[0]) >= 0 and int(chosen[-1]) < len(rows)):
+        return False
+    return int(rows.protected[chosen].sum()) == int(rows.protected.sum())

@@ -76,7 +76,7 @@ class BoundedCache:
         dtype: torch.dtype | None = None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
-        self._cursor = Cursor(0, capacity)
+        self.cursor = Cursor(0, capacity)
         self._written_at = np.zeros(capacity, np.int64)
         self._stream = np.zeros(capacity, np.int64)
         self._slots = np.arange(capacity)
@@ -84,7 +84,7 @@ class BoundedCache:
         self.dtype = dtype
         where: Sequence[torch.device | None] = devices or [None] * len(rotations)
         pairs = zip(rotations, where, strict=True)
-        own = [(self._cursor, rotation, dtype, device) for rotation, device in pairs]
+        own = [(self.cursor, rotation, dtype, device) for rotation, device in pairs]
         self.layers = self._new_layers(own)
         self.row_layers = [layer for layer in self.layers if isinstance(layer, RowLayer)]
         self._with_state = [layer for layer in self.layers if isinstance(layer, HoldsState)]
@@ -98,7 +98,7 @@ class BoundedCache:
     @property
     def length(self) -> int:
         """Number of rows that attention reads: held rows and the extra rows of `insert`."""
-        return self._cursor.length
+        return self.cursor.length
 
     @property
     def inserted_count(self) -> int:
@@ -108,7 +108,7 @@ class BoundedCache:
     @property
     def capacity(self) -> int:
         """Number of rows that fit in the cache's buffers before these must be reallocated."""
-        return self._cursor.capacity
+        return self.cursor.capacity
 
     @property
     def _tensors(self) -> list[CachedTensor]:
@@ -143,7 +143,7 @@ class BoundedCache:
         """
         if self._is_clean:
             return
-        self._cursor.written = 0
+        self.cursor.written = 0
         for layer, state in zip(self._with_state, self._state, strict=True):
             layer.set_state(state)
         self._is_clean = True
@@ -185,27 +185,28 @@ class BoundedCache:
         """Size of the state of the recurrent and convolution layers, in bytes."""
         return sum(tensor.nbytes for layer in self._state for tensor in layer.values())
 
-    def commit(self, count: int, positions: Sequence[int] | Positions | None = None) -> None:
-        """Accept the `count` new rows that a forward pass has written after the cache's rows.
+    def commit(self, count: int, positions: int | Positions | None = None) -> None:
+        """Accept the `count` new rows that a forward pass has written after those held.
 
-        `positions` [count] are the new rows' stream positions; by default they continue from the
-        position of the last row.
+        `positions` are their stream positions [count], or the first one of a run; by default they
+        continue from the last row's.
         """
-        start = self._cursor.length
+        start = self.cursor.length
+        end = start + count
         if self._with_state:
-            if count != self._cursor.written:
+            if count != self.cursor.written:
                 raise RuntimeError("a pass over layers with a state is committed as a whole")
             with torch.no_grad():
                 self._state = tuple(layer.copy_state() for layer in self._with_state)
-            self._cursor.written, self._is_clean = 0, True
+            self.cursor.written, self._is_clean = 0, True
         if positions is None:
-            first = int(self._stream[start - 1]) + 1 if start else 0
-            positions = range(first, first + count)
-        end = start + count
+            positions = int(self._stream[start - 1]) + 1 if start else 0
+        if isinstance(positions, int) and count > 1:
+            positions = np.arange(positions, positions + count)
         self._stream[start:end] = positions
         rotary = self._stream if self.absolute_positions else self._slots
         self._written_at[start:end] = rotary[start:end]
-        self._cursor.length = end
+        self.cursor.length = end
 
     @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
@@ -244,7 +245,7 @@ class BoundedCache:
         self._written_at[start : start + count] = slots.numpy()
         self._stream[start : start + count] = -1  # inserted rows differ from layer to layer
         self._inserted = range(start, start + count)
-        self._cursor.length = end + count
+        self.cursor.length = end + count
         moved = torch.arange(start + count, end + count)
         written_at = torch.from_numpy(self._written_at[start + count : end + count])
         self._compact(moved, start + count, written_at, self._rotary_positions(moved))
@@ -278,7 +279,7 @@ class BoundedCache:
             new = self._rotary_positions(slots[start:])
             self._compact(tail, start, torch.from_numpy(written_at), new)
             self._written_at[start : len(rows)] = written_at
-        self._cursor.length = len(rows)
+        self.cursor.length = len(rows)
 
     @torch.inference_mode()
     def first_written(self, rows: Tensor, positions: NDArray[np.int64]) -> KeyValues:
@@ -321,9 +322,9 @@ class BoundedCache:
         for tensor, given in zip(self._tensors, rows.tensors, strict=True):
             device = tensor.device or given.device
             own = to_device(given, device)
-            tensor.replace(self._cursor, own, moves.of(tensor.rotation, device))
+            tensor.replace(self.cursor, own, moves.of(tensor.rotation, device))
         self._written_at[:count] = rows.written_at
-        self._cursor.length = count
+        self.cursor.length = count
 
     @torch.inference_mode()
     def set_positions(self, *, absolute_positions: bool) -> None:
@@ -350,9 +351,9 @@ class BoundedCache:
             grown[: self.length] = getattr(self, name)[: self.length]
             setattr(self, name, grown)
         self._slots = np.arange(capacity)
-        self._cursor.capacity = capacity
+        self.cursor.capacity = capacity
         for tensor in self._tensors:
-            tensor.grow(self._cursor)
+            tensor.grow(self.cursor)
 
     def _rotary_positions(self, slots: Tensor) -> Tensor:
         """The rotary positions [n] of the keys in the cache's slots `slots` [n]."""

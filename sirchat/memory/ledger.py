@@ -1,18 +1,16 @@
-"""The ledger: a table with one row per token of the conversation, in the KV cache or not.
+"""The ledger: a table with one row per token ever read, in the KV cache or not.
 
-The stream is the sequence of all tokens read or generated. The table is one array that grows by
-doubling (40 bytes a token; 16 more if attention is recorded). Held rows are those of the tokens in
-the cache: held row number i, in stream order, is in slot i of every layer. Every column except
-attention is recorded under any policy, so that the policy can be switched at any moment.
+One array that grows by doubling: 40 bytes a token, and 16 if attention is recorded. Every column
+but attention is recorded under any policy, so that the policy can be switched at any moment.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,34 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStats
+from sirchat.memory.held_rows import HeldRows, KeyValueStat, Role
 from sirchat.memory.random_numbers import Purpose, uniform
 
+__all__ = ("ROW", "Flag", "HeldRows", "KeyValueStat", "Ledger", "Role", "State")
 
-class Role(IntEnum):
-    """Who wrote a token; `TEMPLATE` is for tokens that the chat template put around the text."""
-
-    SYSTEM = 0
-    USER = 1
-    ASSISTANT = 2
-    TEMPLATE = 3
+Positions = NDArray[np.int64]
 
 
 class Flag(IntFlag):
-    """Flags of a token.
+    """Flags of a token."""
 
-    A `PINNED` token is protected from eviction; an `ANCHOR` token ends a sentence or round; the id
-    and surprisal of an `ERASED` token were deleted; a `RECALLED` token was restored for this round
-    by recall; a `CONTINUES` token belongs to the same word as the token before it; an `EXCLUDED`
-    token was evicted and is never restored, because it belongs to an old system prompt or to a
-    reply's reasoning.
-    """
-
-    PINNED = 1
-    ANCHOR = 2
-    ERASED = 4
-    RECALLED = 8
-    CONTINUES = 16
-    EXCLUDED = 32
+    PINNED = 1  # protected from eviction
+    ANCHOR = 2  # ends a sentence or round
+    ERASED = 4  # its id and surprisal were deleted
+    RECALLED = 8  # restored for this round by recall
+    CONTINUES = 16  # belongs to the same word as the token before it
+    EXCLUDED = 32  # evicted and never restored: an old system prompt, or a reply's reasoning
 
 
 class State(IntEnum):
@@ -74,118 +61,39 @@ ROW = np.dtype(
     align=True,
 )
 
-
-KeyValueStat = Literal["key_norm", "key_similarity", "value_norm", "value_range"]
-"""The name of a statistic of a token's key k and value v in one head:
-
-- `key_norm`: the L2 norm |k|;
-- `key_similarity`: the cosine between k, rotated as attention reads it, and the mean of k / |k|
-  over all tokens that the policy ranks;
-- `value_norm`: the L1 norm |v|;
-- `value_range`: max(v) - min(v).
-"""
-
-
-@dataclass(frozen=True)
-class HeldRows:
-    """The n tokens (rows) among which a policy chooses, in stream order: tensors [n] on the CPU.
-
-    These are the tokens in the cache; after a change of settings or pins, archived tokens, too.
-
-    Attributes:
-        position: stream positions, ascending.
-        token_id, turn, round, role: numbers of each token; `role` is one of `Role`.
-        surprisal: -log p(token) in nats. Nothing predicts the first token of the stream, so it has
-            the highest surprisal of the tokens read with it.
-        log_decay_since: logarithm of the product of the decays since the row was read.
-        log_decayed_surprisal: logarithm of the surprisal times these decays.
-        attention: attention received so far, if attention is counted; else 0.
-        recent_attention: attention received from the newest queries alone, if counted; else 0.
-        repeat_attention: highest attention weight received while the row's round was read a second
-            time, if a policy asked for that; else 0.
-        learned_score: score that the model's scorer predicts, a natural logarithm; NaN for a row
-            that was read without a scorer.
-        key_norm, key_similarity, value_norm, value_range: statistics of the row's key and value,
-            see `KeyValueStat`, if the policy uses them; else 0.
-        arrival_key: random, uniform in [0, 1), drawn when the row was read.
-        is_pinned, is_anchor, is_sink: masks of the pinned rows, the anchors, and the sinks.
-        continues_word: mask of the tokens that belong to the same word as the token before them.
-        protected: mask of the rows that must stay: sinks, pins, the current round's newest rows.
-        seen: number of tokens ever read.
-        seed: seed for the policy's random numbers.
-    """
-
-    position: Tensor
-    token_id: Tensor
-    turn: Tensor
-    round: Tensor
-    role: Tensor
-    surprisal: Tensor
-    log_decay_since: Tensor
-    log_decayed_surprisal: Tensor
-    attention: Tensor
-    recent_attention: Tensor
-    repeat_attention: Tensor
-    learned_score: Tensor
-    key_norm: Tensor
-    key_similarity: Tensor
-    value_norm: Tensor
-    value_range: Tensor
-    arrival_key: Tensor
-    is_pinned: Tensor
-    is_anchor: Tensor
-    is_sink: Tensor
-    continues_word: Tensor
-    protected: Tensor
-    seen: int
-    seed: int
-
-    def __len__(self) -> int:
-        return len(self.position)
-
-    def newest(self, count: int) -> Tensor:
-        """Mask [n]: which rows are among the last `count` tokens of the conversation."""
-        return self.position >= self.seen - count
+_PINNED = int(Flag.PINNED)
 
 
 class Ledger:
-    """A table with one row for each token of the conversation, in the cache or evicted.
+    """A table with one row for each token of the conversation, held or evicted.
 
-    Args:
-        seed: seed of the arrival keys: one random number in [0, 1) for each token.
-        unknown_surprisal: surprisal of the first token, in nats, until `rank_first_token` sets it.
-
-    Attributes:
-        attention: statistics of the attention that each row received.
+    Held tokens, in stream order, are the slots of the cache: held token i is in slot i of every
+    layer. Attributes, which only methods change:
+        seen: number of tokens ever read.
+        held_count: number of tokens in the cache.
+        recalled: positions, ascending, of the tokens that recall has restored for this round.
+        log_decay: logarithm of the product of all decays.
+        unknown_surprisal: nats, of the first token, which nothing predicts.
+        attention: statistics of the attention that each token received.
     """
 
     def __init__(self, seed: int = 0, unknown_surprisal: float = 0.0) -> None:
         self.seed = seed
         self.seen = 0
+        self.held_count = 0
+        self.recalled: Positions = np.zeros(0, np.int64)
         self.log_decay = 0.0
         self.unknown_surprisal = unknown_surprisal
         self.attention = AttentionStats()
         self._rows = np.zeros(1024, ROW)
         self._add_arrival_keys(0)
         self._held = np.zeros(1024, np.int64)
-        self._held_count = 0
-        self._recalled = np.zeros(0, np.int64)
-        self._pinned: NDArray[np.int64] | None = None  # None: must be computed again
+        self._pinned: Positions | None = None  # None: must be computed again
 
     @property
-    def recalled(self) -> NDArray[np.int64]:
-        """Stream positions, ascending, of the tokens that recall has restored for this round."""
-        return self._recalled
-
-    @property
-    def held_count(self) -> int:
-        """Number of tokens in the KV cache."""
-        return self._held_count
-
-    @property
-    def held_positions(self) -> NDArray[np.int64]:
+    def held_positions(self) -> Positions:
         """Stream positions [n] of the tokens in the KV cache, ascending (a view)."""
-        return self._held[: self._held_count]
+        return self._held[: self.held_count]
 
     def held_of_turn(self, turn: int) -> int:
         """Number of tokens of the turn number `turn` that are in the cache."""
@@ -198,7 +106,7 @@ class Ledger:
         return column
 
     @property
-    def pinned_positions(self) -> NDArray[np.int64]:
+    def pinned_positions(self) -> Positions:
         """Stream positions, ascending, of all pinned tokens, in the cache or not."""
         if self._pinned is None:
             self._pinned = np.flatnonzero(self.column("flags") & Flag.PINNED)
@@ -207,38 +115,39 @@ class Ledger:
 
     def append(
         self,
-        ids: list[int],
-        surprisal: list[float],
+        ids: Sequence[int],
+        surprisal: Sequence[float],
         *,
         turn: int,
         round: int,
-        roles: list[int],
-        flags: list[int],
-        learned_scores: list[float] | None = None,
+        roles: Sequence[int],
+        flags: Sequence[int],
+        learned_scores: Sequence[float] = (),
     ) -> None:
-        """Add one row for each of the ids that the model has just read into the cache.
+        """Add a row for each of the ids that the model has just read into the cache.
 
-        `surprisal` is in nats. `learned_scores` are the predictions of the model's trained scorer;
-        None without a scorer.
+        `surprisal` is in nats; `learned_scores` are empty without a scorer.
         """
-        learned = learned_scores or [math.nan] * len(ids)
-        start, end = self.seen, self.seen + len(ids)
-        self._grow(end, self._held_count + len(ids))
+        count, start, held = len(ids), self.seen, self.held_count
+        end = start + count
+        if end > len(self._rows) or held + count > len(self._held):
+            self._grow(end, held + count)
         rows = self._rows
-        if len(ids) == 1:  # one assignment: this runs for every generated token
-            key, decay = rows["arrival_key"][start], self.log_decay
-            about = (roles[0], flags[0], 0, learned[0])
-            rows[start] = (ids[0], turn, round, surprisal[0], decay, key, *about)
-            self._held[self._held_count] = start
+        if count == 1:  # one assignment: this runs for every generated token
+            learned = learned_scores[0] if learned_scores else math.nan
+            key, about = rows["arrival_key"][start], (roles[0], flags[0], 0, learned)
+            rows[start] = (ids[0], turn, round, surprisal[0], self.log_decay, key, *about)
+            self._held[held] = start
         else:
             new = rows[start:end]
             new["token_id"], new["turn"], new["round"] = ids, turn, round
             new["surprisal"], new["birth_decay"] = surprisal, self.log_decay
-            new["role"], new["flags"], new["learned_score"] = roles, flags, learned
-            self._held[self._held_count : self._held_count + len(ids)] = range(start, end)
-        self._held_count += len(ids)
+            new["role"], new["flags"] = roles, flags
+            new["learned_score"] = learned_scores or math.nan
+            self._held[held : held + count] = range(start, end)
+        self.held_count += count
         self.seen = end
-        if any(flag & int(Flag.PINNED) for flag in flags):
+        if flags[0] & _PINNED or (count > 1 and any(flag & _PINNED for flag in flags)):
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:
@@ -246,45 +155,46 @@ class Ledger:
         if count > 1:
             self.unknown_surprisal = float(self._rows["surprisal"][1:count].max())
 
-    def keep(self, rows: Tensor, state: State = State.GONE) -> NDArray[np.int64]:
-        """Record an eviction: only the cache's rows numbered `rows` [k] stay in the cache.
+    def keep(self, rows: Tensor, state: State = State.GONE) -> Positions:
+        """Record that only the held tokens numbered `rows` [k] stay held; the others get `state`.
 
-        Evicted rows get the state `state`; returns the stream positions of the evicted rows.
+        Returns the stream positions of the evicted tokens.
         """
         return self.hold(self.held_positions[rows.numpy()], state)[0]
 
-    def hold(
-        self, positions: NDArray[np.int64], state: State
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Record that the cache now holds exactly the rows at stream `positions` [n], ascending.
+    def hold(self, positions: Positions, state: State) -> tuple[Positions, Positions]:
+        """Record that the cache now holds exactly the tokens at `positions` [n], ascending.
 
-        Rows that thereby leave the cache get the state `state`. Returns the positions of these
-        evicted rows, and the positions of the restored rows, which are new in the cache.
+        Returns the positions of those that left it, which get `state`, and of those that came.
         """
-        before = self.held_positions
+        before, count = self.held_positions, len(positions)
         gone = np.setdiff1d(before, positions, assume_unique=True)
         came = np.setdiff1d(positions, before, assume_unique=True)
-        if len(self._recalled):
-            self.recall(np.setdiff1d(self._recalled, gone, assume_unique=True))
+        if len(self.recalled):
+            self.recall(np.setdiff1d(self.recalled, gone, assume_unique=True))
         self._rows["state"][gone] = state
         self._rows["state"][came] = State.HELD
         self.attention.note_restored(came)
-        count = len(positions)
         if count > len(self._held):
             self._held = np.zeros(max(count, 2 * len(self._held)), np.int64)
         self._held[:count] = positions
-        self._held_count = count
+        self.held_count = count
         return gone, came
 
-    def recall(self, positions: NDArray[np.int64]) -> None:
-        """Set the flag `RECALLED` of the rows at these positions; clear it of all other rows."""
+    def recall(self, positions: Positions) -> None:
+        """Set the flag `RECALLED` of the tokens at these positions; clear it of all others."""
         flags = self._rows["flags"]
-        flags[self._recalled] &= ~np.uint8(Flag.RECALLED)
+        flags[self.recalled] &= ~np.uint8(Flag.RECALLED)
         flags[positions] |= np.uint8(Flag.RECALLED)
-        self._recalled = positions
+        self.recalled = positions
 
-    def mark_gone(self, positions: NDArray[np.int64]) -> None:
-        """Record that archived rows at these positions were deleted from the archive."""
+    def archive(self, positions: Positions) -> None:
+        """Record that the tokens at these positions are archived, but for those in the cache."""
+        gone = positions[self._rows["state"][positions] == State.GONE]
+        self._rows["state"][gone] = State.ARCHIVED
+
+    def mark_gone(self, positions: Positions) -> None:
+        """Record that archived tokens at these positions were deleted from the archive."""
         archived = positions[self._rows["state"][positions] == State.ARCHIVED]
         self._rows["state"][archived] = State.GONE
 
@@ -295,35 +205,27 @@ class Ledger:
     def load(
         self,
         rows: NDArray[np.void],
-        held: NDArray[np.int64],
+        held: Positions,
         log_decay: float,
-        recalled: NDArray[np.int64] | None = None,
+        recalled: Positions | None = None,
     ) -> None:
-        """Replace the whole table by saved `rows`; rows at the positions `held` are in the cache.
-
-        All other rows count as lost, until `archive` records that they are archived.
-        """
+        """Replace the table by saved `rows`; those at `held` are in the cache, all others gone."""
         self.seen, self.log_decay = len(rows), log_decay
         self._grow(len(rows), len(held))
         self._rows[: len(rows)] = rows
         self._rows["state"][: len(rows)] = State.GONE
         self._rows["state"][held] = State.HELD
         self._held[: len(held)] = held
-        self._held_count = len(held)
+        self.held_count = len(held)
         self._rows["flags"][: len(rows)] &= ~np.uint8(Flag.RECALLED)
-        self._recalled, self._pinned = np.zeros(0, np.int64), None
+        self.recalled, self._pinned = np.zeros(0, np.int64), None
         if recalled is not None:
             self.recall(recalled)
 
-    def archive(self, positions: NDArray[np.int64]) -> None:
-        """Record that the rows at these positions are in the archive; skips rows in the cache."""
-        gone = positions[self._rows["state"][positions] == State.GONE]
-        self._rows["state"][gone] = State.ARCHIVED
+    def erase(self, positions: Positions) -> None:
+        """Delete what is known of the tokens at these positions, but turn, round and role.
 
-    def erase(self, positions: NDArray[np.int64]) -> None:
-        """Delete ids, surprisals, learned scores, flags and attention of the rows at positions.
-
-        The rows must not be in cache or archive. Their turns, rounds and roles stay recorded.
+        They must not be in cache or archive.
         """
         rows = self._rows
         rows["token_id"][positions], rows["surprisal"][positions] = 0, 0.0
@@ -333,38 +235,35 @@ class Ledger:
         rows["state"][positions] = State.GONE
 
     def truncate(self, seen: int, log_decay: float) -> None:
-        """Remove the rows of all but the conversation's first `seen` tokens; set `log_decay`.
-
-        None of the removed rows may be in the cache.
-        """
+        """Remove all but the first `seen` tokens, none of which may be held; set `log_decay`."""
         self._rows["flags"][seen : self.seen] = 0
         self._rows["state"][seen : self.seen] = State.HELD
         self.seen, self.log_decay = seen, log_decay
         if self._pinned is not None:
             self._pinned = self._pinned[self._pinned < seen]
 
-    def pin(self, positions: range | NDArray[np.int64], pinned: bool) -> None:
-        """Pin the rows at these stream positions if `pinned` is true, else unpin the rows."""
+    def pin(self, positions: range | Positions, pinned: bool) -> None:
+        """Pin the tokens at these stream positions, or unpin them."""
         self.flag(Flag.PINNED, positions, pinned)
 
-    def flag(self, flag: Flag, positions: range | NDArray[np.int64], on: bool) -> None:
-        """Set `flag` of the rows at these positions if `on` is true, else clear the flag."""
+    def flag(self, flag: Flag, positions: range | Positions, on: bool) -> None:
+        """Set or clear `flag` of the tokens at these positions."""
         at = np.asarray(positions, np.int64)
         flags = self._rows["flags"][at]
         self._rows["flags"][at] = flags | flag if on else flags & ~flag
         if flag & Flag.PINNED:
             self._pinned = None
 
-    def pin_only(self, positions: NDArray[np.int64]) -> None:
-        """Pin the rows at these positions, and unpin all other rows."""
+    def pin_only(self, positions: Positions) -> None:
+        """Pin the tokens at these positions, and unpin all others."""
         self.pin(self.pinned_positions, False)
         self.pin(positions, True)
         self._pinned = np.unique(positions)
 
     def close_round(self, decay: float, spared: int | None = None) -> None:
-        """Multiply the surprisal and attention of all rows by `decay` (SirLLM, Algorithm 1).
+        """Multiply surprisal and attention of all tokens by `decay` (SirLLM, Algorithm 1).
 
-        If `spared` is the number of the last round, the rows of this round stay unchanged.
+        Those of the last round stay as they are if `spared` is its number.
         """
         self.log_decay += math.log(decay)
         if spared is not None:
@@ -372,73 +271,59 @@ class Ledger:
             self._rows["birth_decay"][start : self.seen] = self.log_decay
             self.attention.spare_from_decay(start, self.log_decay)
 
-    def surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Surprisals [n], in nats, of the tokens at stream `positions` [n].
-
-        The first token of the stream, which nothing predicts, gets `unknown_surprisal`.
-        """
+    def surprisal_of(self, positions: Positions) -> NDArray[np.float64]:
+        """Surprisals [n], in nats, of the tokens at stream `positions` [n]."""
         surprisal = self._rows["surprisal"][positions].astype(np.float64)
         return np.where(np.isnan(surprisal), self.unknown_surprisal, surprisal)
 
-    def log_decayed_surprisal_of(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The log [n] of each token's surprisal times all decays since the token was read.
-
-        Logarithms are used because a product of many decays, such as 0.7^300, underflows.
-        """
+    def log_decayed_surprisal_of(self, positions: Positions) -> NDArray[np.float64]:
+        """The log [n] of each token's surprisal times all decays since it was read."""
+        # A product of many decays, such as 0.7^300, would underflow.
         with np.errstate(divide="ignore"):
             log_surprisal = np.log(self.surprisal_of(positions))
         return log_surprisal + (self.log_decay - self._rows["birth_decay"][positions])
 
-    def view(self, at: NDArray[np.int64], *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The table of the tokens at stream positions `at` [n], ascending, as policies see it.
+    def view(self, at: Positions, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
+        """The tokens at stream positions `at` [n], ascending, as policies see them.
 
-        `sinks` is the number of sinks; the mask `protected` [n] marks the rows that must stay.
+        `protected` [n] marks those that must stay.
         """
-        columns = self._rows
-        flags = columns["flags"][at]
-
-        def tensor(array: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array))
-
-        unused = torch.zeros(len(at), dtype=torch.float64)
-        return HeldRows(
-            position=tensor(at.copy()),
-            token_id=tensor(columns["token_id"][at]),
-            turn=tensor(columns["turn"][at]),
-            round=tensor(columns["round"][at]),
-            role=tensor(columns["role"][at]),
-            surprisal=tensor(self.surprisal_of(at)),
-            log_decay_since=tensor(self.log_decay - columns["birth_decay"][at]),
-            log_decayed_surprisal=tensor(self.log_decayed_surprisal_of(at)),
-            attention=tensor(self.attention.totals(at, self.log_decay)),
-            recent_attention=tensor(self.attention.recent(at)),
-            repeat_attention=tensor(self.attention.repeat.of(at)),
-            learned_score=tensor(columns["learned_score"][at].astype(np.float64)),
-            key_norm=unused,
-            key_similarity=unused,
-            value_norm=unused,
-            value_range=unused,
-            arrival_key=tensor(columns["arrival_key"][at]),
-            is_pinned=tensor((flags & Flag.PINNED).astype(bool)),
-            is_anchor=tensor((flags & Flag.ANCHOR).astype(bool)),
-            continues_word=tensor((flags & Flag.CONTINUES).astype(bool)),
-            is_sink=tensor(at < sinks),
-            protected=tensor(protected),
-            seen=self.seen,
-            seed=self.seed,
-        )
+        rows = self._rows[at]
+        flags = rows["flags"]
+        columns = {
+            "position": at.copy(),
+            "surprisal": self.surprisal_of(at),
+            "log_decay_since": self.log_decay - rows["birth_decay"],
+            "log_decayed_surprisal": self.log_decayed_surprisal_of(at),
+            "attention": self.attention.totals(at, self.log_decay),
+            "recent_attention": self.attention.recent(at),
+            "repeat_attention": self.attention.repeat.of(at),
+            "learned_score": rows["learned_score"].astype(np.float64),
+            "is_pinned": flags & Flag.PINNED != 0,
+            "is_anchor": flags & Flag.ANCHOR != 0,
+            "continues_word": flags & Flag.CONTINUES != 0,
+            "is_sink": at < sinks,
+            "protected": protected,
+        }
+        for name in ("token_id", "turn", "round", "role", "arrival_key"):
+            columns[name] = rows[name]
+        for name in ("key_norm", "key_similarity", "value_norm", "value_range"):
+            columns[name] = np.zeros(len(at))
+        tensors: dict[str, Any] = {}
+        for name, column in columns.items():
+            tensors[name] = torch.from_numpy(np.ascontiguousarray(column))
+        return HeldRows(**tensors, seen=self.seen, seed=self.seed)
 
     def held(self, *, sinks: int, protected: NDArray[np.bool_]) -> HeldRows:
-        """The table of the tokens in the cache, as policies see it; arguments as in `view`."""
+        """The held tokens, as policies see them; see `view`."""
         return self.view(self.held_positions, sinks=sinks, protected=protected)
 
     def _add_arrival_keys(self, start: int) -> None:
-        """Compute the arrival keys (random numbers) of the rows from position `start` on."""
         positions = np.arange(start, len(self._rows))
         self._rows["arrival_key"][start:] = uniform(self.seed, Purpose.ARRIVAL, positions)
 
     def _grow(self, rows: int, held: int) -> None:
-        """Make the table long enough for `rows` rows, of which `held` are in the cache."""
+        """Make the table long enough for `rows` tokens, of which `held` are in the cache."""
         capacity = len(self._rows)
         if rows > capacity:
             size = max(rows, 2 * capacity)
@@ -446,5 +331,5 @@ class Ledger:
             self._add_arrival_keys(capacity)
         if held > len(self._held):
             grown = np.zeros(max(held, 2 * len(self._held)), np.int64)
-            grown[: self._held_count] = self.held_positions
+            grown[: self.held_count] = self.held_positions
             self._held = grown

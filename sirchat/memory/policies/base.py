@@ -199,7 +199,7 @@ def rows_of_text(
         round=0,
         roles=[int(one) for one in roles] or [int(Role.USER)] * len(ids),
         flags=[int(Flag.CONTINUES) * bool(one) for one in continues_word] or [0] * len(ids),
-        learned_scores=list(learned_scores) or None,
+        learned_scores=list(learned_scores),
     )
     ledger.rank_first_token(len(ids))
     return ledger.held(sinks=sinks, protected=np.arange(len(ids)) < sinks)

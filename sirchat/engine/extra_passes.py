@@ -1,0 +1,168 @@
+"""Forward passes that measure something and leave what is held as it was.
+
+The buffers of the cache may grow, and what was computed in advance is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sirchat.engine.attention_tracker import HighestWeights, PassWeights
+from sirchat.engine.reader import PASS_BYTES, Reader
+from sirchat.engine.types import ContinuationScore
+from sirchat.memory.attention import AttentionStatsConfig
+from sirchat.models.surprisal import surprisal
+
+
+def read_repeated(reader: Reader, rows: Tensor, layers: int, most: int) -> None:
+    """Read the tokens of the held `rows` [k] a second time, after all that is held.
+
+    The highest attention weight that each gets is recorded (see `RepeatAttention`), as a mean over
+    heads and `layers` layers (0: all). One pass reads at most `most` ids. With absolute positions,
+    reading stops at the model's context length.
+    """
+    model, cache, ledger = reader.model, reader.cache, reader.ledger
+    held = ledger.held_positions
+    ids = ledger.column("token_id")[held]
+    observed = AttentionStatsConfig(layers).counted_layers(
+        len(cache.row_layers), model.sliding_layers
+    )
+    most = _most_rows(reader, most, most)
+    reader.drop_ahead()
+    for start in range(0, len(rows), most):
+        part = rows[start : start + most]
+        if cache.absolute_positions and ledger.seen + len(part) > model.context_length:
+            return
+        cache.grow_to(cache.length + len(part))
+        observer = HighestWeights(observed, cache.slots_of(part))
+        positions = reader.next_positions(len(part))
+        model.read(ids[part.numpy()].tolist(), cache, positions=positions, observer=observer)
+        highest = observer.mean()
+        if highest is not None:
+            ledger.attention.repeat.set(held[part.numpy()], highest)
+
+
+def attention_from(
+    reader: Reader, rows: Tensor, visible: NDArray[np.bool_]
+) -> NDArray[np.float64] | None:
+    """The mean attention weight [n] that each held row gets from the tokens of `rows` [k].
+
+    These are read again at their own positions; each attends to itself and to the rows before it
+    among `visible` [n]. The mean is over heads, layers and queries. Returns None if the model shows
+    no attention weights, has a recurrent state, or a sliding window narrower than the cache.
+    """
+    model, cache, held = reader.model, reader.cache, reader.ledger.held_positions
+    ids = reader.ledger.column("token_id")[held]
+    most = _most_rows(reader, len(rows), len(rows))
+    is_narrow = model.window is not None and cache.length + most > model.window
+    if is_narrow or cache.has_state:
+        return None
+    cache.grow_to(cache.length + most)
+    reader.drop_ahead()  # its rows are overwritten
+    slots, total = cache.slots_of(torch.arange(len(held))), np.zeros(len(held))
+    hidden = slots[torch.from_numpy(~visible)]
+    for start in range(0, len(rows), most):
+        part = rows[start : start + most]
+        at = slots[part]
+        sees = torch.arange(cache.length) < at[:, None]  # [k, n]
+        sees[:, hidden] = False
+        observer = PassWeights(range(len(cache.row_layers)))
+        model.read(
+            ids[part.numpy()].tolist(),
+            cache,
+            visible=torch.cat([sees, torch.eye(len(part), dtype=torch.bool)], dim=1),
+            positions=held[part.numpy()].tolist() if cache.absolute_positions else at.tolist(),
+            observer=observer,
+        )
+        weights = observer.mean()  # [k, n + k]
+        if weights is None:
+            return None
+        total += weights[:, slots.numpy()].sum(0, dtype=np.float64)
+        total[part.numpy()] += weights[:, cache.length :].diagonal()
+    return total / len(rows)
+
+
+def score_continuations(
+    reader: Reader, alternatives: Sequence[Sequence[int]]
+) -> tuple[ContinuationScore, ...]:
+    """The log-probability of each id of several alternative continuations.
+
+    All are read in one pass in which none attends to another; one pass each if the model has a
+    sliding window or a recurrent state.
+    """
+    first, cache = reader.logits, reader.cache
+    if first is None or not all(alternatives):
+        raise RuntimeError(
+            "nothing has been read yet" if first is None else "there is nothing to score"
+        )
+    is_apart = reader.model.window is not None or cache.has_state
+    if len(alternatives) > 1 and is_apart:
+        return tuple(score_continuations(reader, [ids])[0] for ids in alternatives)
+    read = [ids[:-1] for ids in alternatives]  # the last id's own logits are not needed
+    logits = first[None][:0]
+    if any(read):
+        cache.grow_to(cache.length + sum(map(len, read)))
+        reader.drop_ahead()
+        logits = _forward_apart(reader, read)
+    scores, start = [], 0
+    for ids in alternatives:
+        end = start + len(ids) - 1
+        rows = torch.cat([first[None].to(logits.device), logits[start:end]])  # [m, V]
+        scores.append(_continuation(ids, rows))
+        start = end
+    return tuple(scores)
+
+
+def _most_rows(reader: Reader, most: int, added: int) -> int:
+    """How many ids, at most `most`, one pass may read whose attention weights are recorded."""
+    row_bytes = 4 * reader.model.heads * (reader.cache.length + added)  # of a row's weights
+    return max(1, min(most, PASS_BYTES // row_bytes, reader.rows_per_pass))
+
+
+def _forward_apart(reader: Reader, alternatives: Sequence[Sequence[int]]) -> Tensor:
+    """Read the m ids of all alternatives; returns the logits [m, V] after each id, in order.
+
+    Each alternative attends to what is held and to its own ids only.
+    """
+    model, cache = reader.model, reader.cache
+    held, sizes = cache.length, [len(ids) for ids in alternatives]
+    ids = [token_id for alternative in alternatives for token_id in alternative]
+    if cache.reads_singly:
+        return _forward_singly(reader, ids)
+    if sum(map(bool, sizes)) == 1:
+        return model.forward(ids, cache, positions=reader.next_positions(len(ids)))
+    number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [m]
+    of_same = (number[:, None] == number).tril()  # [m, m]
+    visible = torch.cat([torch.ones(len(ids), held, dtype=torch.bool), of_same], dim=1)
+    start = reader.ledger.seen if cache.absolute_positions else held
+    positions = [start + at for size in sizes for at in range(size)]
+    return model.forward(ids, cache, visible=visible, positions=positions)
+
+
+def _forward_singly(reader: Reader, ids: Sequence[int]) -> Tensor:
+    """Read ids [m] one by one, then remove them; returns the logits [m, V] after each id."""
+    cache, logits = reader.cache, list[Tensor]()
+    state, rows = cache.state, torch.arange(cache.length - cache.inserted_count)
+    try:
+        for at, token_id in enumerate(ids, reader.ledger.seen):
+            positions = [at] if cache.absolute_positions else None
+            logits.append(reader.model.forward([token_id], cache, positions=positions))
+            cache.commit(1, at)
+    finally:
+        cache.keep(rows)
+        cache.state = state
+    return torch.cat(logits)
+
+
+def _continuation(ids: Sequence[int], logits: Tensor) -> ContinuationScore:
+    """The log-probabilities of ids [m] from the logits [m, V] that predict each id."""
+    with torch.inference_mode():
+        predicted = torch.tensor(ids, device=logits.device)
+        is_greedy = bool((logits.argmax(-1) == predicted).all())
+        nats = surprisal(logits, predicted)
+        return ContinuationScore(tuple(ids), tuple((-nats).tolist()), is_greedy)
