@@ -167,7 +167,7 @@ class EventBuilder:
 
     def _clamped(self, recall_n: int | str) -> list[Notice]:
         """A notice if the budget leaves room for fewer recalled tokens than `recall_n`."""
-        settings, reserve = self.engine.settings, self.engine.residency.budget.reserve
+        settings, reserve = self.engine.settings, self.engine.residency.divide().reserve
         if settings.recall is None or not settings.policy.bounded:
             return []
         if isinstance(recall_n, str) or reserve >= recall_n:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-import numpy as np
-
 from sirchat.chat.events import Event, Notice, TurnDone
 from sirchat.chat.session import Session
 from sirchat.chat.state import UndoPoint
@@ -37,7 +35,7 @@ def pin_summary(session: Session, text: str) -> Iterator[Event]:
     former = {row.turn for row in held if "pinned" in row.flags} & set(summaries(session))
     freed = sum(row.turn in former and "pinned" in row.flags for row in held)
     more = summary_size(session, text) - freed
-    session.limits.check_pins(np.asarray([row.position for row in held], np.int64), more)
+    session.check_pins(more)
     yield from _unshown(session.read_user(PREFIX + text))
     session.turns[index].is_summary = True
     try:

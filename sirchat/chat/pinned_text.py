@@ -30,7 +30,7 @@ class PinnedText:
 
 def own_pins(session: Session) -> Positions:
     """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
-    pinned, prompt = session.limits.ledger.pinned_positions, session.conversation.system
+    pinned, prompt = session.ledger.pinned_positions, session.conversation.system
     if not session.profile.pin_system:
         return pinned
     return pinned[(pinned < prompt.start) | (pinned >= prompt.stop)]
@@ -40,7 +40,7 @@ def pinned_text(session: Session, pinned: Positions | None = None) -> list[Pinne
     """The parts of the text that the tokens at `pinned` spell; by default, those of `own_pins`."""
     at = own_pins(session) if pinned is None else pinned
     parts = []
-    for index in np.unique(session.limits.ledger.column("turn")[at]).tolist():
+    for index in np.unique(session.ledger.column("turn")[at]).tolist():
         turn = _SpelledTurn.of(session, index)
         is_pinned = np.isin(turn.positions, at)
         edges = np.flatnonzero(np.diff(is_pinned, prepend=False, append=False))
@@ -73,12 +73,13 @@ def pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
     how many are not.
     """
-    limits, before = session.limits, own_pins(session)
+    division, ledger, before = session.division, session.ledger, own_pins(session)
     after = pins
-    if limits.most_pins is not None:
-        costly = pins[pins >= limits.sinks]
-        others = limits.pins(np.setdiff1d(limits.ledger.held_positions, before))
-        room = max(0, limits.most_pins - others - more)
+    if division.most_pins is not None:
+        costly = pins[pins >= division.sinks]
+        others = np.setdiff1d(ledger.pinned_positions, before)
+        others = np.intersect1d(others, ledger.held_positions)
+        room = max(0, division.most_pins - int((others >= division.sinks).sum()) - more)
         after = np.setdiff1d(pins, costly[: max(0, len(costly) - room)])
     for positions, pinned in (
         (np.setdiff1d(before, after), False),
@@ -113,7 +114,7 @@ class _SpelledTurn:
 
     @staticmethod
     def of(session: Session, index: int) -> _SpelledTurn:
-        at = np.flatnonzero(session.limits.ledger.column("turn") == index)
+        at = np.flatnonzero(session.ledger.column("turn") == index)
         rows = said(session.tokens(at.tolist()))
         pieces = ["".join(row.text.split()) for row in rows]
         return _SpelledTurn(

@@ -42,18 +42,18 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
     `option` is how the user sets the budget. "" if all is held, or if the budget has room for it.
     """
-    limits = session.limits
-    if turn.role != "user" or turn.tokens_in <= limits.evictable():
+    division = session.division
+    if turn.role != "user" or turn.tokens_in <= division.evictable:
         return ""
-    held = limits.ledger.held_of_turn(turn.index)
+    held = session.ledger.held_of_turn(turn.index)
     if held == turn.tokens_in:
         return ""
-    enough = limits.enough_for(turn.tokens_in)
+    enough = session.budget_for(turn.tokens_in)
     if enough is None:
-        rest = f"the model's context, {limits.context_length:,} tokens, is too short for all"
+        rest = f"the model's context, {session.model.context_length:,} tokens, is too short for all"
     else:
         rest = f"{option} {enough} would hold all"
-    kept = f" (recall keeps {limits.reserve:,} of the budget free)" if limits.reserve else ""
+    kept = f" (recall keeps {division.reserve:,} of the budget free)" if division.reserve else ""
     return f"read {turn.tokens_in:,} tokens, {held:,} held{kept}; {rest}"
 
 
@@ -64,9 +64,9 @@ def hold_all(session: Session, text: str) -> None:
     """
     _, turn = session.template.opening(text, session.profile.system)
     needed = len(turn.ids) + session.profile.max_new_tokens
-    if needed <= session.limits.evictable():
+    if needed <= session.division.evictable:
         return
-    budget = session.limits.enough_for(needed) or session.model.context_length
+    budget = session.budget_for(needed) or session.model.context_length
     if (free := free_memory()) is not None:
         budget = min(budget, free // 2 // session.model.row_bytes)
     if budget > session.budget:

@@ -41,12 +41,14 @@ from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_era
 from sirchat.chat.turn import Interrupted, OpenTurn
 from sirchat.chat.why import AttentionPaid, TokenRank, attention_paid, token_ranks
 from sirchat.config.profile import Profile
-from sirchat.engine.budget import Budget
+from sirchat.engine.budget import Division, budget_for
+from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Allowed, FixedIds, PromptLookup, Sampler
 from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.ledger import Ledger
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -168,9 +170,23 @@ class Session:
         return self._engine.budget
 
     @property
-    def limits(self) -> Budget:
-        """How many tokens the cache may hold: in all, pinned, and restored by recall."""
-        return self._engine.residency.budget
+    def division(self) -> Division:
+        """How the budget is divided now among sinks, pins, the policy and recall."""
+        return self._engine.residency.divide()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The table of all tokens ever read, which callers must not change."""
+        return self._engine.ledger
+
+    def budget_for(self, tokens: int) -> int | None:
+        """The smallest budget that holds a message of so many tokens; None if there is none."""
+        engine = self._engine
+        return budget_for(tokens, engine.settings, engine.ledger, self.model.context_length)
+
+    def check_pins(self, more: int) -> None:
+        """Raise SettingError if `more` pinned tokens, beside the held ones, are too many."""
+        self._engine.residency.check_pins(more, self._engine.ledger.held_positions)
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -281,7 +297,7 @@ class Session:
     def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
         """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
         written = [self.template.assistant(one).ids or self.template.closing for one in replies]
-        return self._engine.reader.score_continuations(written)
+        return score_continuations(self._engine.reader, written)
 
     @property
     def undoable(self) -> tuple[UndoPoint, ...]:

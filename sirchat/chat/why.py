@@ -16,6 +16,7 @@ from sirchat.chat.panel_snapshot import Snapshot
 from sirchat.chat.state import Turn
 from sirchat.chat.token_rows import policy_scores, score_factors, token_rows
 from sirchat.engine.engine import Engine
+from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.recall.terms import STOP_WORDS
@@ -107,7 +108,7 @@ def attention_paid(
     if not len(queries):
         return AttentionPaid(start, then, {})
     visible = (held >= (0 if then is None else start)) | np.isin(held, held_then)
-    weights = engine.reader.attention_from(torch.from_numpy(queries), visible)
+    weights = attention_from(engine.reader, torch.from_numpy(queries), visible)
     if weights is None:
         return AttentionPaid(start, then, None)
     counts = visible & (held < start) & (held >= max(1, sinks)) & (role[held] != Role.TEMPLATE)

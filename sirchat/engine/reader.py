@@ -89,7 +89,7 @@ class Reader:
                     self.rows_per_pass = size // 2
                     continue
                 surprisals += self._record(part, result, scores)
-                if tracker is not None:
+                if tracker is not None and observer is not None:
                     tracker.add(observer)
                 start += size
         return surprisals
@@ -121,7 +121,7 @@ class Reader:
                     observer=observer,
                 )
                 self.cache.commit(size, at)
-                if tracker is not None:
+                if tracker is not None and observer is not None:
                     tracker.add(observer)
                 start += size
 

@@ -147,7 +147,7 @@ class Ledger:
             self._held[held : held + count] = range(start, end)
         self.held_count += count
         self.seen = end
-        if flags[0] & _PINNED or (count > 1 and any(flag & _PINNED for flag in flags)):
+        if flags[0] & _PINNED if count == 1 else any(flag & _PINNED for flag in flags):
             self._pinned = None
 
     def rank_first_token(self, count: int) -> None:

@@ -53,7 +53,7 @@ def best_turns(
     Turns are added, the newer of equal ones first, until they fill the reserve; with `is_auto` only
     those that fit (`_fitting`). Tokens that are restored already count as archived.
     """
-    ledger, reserve = engine.ledger, engine.residency.budget.reserve
+    ledger, reserve = engine.ledger, engine.residency.divide().reserve
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
     positions, of_token, count = list[Positions](), list[NDArray[np.float64]](), 0
     which = np.flatnonzero(_fitting(scores)) if is_auto else np.arange(len(scores))

@@ -57,7 +57,7 @@ def search(
     can be restored; raises LookupError if the model's queries don't fit its KV cache.
     """
     recall, start = engine.settings.recall, engine.ledger.seen
-    reserve = engine.residency.budget.reserve
+    reserve = engine.residency.divide().reserve
     if recall is None or not reserve:
         return None
     needs = retriever(recall.retriever)
@@ -89,7 +89,7 @@ def search(
 
 def restore(engine: Engine, result: SearchResult) -> None:
     """Restore the best of these tokens to the slots that are reserved for recall."""
-    recall, reserve = engine.settings.recall, engine.residency.budget.reserve
+    recall, reserve = engine.settings.recall, engine.residency.divide().reserve
     pick = partial(choose, positions=result.positions, n=reserve, span=recall.span if recall else 0)
     if result.layers is None:
         engine.residency.fill_reserve(pick(result.scores))

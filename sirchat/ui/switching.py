@@ -112,7 +112,7 @@ class Switching:
         how many tokens this has pinned or unpinned, evicted and restored.
         """
         evicted, restored, named = 0, list[int](), 0
-        ledger = self._session.limits.ledger
+        ledger = self._session.ledger
         before = len(ledger.pinned_positions)
         for event in self._session.pin(target, pinned, around):
             if isinstance(event, Evicted):

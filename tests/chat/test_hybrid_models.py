@@ -210,7 +210,6 @@ def test_scoring_replies_changes_nothing_and_agrees_with_reading_them(name: str)
 @fast
 def test_guessed_tokens_are_not_read(name: str) -> None:
     on, off = (chat(name, *SAYINGS[:2], lookup=lookup) for lookup in (True, False))
-    assert not on._engine._may_look_ahead
     assert same(memory(on), memory(off))
 
 

@@ -332,10 +332,10 @@ def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
         return read(*args, **how)
 
     model = SimpleNamespace(read=failing, heads=1, sliding_layers=())
-    chat._engine.reader._model = model
+    chat._engine.reader.model = model  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         list(chat.switch("/system", system="word " * 50))
-    chat._engine.reader._model = chat.model
+    chat._engine.reader.model = chat.model
     assert "pinned" in {flag for row in chat.snapshot().rows for flag in row.flags}
     list(chat.switch("/system", system=None))
     assert "pinned" not in {flag for row in chat.snapshot().rows for flag in row.flags}
@@ -358,10 +358,10 @@ def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> 
         raise RuntimeError("no")
 
     model = SimpleNamespace(read=failing, heads=1, sliding_layers=())
-    chat._engine.reader._model = model
+    chat._engine.reader.model = model  # type: ignore[assignment]
     with pytest.raises(RuntimeError):
         list(chat.ask("Hello."))
-    chat._engine.reader._model = chat.model
+    chat._engine.reader.model = chat.model
     list(chat.ask("Hello again."))
     assert _ids(chat)[0] == tiny().tokenizer.bos_token_id
     assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]

@@ -63,7 +63,7 @@ def test_a_long_round_is_read_again_in_pieces() -> None:
     engine = Engine(loaded("llama"), KVZIP)
     ids = ids_of(80, 3)
     read(engine, ids, 1)
-    size = engine.residency.budget.chunk_size
+    size = engine.residency.divide().chunk_size
     assert 0 < size < 80
     parts = [
         expected(ids, start, min(80, start + size), (0, 1, 2, 3)) for start in range(0, 80, size)

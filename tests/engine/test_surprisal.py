@@ -26,7 +26,7 @@ from sirchat.models.model import LoadedModel
 def test_nothing_evicted_every_surprisal_is_that_of_one_long_read(rows_per_pass: int) -> None:
     model = loaded("llama")
     engine = Engine(model, CacheSettings(Entropy(), budget=256))
-    engine.reader._rows_per_pass = rows_per_pass
+    engine.reader.rows_per_pass = rows_per_pass
     shown: list[float] = []
     for turn in (0, 2):
         prefill(engine, some_ids(45, turn), turn)
@@ -133,7 +133,7 @@ class Oracle:
 def test_the_first_token_ranks_as_its_chunks_maximum(rows_per_pass: int, count: int) -> None:
     model = BigramModel()
     engine = Engine(model, CacheSettings(Entropy(), budget=64, sinks=0))  # chunks of 16
-    engine.reader._rows_per_pass = rows_per_pass
+    engine.reader.rows_per_pass = rows_per_pass
     prefill(engine, some_ids(count))
     nats = engine.ledger.column("surprisal")
     assert np.isnan(nats[0])

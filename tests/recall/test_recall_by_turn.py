@@ -78,7 +78,7 @@ def test_a_search_finds_what_is_archived_and_leaves_no_trace(
     for turn in np.unique(turns):
         assert len(set(found.scores[turns == turn].tolist())) == 1
     restore(engine, found)
-    assert engine.residency.recalled <= engine.residency.budget.reserve
+    assert engine.residency.recalled <= engine.residency.divide().reserve
     assert engine.resident <= engine.budget
     assert np.isin(engine.ledger.recalled, found.positions).all()
 

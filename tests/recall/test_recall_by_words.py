@@ -116,8 +116,8 @@ def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all()
         list(one.read_user("My name is Anna."))
         assert one.resident == one.seen
     list(one.read_user("Tell me a joke. " * 20))
-    assert one.limits.reserve > 0, "this turn does not fit beside all that was said"
-    assert one.resident - len(one.recalled) <= 256 - one.limits.reserve
+    assert one.division.reserve > 0, "this turn does not fit beside all that was said"
+    assert one.resident - len(one.recalled) <= 256 - one.division.reserve
 
 
 def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
@@ -128,7 +128,7 @@ def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
     list(one.read_user("Who is Quixbert? " * 20))
     assert one.seen - before > 68, "more than the reserve leaves to the policy"
     assert one.recalled, "what was restored stays for this turn"
-    assert one.limits.reserve == one.limits.full_reserve > 0
+    assert one.division.reserve == one.division.full_reserve > 0
     assert one.resident <= 256
 
 
@@ -139,7 +139,7 @@ def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
     while one.seen < 900:
         list(one.read_user("Tell me a joke."))
         list(one.read_reply("Fine."))
-    assert 256 - one.limits.reserve < told < 128, "half of the budget may be pinned"
+    assert 256 - one.division.reserve < told < 128, "half of the budget may be pinned"
     one.pin("turn 0")
     assert len(one._engine.ledger.pinned_positions) >= told
     assert one.resident <= 256
@@ -151,7 +151,7 @@ def test_a_first_message_larger_than_the_budget_has_all_of_it_until_the_next_tur
     list(one.read_user("My name is Anna. " * 80))
     assert one.seen > 256 >= one.resident > 256 - 16, "evicted in small blocks"
     list(one.read_user("Tell me a joke."))
-    assert one.resident - len(one.recalled) <= 256 - one.limits.reserve < 256
+    assert one.resident - len(one.recalled) <= 256 - one.division.reserve < 256
 
 
 def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:

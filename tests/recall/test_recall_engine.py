@@ -290,7 +290,7 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
         assert engine.resident <= engine.budget
         recalled = engine.ledger.recalled
         assert np.isin(recalled, engine.ledger.held_positions).all()
-        assert engine.residency.recalled <= max(engine.residency.budget.reserve, 0)
+        assert engine.residency.recalled <= max(engine.residency.divide().reserve, 0)
 
 
 def test_there_and_back_brings_what_came_back_too() -> None:
@@ -326,7 +326,7 @@ def test_the_reserve_leaves_the_conversation_room_to_read() -> None:
     assert most_recalled(200, 16) == 8
     assert most_recalled(200, 8) == 0
     engine, _ = talked(memory("sink", 40, n=200), rounds=3)
-    assert engine.residency.budget.reserve == 27
+    assert engine.residency.divide().reserve == 27
 
 
 def test_an_empty_archive_is_not_searched() -> None:

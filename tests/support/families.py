@@ -185,7 +185,10 @@ def loaded(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     return wrap_model(name, build(*HELD[name], dtype), None)
 
 
-class BigramModel:
+_Model: Any = object  # so that it may stand for a `LoadedModel`
+
+
+class BigramModel(_Model):  # type: ignore[misc]
     """A model whose logits depend on the last token only, so that every surprisal is known.
 
     Each cached key and value is its token's id, so a row in the wrong slot is found.

@@ -110,7 +110,7 @@ class WatchedModel(LoadedModel):
         cache.shadow = Shadow()  # type: ignore[attr-defined]
         committed = cache.commit
 
-        def commit(count: int, positions: Sequence[int] | Positions | None = None) -> None:
+        def commit(count: int, positions: int | Positions | None = None) -> None:
             committed(count, positions)
             end = cache.length - cache.inserted_count
             _note_rows(cache, np.arange(end - count, end), cache._stream[cache.length - count :])
@@ -147,7 +147,7 @@ class WatchedModel(LoadedModel):
         if chat is not None:
             repeats = chat._engine.settings.policy.repeat_layers is not None
             rows = cache.length + (0 if repeats else len(ids))
-            assert rows <= chat.limits.hard_bound, f"{rows} rows of {chat.limits.hard_bound}"
+            assert rows <= chat.division.hard_bound, f"{rows} rows of {chat.division.hard_bound}"
 
 
 @contextmanager
@@ -179,24 +179,25 @@ def watching() -> Iterator[None]:
     """Context manager: ids, surprisals and logits are noted, too."""
     recorded = Reader._record
 
-    def record(self: Reader, chunk: PrefillChunk, found: Any, learned: list[float]) -> None:
-        shadow: Shadow = self._cache.shadow  # type: ignore[attr-defined]
-        before, seen, ledger = self.logits, self._ledger.seen, self._ledger
-        held, start = ledger.held_positions.copy(), self._cache.length
-        start = seen if self._cache.absolute_positions else start
-        recorded(self, chunk, found, learned)
+    def record(self: Reader, chunk: PrefillChunk, found: Any, learned: list[float]) -> list[float]:
+        shadow: Shadow = self.cache.shadow  # type: ignore[attr-defined]
+        before, seen, ledger = self.logits, self.ledger.seen, self.ledger
+        held, start = ledger.held_positions.copy(), self.cache.length
+        start = seen if self.cache.absolute_positions else start
+        surprisals = recorded(self, chunk, found, learned)
         for at, (token_id, role) in enumerate(zip(chunk.ids, chunk.roles, strict=True)):
             one = Read(token_id, chunk.turn.turn, chunk.turn.round, int(role), None)
             if not at and before is not None:
                 one.surprisal = -float(torch.log_softmax(before.double(), -1)[token_id])
                 one.behind = float(before.max() - before[token_id])
             shadow.tokens[seen + at] = one
-        if not self._cache.inserted_count:  # what is inserted differs by layer
+        if not self.cache.inserted_count:  # what is inserted differs by layer
             ahead = self._ahead is not None and len(self._ahead.ids) > 1
-            observed: bool = self._cache.is_observed  # type: ignore[attr-defined]
+            observed: bool = self.cache.is_observed  # type: ignore[attr-defined]
             plain = not (ahead or observed or packed._SHARED.get() is not None)
-            last = LastPass(chunk.ids, start, self._cache.absolute_positions, held, plain)
+            last = LastPass(chunk.ids, start, self.cache.absolute_positions, held, plain)
             shadow.passes.append((found.logits, last))
+        return surprisals
 
     with patch.object(Reader, "_record", record):
         yield
@@ -213,7 +214,7 @@ def check(chat: Session, theta: float) -> None:
     assert (np.diff(held) > 0).all(), "held rows are not ascending"
     assert not len(held) or held[-1] < seen, "a row is held that was never read"
     assert cache.length == len(held) + cache.inserted_count, "cache and ledger differ"
-    assert cache.length <= chat.limits.hard_bound, "over the budget"
+    assert cache.length <= chat.division.hard_bound, "over the budget"
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
     archived = np.flatnonzero(state == State.ARCHIVED)
@@ -223,7 +224,7 @@ def check(chat: Session, theta: float) -> None:
     assert (
         not chat._engine.settings.policy.honours_pins
         or not archive.has(pinned).any()
-        or (chat.limits.unbounded)
+        or not chat._engine.settings.policy.bounded
     ), "a pinned row is only in the archive"
     stored = archive.positions
     assert not len(stored) or stored[-1] < seen, "the archive has a row that was undone"
@@ -250,7 +251,7 @@ def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) ->
     for layer in range(len(cache.row_layers)):
         positions = held
         if cache.inserted_count:
-            sinks = int((held < engine.residency.budget.sinks).sum())
+            sinks = int((held < engine.residency.divide().sinks).sum())
             start = cache._inserted.start
             assert start <= sinks, "inserted rows are not after the sinks"
             positions = np.concatenate([held[:start], layers[layer], held[start:]])

@@ -14,6 +14,7 @@ import pytest
 from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
+from sirchat.engine.extra_passes import score_continuations
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import (
     Dialogue,
@@ -172,8 +173,8 @@ def test_several_continuations_at_once_score_as_one_after_the_other() -> None:
     engine = open_engine(model, Profile(policy="full"))
     read_ids(engine, list(range(5, 45)), 1)
     alternatives = [[7, 9, 11], [7], [50, 3, 2, 1], [7, 9, 12]]
-    together = engine.reader.score_continuations(alternatives)
-    alone = [engine.reader.score_continuations([one])[0] for one in alternatives]
+    together = score_continuations(engine.reader, alternatives)
+    alone = [score_continuations(engine.reader, [one])[0] for one in alternatives]
     assert [one.ids for one in together] == [one.ids for one in alone]
     assert [one.greedy for one in together] == [one.greedy for one in alone]
     for one, other in zip(together, alone, strict=True):

@@ -20,6 +20,7 @@ import numpy as np
 
 from sirchat.config.profile import Profile
 from sirchat.engine.engine import Engine
+from sirchat.engine.extra_passes import score_continuations
 from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import ContinuationScore, GeneratedToken, TurnRef
 from sirchat.errors import SettingError
@@ -198,13 +199,13 @@ class TextReader:
         A score has the log-probability of each of the continuation's tokens.
         """
         engine = self.read(context)
-        return [engine.reader.score_continuations([ids])[0] for ids in continuations]
+        return [score_continuations(engine.reader, [ids])[0] for ids in continuations]
 
     def log_probability(self, context: Sequence[int], ids: Sequence[int]) -> float:
         """The log-probability, in nats, of ids [n], n > 0, that follow a context."""
         engine = self.read([*context, *ids[:-1]])
         surprisals = engine.ledger.column("surprisal")[len(context) : engine.ledger.seen]
-        (last,) = engine.reader.score_continuations([ids[-1:]])[0].log_probabilities
+        (last,) = score_continuations(engine.reader, [ids[-1:]])[0].log_probabilities
         return last - float(surprisals.sum(dtype=np.float64))
 
     def reply(self, context: Sequence[int], longest: int) -> Iterator[int]:
