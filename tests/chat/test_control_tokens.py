@@ -39,7 +39,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("control", CONTROL)
-def test_it_ends_the_reply_and_is_neither_shown_nor_held(
+def test_a_control_token_ends_the_reply_and_is_neither_shown_nor_held(
     generated: list[int], control: int
 ) -> None:
     usual = session(babbler())
@@ -63,7 +63,7 @@ def test_an_end_token_ends_a_reply_as_ever(generated: list[int]) -> None:
     assert reply.finish == "stop"
 
 
-def test_stats_count_such_replies_also_after_a_resume(
+def test_stats_count_replies_ended_by_control_tokens_also_after_a_resume(
     generated: list[int], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))

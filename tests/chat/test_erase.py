@@ -44,7 +44,7 @@ def everything_seen(chat: Session) -> str:
 
 
 @pytest.mark.parametrize("archive", ["ram", "off"])
-def test_it_is_gone_from_memory_and_archive_and_cannot_come_back(archive: str) -> None:
+def test_erased_words_are_in_neither_memory_nor_archive(archive: str) -> None:
     chat = session(babbler(), archive=archive, policy="sink", **SMALL)
     list(chat.ask(f"The word is {SECRET}."))
     for _ in range(2):
@@ -56,16 +56,16 @@ def test_it_is_gone_from_memory_and_archive_and_cannot_come_back(archive: str) -
     assert (event.tokens, event.resident) == (meant, resident - held)
     assert SECRET.lower() not in everything_seen(chat).lower()
     assert not any(SECRET.lower() in turn.text.lower() for turn in chat.turns)
-    list(chat.switch("/budget", budget=2000))
+    chat.switch("/budget", budget=2000)
     assert SECRET.lower() not in "".join(row.text for row in chat.snapshot().rows).lower()
     with pytest.raises(UsageError):
         chat.why(SECRET)
     with pytest.raises(UndoError):
-        list(chat.undo())
+        chat.undo()
     list(chat.ask("and on"))
 
 
-def test_its_keys_and_values_are_overwritten() -> None:
+def test_erased_keys_and_values_are_overwritten() -> None:
     chat = session(babbler(), policy="sink", **SMALL)
     list(chat.ask(f"The word is {SECRET}."))
     list(chat.ask("other words " * 30))
@@ -73,7 +73,7 @@ def test_its_keys_and_values_are_overwritten() -> None:
     assert archived
     archive = chat._engine.store._archive
     before = archive.fetch(np.array(archived))
-    list(chat.erase(SECRET))
+    chat.erase(SECRET)
     for segment in archive._segments:
         assert segment is not None
         for key, gone in zip(segment.tensors, before.tensors, strict=True):
@@ -81,14 +81,14 @@ def test_its_keys_and_values_are_overwritten() -> None:
                 assert not (key == gone[:, n : n + 1]).all(-1).all(0).any()
 
 
-def test_a_turn_is_erased_whole() -> None:
+def test_a_whole_turn_can_be_erased() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red green"))
     list(chat.ask("blue black"))
-    list(chat.erase("turn 0"))
+    chat.erase("turn 0")
     assert [turn.text for turn in chat.turns][::2] == ["", "blue black"]
     assert "green" not in everything_seen(chat)
-    list(chat.erase("last"))
+    chat.erase("last")
     assert "black" not in everything_seen(chat)
 
 
@@ -102,24 +102,24 @@ def test_a_turn_is_erased_whole() -> None:
         ("東京", "私は東京に住む", "私はに住む"),
     ],
 )
-def test_whole_words_are_meant(target: str, said: str, remains: str) -> None:
+def test_erase_means_whole_words(target: str, said: str, remains: str) -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask(said))
-    list(chat.erase(target))
+    chat.erase(target)
     assert chat.turns[0].text == remains
 
 
-def test_what_is_nowhere_is_refused_and_nothing_changes() -> None:
+def test_erasing_unknown_words_is_refused_and_changes_nothing() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red"))
     before = chat.snapshot()
     with pytest.raises(UsageError):
-        list(chat.erase("nowhere to be found"))
+        chat.erase("nowhere to be found")
     assert chat.snapshot() == before
-    list(chat.undo())
+    chat.undo()
 
 
-def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
+def test_no_saved_file_has_erased_words_and_the_chat_resumes(home: Path) -> None:
     chat = session(babbler(), system=f"Mind the {SECRET}.", **SMALL)
     saving = Autosave(chat)
     for text in (f"The word is {SECRET}.", "other words " * 20, f"{SECRET} again"):
@@ -127,7 +127,7 @@ def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
         saving.update()
     assert saving.save_kv()
     assert files_with(home, SECRET)
-    list(chat.erase(SECRET))
+    chat.erase(SECRET)
     saving.update()
     assert files_with(home, SECRET) == []
     list(chat.ask("and on"))
@@ -142,7 +142,7 @@ def test_no_saved_file_has_it_and_the_chat_can_be_taken_up(home: Path) -> None:
 
 
 @pytest.mark.parametrize("in_a_file", [True, False])
-def test_what_was_typed_is_erased_too(home: Path, in_a_file: bool) -> None:
+def test_typed_lines_are_erased(home: Path, in_a_file: bool) -> None:
     history = input_history(print) if in_a_file else InMemory()
     for line in ("one", f"the {SECRET}\nin two lines", "three", f"/erase {SECRET}"):
         history.append_string(line)
@@ -160,11 +160,11 @@ def test_what_was_typed_is_erased_too(home: Path, in_a_file: bool) -> None:
 def test_a_system_prompt_is_erased_with_its_turn() -> None:
     chat = session(babbler(), system=f"The word is {SECRET}.", **SMALL)
     list(chat.ask("red"))
-    list(chat.erase("turn 0"))
+    chat.erase("turn 0")
     assert chat.profile.system is None
 
 
-def test_what_was_said_but_never_read_is_erased_too(home: Path) -> None:
+def test_erase_finds_text_that_was_never_read(home: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     list(chat.ask("red"))
@@ -172,14 +172,14 @@ def test_what_was_said_but_never_read_is_erased_too(home: Path) -> None:
     saving.update()
     assert SECRET not in everything_seen(chat)
     assert files_with(home, SECRET)
-    list(chat.erase(SECRET))
+    chat.erase(SECRET)
     saving.update()
     assert files_with(home, SECRET) == []
     saving.close()
 
 
 @pytest.mark.slow
-def test_after_an_erasure_in_a_chat_no_file_has_it(home: Path) -> None:
+def test_erase_at_the_prompt_leaves_the_words_in_no_file(home: Path) -> None:
     with Terminal(home=home) as chat:
         chat.say(f"The secret word is {SECRET}.")
         chat.wait_prompt()
@@ -203,7 +203,7 @@ def test_after_an_erasure_in_a_chat_no_file_has_it(home: Path) -> None:
 def test_a_replaced_system_prompt_is_erased_and_the_one_in_force_stays() -> None:
     chat = session(system="You are Tiny.")
     list(chat.ask("Hello."))
-    list(chat.switch("/system", system="You are kind."))
-    list(chat.erase("turn 0"))
+    chat.switch("/system", system="You are kind.")
+    chat.erase("turn 0")
     assert chat.profile.system == "You are kind."
     assert [turn.text for turn in chat.turns if turn.role == "system"] == ["", "You are kind."]

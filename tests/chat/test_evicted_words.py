@@ -30,7 +30,7 @@ def _words_held(chat: Session) -> set[str]:
     return set(re.findall(r"\w+", "".join(row.text for row in said)))
 
 
-def test_the_words_that_are_gone_are_whole_words_of_the_user_that_nothing_holds() -> None:
+def test_evicted_words_are_whole_words_of_the_user_that_nothing_holds() -> None:
     chat, gone = _told()
     words = evicted_words(chat, gone)
     said = {word for line in TOLD for word in re.findall(r"\w+", line)}
@@ -85,7 +85,7 @@ def test_nothing_is_evicted_under_a_budget_that_holds_all() -> None:
     assert evicted_words(chat, set()) == ()
 
 
-def test_words_are_brought_back_with_what_stood_beside_them() -> None:
+def test_pin_restores_words_with_their_neighbours() -> None:
     chat, _ = _told()
     assert "Paul" not in _words_held(chat)
     chat.pin("Paul", around=12)

@@ -41,7 +41,7 @@ def drawing(profile: Profile) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value != getattr(Profile(), name)}
 
 
-def test_a_model_draws_as_its_own_files_say(
+def test_sampling_follows_the_models_files(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own: dict[str, Any] = {
@@ -58,7 +58,7 @@ def test_a_model_draws_as_its_own_files_say(
     "said",
     [{}, {"do_sample": False, "temperature": 0.7}, {"do_sample": True, "temperature": -3.0}],
 )
-def test_where_they_say_nothing_that_makes_sense_it_draws_soundly(
+def test_without_sound_settings_in_the_files_sampling_is_sound(
     said: dict[str, Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = GenerationConfig()
@@ -69,7 +69,7 @@ def test_where_they_say_nothing_that_makes_sense_it_draws_soundly(
 
 
 @pytest.mark.parametrize("set_by_user", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}])
-def test_one_such_setting_of_the_user_replaces_all(
+def test_one_sampling_setting_of_the_user_replaces_all_of_the_model(
     set_by_user: dict[str, Any], model: LoadedModel
 ) -> None:
     found = with_model_defaults(profile(**set_by_user), model)

@@ -18,6 +18,15 @@ SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
 FACT = "The code is 7351."
 
 
+def full_of_talk(**settings: Any) -> Session:
+    """A chat whose fact is evicted; a turn can be undone."""
+    chat = session(babbler(), policy="sink", **SMALL, **settings)
+    list(chat.ask(FACT))
+    for _ in range(3):
+        list(chat.ask("other words " * 20))
+    return chat
+
+
 def held_text(chat: Session) -> str:
     return "".join(row.text for row in chat.snapshot().rows)
 
@@ -28,27 +37,24 @@ def text_of(chat: Session, target: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", HONOURING)
-def test_what_is_pinned_stays_whatever_is_said_and_whichever_policy_rules(policy: str) -> None:
+def test_every_policy_keeps_pins(policy: str) -> None:
     chat = session(babbler(), policy="entropy", **SMALL)
     list(chat.ask(FACT))
-    list(chat.pin("7351"))
+    chat.pin("7351")
     if policy_class(policy).needs_scorer:
         pytest.skip("this model has no scorer")
-    list(chat.switch("/policy", policy=policy))
+    chat.switch("/policy", policy=policy)
     for n in range(4):
         list(chat.ask(f"{n} more words " * 12))
         assert "7351" in held_text(chat)
-    list(chat.switch("/budget", budget=48, recent=8))
+    chat.switch("/budget", budget=48, recent=8)
     assert "7351" in held_text(chat)
 
 
-def test_what_had_been_evicted_comes_back_when_it_is_pinned() -> None:
-    chat = session(babbler(), policy="sink", **SMALL)
-    list(chat.ask(FACT))
-    for _ in range(3):
-        list(chat.ask("other words " * 20))
+def test_pin_restores_evicted_tokens() -> None:
+    chat = full_of_talk()
     assert "7351" not in held_text(chat)
-    events = list(chat.pin(FACT))
+    events = chat.pin(FACT)
     assert FACT in held_text(chat)
     assert any(isinstance(event, Restored) for event in events)
     assert chat.resident <= 96
@@ -56,12 +62,12 @@ def test_what_had_been_evicted_comes_back_when_it_is_pinned() -> None:
     assert pinned.tokens == len(chat.why(FACT))
 
 
-def test_what_is_let_go_may_leave() -> None:
+def test_unpin_lets_eviction_take_it() -> None:
     chat = session(babbler(), policy="sink", **SMALL)
     list(chat.ask(FACT))
-    list(chat.pin(FACT))
+    chat.pin(FACT)
     list(chat.ask("other words " * 20))
-    list(chat.pin(FACT, pinned=False))
+    chat.pin(FACT, pinned=False)
     assert not any("pinned" in one.row.flags for one in chat.why(FACT))
     list(chat.ask("other words " * 20))
     assert FACT not in held_text(chat)
@@ -72,59 +78,50 @@ def test_pins_take_half_the_budget_at_most_and_a_refusal_changes_nothing() -> No
     list(chat.ask("word " * 60))
     before = chat.snapshot()
     with pytest.raises(SettingError, match="pinned"):
-        list(chat.pin("turn 0"))
+        chat.pin("turn 0")
     assert chat.snapshot() == before
 
 
-def full_of_talk() -> Session:
-    """A chat whose fact is evicted; a turn can be undone."""
-    chat = session(babbler(), policy="sink", **SMALL)
-    list(chat.ask(FACT))
-    for _ in range(3):
-        list(chat.ask("other words " * 20))
-    return chat
-
-
 @pytest.mark.parametrize("around", [0, 12])
-def test_an_undo_takes_back_the_pins_that_were_made_since(around: int) -> None:
+def test_undo_takes_back_the_pins_made_since(around: int) -> None:
     chat = full_of_talk()
     before = chat.snapshot(), chat.why(FACT)
     list(chat.ask("one more " * 4))
-    list(chat.pin("7351", around=around))
+    chat.pin("7351", around=around)
     assert "7351" in held_text(chat)
-    list(chat.undo())
+    chat.undo()
     assert (chat.snapshot(), chat.why(FACT)) == before
     assert not any("pinned" in one.row.flags for one in chat.why("7351"))
 
 
-def test_an_undo_pins_again_what_was_let_go_since_and_leaves_older_pins() -> None:
+def test_undo_pins_again_what_was_unpinned_since() -> None:
     chat = full_of_talk()
-    list(chat.pin("code is"))
-    list(chat.pin("7351"))
+    chat.pin("code is")
+    chat.pin("7351")
     before = chat.snapshot()
     list(chat.ask("one more " * 4))
-    list(chat.pin("7351", pinned=False))
-    list(chat.undo())
+    chat.pin("7351", pinned=False)
+    chat.undo()
     assert chat.snapshot() == before
 
 
-def test_a_retry_keeps_the_pins_and_holds_what_is_pinned() -> None:
+def test_retry_keeps_pins() -> None:
     chat = full_of_talk()
-    list(chat.pin("7351"))
+    chat.pin("7351")
     list(chat.retry())
     assert all((one.state, one.row.flags) == ("held", ("pinned",)) for one in chat.why("7351"))
 
 
-def test_the_system_prompt_stays_pinned_or_not_as_the_setting_says_when_a_turn_is_undone() -> None:
+def test_undo_leaves_the_setting_pin_system() -> None:
     chat = session(babbler(), system="You are brief.", **SMALL)
     list(chat.ask("red"))
     list(chat.ask("green"))
-    list(chat.switch("/set", pin_system=False))
-    list(chat.undo())
+    chat.switch("/set", pin_system=False)
+    chat.undo()
     assert not any("pinned" in one.row.flags for one in chat.why("brief"))
 
 
-def test_last_is_what_the_user_said_last_and_turns_have_numbers() -> None:
+def test_last_and_turn_n_name_turns() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red green"))
     reply = answer(list(chat.ask("blue black")))
@@ -133,7 +130,7 @@ def test_last_is_what_the_user_said_last_and_turns_have_numbers() -> None:
     assert reply.strip() in text_of(chat, "turn 3")
 
 
-def test_a_text_is_found_in_any_case_wherever_it_was_said_with_the_tokens_it_touches() -> None:
+def test_a_text_is_found_in_any_case() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("Paris, paris and PARIS"))
     found = chat.why("paris")
@@ -143,23 +140,23 @@ def test_a_text_is_found_in_any_case_wherever_it_was_said_with_the_tokens_it_tou
 
 
 @pytest.mark.parametrize("target", ["", "   ", "nowhere to be found", "turn 99", '"last"', "turn"])
-def test_what_is_not_there_is_refused_in_one_line(target: str) -> None:
+def test_an_unknown_target_is_refused(target: str) -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red"))
     with pytest.raises(UsageError):
         chat.why(target)
     with pytest.raises(UsageError):
-        list(chat.pin(target))
+        chat.pin(target)
 
 
-def test_control_tokens_are_never_meant() -> None:
+def test_a_target_never_means_control_tokens() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red"))
     with pytest.raises(UsageError):
         chat.why("<|user|>")
 
 
-def test_where_a_token_stands_equals_a_count_over_all_of_them() -> None:
+def test_why_ranks_as_a_count_over_all_tokens_does() -> None:
     chat = session(babbler(), policy="entropy", decay=0.8, **SMALL)
     for n in range(4):
         list(chat.ask(f"the number {n} is said " * 4))
@@ -177,22 +174,19 @@ def test_where_a_token_stands_equals_a_count_over_all_of_them() -> None:
     assert states == {"held", "archived"}
 
 
-def test_without_an_archive_what_left_is_gone() -> None:
-    chat = session(babbler(), policy="sink", archive="off", **SMALL)
-    list(chat.ask(FACT))
-    for _ in range(3):
-        list(chat.ask("other words " * 20))
+def test_without_an_archive_evicted_tokens_cannot_be_pinned() -> None:
+    chat = full_of_talk(archive="off")
     assert {one.state for one in chat.why("7351")} == {"gone"}
     with pytest.raises(UsageError):
-        list(chat.pin("7351"))
+        chat.pin("7351")
 
 
-def test_a_system_prompt_that_was_let_go_stays_so_whatever_else_is_switched() -> None:
+def test_an_unpinned_system_prompt_stays_so_through_switches() -> None:
     chat = session(babbler(), system="You are brief.", **SMALL)
     list(chat.ask("red"))
-    list(chat.pin("turn 0", pinned=False))
-    list(chat.switch("/decay", decay=0.9))
+    chat.pin("turn 0", pinned=False)
+    chat.switch("/decay", decay=0.9)
     assert not any("pinned" in one.row.flags for one in chat.why("turn 0"))
-    list(chat.pin("turn 0"))
-    list(chat.switch("/set", temperature=0.5))
+    chat.pin("turn 0")
+    chat.switch("/set", temperature=0.5)
     assert all("pinned" in one.row.flags for one in chat.why("turn 0"))

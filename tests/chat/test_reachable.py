@@ -18,7 +18,7 @@ from sirchat.memory.ledger import Flag, State
 @pytest.mark.slow
 @pytest.mark.parametrize("recall", ["hybrid", "off"])
 @pytest.mark.parametrize("limit", ["200KiB", "64MiB"])
-def test_it_is_what_a_look_at_every_token_finds(
+def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
     limit: str, recall: Literal["hybrid", "off"]
 ) -> None:
     draw = random.Random(limit + recall)

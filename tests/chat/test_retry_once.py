@@ -32,7 +32,7 @@ def retried(chat: Session, words: str) -> tuple[str, list[str]]:
     return answer(events), [event.text for event in events if isinstance(event, Notice)]
 
 
-def test_what_was_evicted_answers_once_and_is_evicted_again() -> None:
+def test_retry_full_answers_with_everything_once() -> None:
     chat = told()
     assert "Rex" not in chat.turns[-1].text
     reply, notes = retried(chat, "full")
@@ -54,7 +54,7 @@ def test_what_was_evicted_answers_once_and_is_evicted_again() -> None:
         pytest.param("salience", "recall", marks=pytest.mark.slow),
     ],
 )
-def test_the_cache_holds_what_it_would_if_the_usual_reply_had_been_that(
+def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
     policy: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle is a plain retry in which the sampler picks the ids of the other reply."""
@@ -79,7 +79,7 @@ def test_the_cache_holds_what_it_would_if_the_usual_reply_had_been_that(
     assert state(chat) == state(told(*sayings[:2], model=babbler(), policy=policy, **small))
 
 
-def test_recall_for_one_reply() -> None:
+def test_retry_recall_restores_for_one_reply() -> None:
     chat = told("My dog is called Rex.", *SAID[1:3], *SAID[1:], budget=80)
     assert chat.profile.recall == "off"
     reply, (note,) = retried(chat, "recall")
@@ -115,7 +115,7 @@ def test_where_it_cannot_be_done_nothing_changes_and_one_line_says_why() -> None
         parse_retry("fulll")
 
 
-def test_where_nothing_was_evicted_it_is_a_plain_retry() -> None:
+def test_where_nothing_was_evicted_retry_full_is_a_plain_retry() -> None:
     chat = told(SAID[0], budget=512)
     reply = chat.turns[-1].text
     assert retried(chat, "full") == (
@@ -124,7 +124,7 @@ def test_where_nothing_was_evicted_it_is_a_plain_retry() -> None:
     )
 
 
-def test_a_model_that_fails_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_model_leaves_the_old_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     chat, same_chat = told(), told()
     with monkeypatch.context() as patch:
 

@@ -33,9 +33,9 @@ def _talk(policy: str, seed: int) -> tuple[Session, Count]:
     for _ in range(6):
         count.add(list(chat.ask("word " * draw.randrange(1, 60))))
         if draw.random() < 0.4:
-            count.add(list(chat.switch("/budget", budget=draw.choice([64, 100, 256]))))
+            count.add(chat.switch("/budget", budget=draw.choice([64, 100, 256])))
         if draw.random() < 0.3:
-            count.add(list(chat.switch("/system", system="Now of mountains.")))
+            count.add(chat.switch("/system", system="Now of mountains."))
     return chat, count
 
 
@@ -68,7 +68,7 @@ def test_a_snapshot_equals_a_count_over_the_events(policy: str, seed: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_the_threshold_is_the_strongest_score_of_those_that_would_leave(seed: int) -> None:
+def test_the_threshold_is_the_highest_score_of_those_evicted_next(seed: int) -> None:
     chat, count = _talk("entropy", seed)
     view, profile = chat.snapshot(), chat.profile
     newest = view.seen - profile.recent
@@ -105,12 +105,12 @@ def test_a_score_that_is_no_surprisal_is_not_in_nats() -> None:
     assert (view.threshold, view.unit) == (max(view.evicted_next), "")
 
 
-def test_what_would_leave_is_what_leaves_when_the_user_speaks_next() -> None:
+def test_the_tokens_evicted_next_are_evicted_next() -> None:
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=60, archive="off")
     list(chat.ask("word " * 60))
     view = chat.snapshot()
     block = len(view.evicted_next)
-    gone = list(chat.switch("/budget", budget=chat.resident - block + 1, protect=False))
+    gone = chat.switch("/budget", budget=chat.resident - block + 1, protect=False)
     left = {p for e in gone if isinstance(e, Evicted) for p in e.positions}
     assert left
     assert left <= set(view.evicted_next)
@@ -130,7 +130,7 @@ def test_a_compact_snapshot_has_the_strongest_rows_and_the_same_counts() -> None
 
 
 @pytest.mark.parametrize("policy", ["entropy", "sink"])
-def test_the_words_that_leave_are_whole_and_not_the_templates(policy: str) -> None:
+def test_words_evicted_next_are_whole_and_not_the_templates(policy: str) -> None:
     chat = session(tiny(), policy=policy, budget=96, recent=8, max_new_tokens=30, recall="off")
     named: set[str] = set()
     said = "My brother Halvorsen lives in Copenhagen, and his dog Bella likes fish."
@@ -147,7 +147,7 @@ def test_the_words_that_leave_are_whole_and_not_the_templates(policy: str) -> No
     assert named <= whole
 
 
-def test_a_turn_of_which_only_the_templates_tokens_are_held_is_evicted() -> None:
+def test_held_tokens_of_a_message_are_counted_without_the_templates() -> None:
     chat = session(tiny(), policy="sink", budget=64, recent=8, sinks=4, max_new_tokens=30)
     for _ in range(4):
         list(chat.ask("My brother Paul works as a baker in Hamburg near the harbour."))

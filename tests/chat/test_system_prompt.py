@@ -11,16 +11,14 @@ from sirchat.chat.session import Session
 
 @pytest.mark.parametrize("policy", ["entropy", "salience", "full", "reservoir"])
 @pytest.mark.parametrize("new", [None, "Speak of mountains."])
-def test_a_system_prompt_that_was_replaced_is_out_of_memory_for_good(
-    policy: str, new: str | None
-) -> None:
+def test_a_replaced_system_prompt_is_never_restored(policy: str, new: str | None) -> None:
     chat = session(babbler(), system="Speak of the sea.", policy=policy, max_new_tokens=20)
     list(chat.ask("Hello."))
-    events = list(chat.switch("/system", system=new))
+    events = chat.switch("/system", system=new)
     assert any(isinstance(event, Evicted) for event in events)
-    list(chat.switch("/policy", policy="window", policy_options={}))
-    list(chat.switch("/policy", policy=policy, policy_options={}))
-    list(chat.switch("/recall", recall="cosine"))
+    chat.switch("/policy", policy="window", policy_options={})
+    chat.switch("/policy", policy=policy, policy_options={})
+    chat.switch("/recall", recall="cosine")
     for _ in range(3):
         list(chat.ask("Of the sea?"))
         assert _system_text(chat) == (new or "")
@@ -32,16 +30,16 @@ def _system_text(chat: Session) -> str:
     return "".join(r.text for r in rows if r.role == "system" and "sink" not in r.flags)
 
 
-def test_undo_brings_the_system_prompt_of_then_back_for_good() -> None:
+def test_undo_restores_a_system_prompt_for_good() -> None:
     chat = session(babbler(), system="Speak of the sea.", max_new_tokens=20)
     list(chat.ask("Hello."))
     list(chat.ask("Hello again."))
     before = _system_text(chat)
-    list(chat.switch("/system", system="Speak of mountains."))
+    chat.switch("/system", system="Speak of mountains.")
     list(chat.ask("And again."))
-    list(chat.undo())
-    list(chat.undo())
+    chat.undo()
+    chat.undo()
     list(chat.ask("Hello again."))
-    list(chat.switch("/policy", policy="window", policy_options={}))
-    list(chat.switch("/policy", policy="salience", policy_options={}))
+    chat.switch("/policy", policy="window", policy_options={})
+    chat.switch("/policy", policy="salience", policy_options={})
     assert _system_text(chat) == before

@@ -42,20 +42,20 @@ def _held(chat: Session, turn: int = 1) -> str:
         ("no thought, Anna", "no thought, Anna"),
     ],
 )
-def test_what_is_between_the_tags_goes_and_the_rest_stays(reply: str, stays: str) -> None:
+def test_reasoning_is_evicted_and_the_rest_stays(reply: str, stays: str) -> None:
     chat, evicted = _chat(reply, evict_thinking=True)
     assert _held(chat).strip() == stays.strip()
     assert bool(evicted) == (stays != reply)
     assert chat.turns[1].text == reply
 
 
-def test_it_stays_unless_asked_for() -> None:
+def test_reasoning_stays_by_default() -> None:
     chat, evicted = _chat(f"{THOUGHT}Hello.")
     assert _held(chat).strip() == f"{THOUGHT}Hello."
     assert not evicted
 
 
-def test_no_switch_brings_it_back_and_undo_takes_the_turn_back() -> None:
+def test_no_switch_restores_evicted_reasoning_and_undo_takes_back_the_turn() -> None:
     chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     chat.switch("/policy", policy="sink", budget=512)
     assert "called" not in _held(chat)
@@ -67,14 +67,14 @@ def test_no_switch_brings_it_back_and_undo_takes_the_turn_back() -> None:
     assert chat.seen == 0
 
 
-def test_the_template_s_tokens_are_left_alone() -> None:
+def test_tokens_of_the_template_stay() -> None:
     plain, _ = _chat("Hello.")
     chat, _ = _chat(f"{THOUGHT}Hello.", evict_thinking=True)
     template = [row.text for row in chat.snapshot().rows if row.role == Role.TEMPLATE.name.lower()]
     assert template == [r.text for r in plain.snapshot().rows if r.role == "template"]
 
 
-def test_it_stays_evicted_when_the_chat_is_resumed(
+def test_reasoning_stays_evicted_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
@@ -105,7 +105,7 @@ def test_it_stays_evicted_when_the_chat_is_resumed(
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_an_answer_is_the_reply_without_its_reasoning_however_it_comes(
+def test_a_streamed_answer_is_the_reply_without_its_reasoning(
     reply: str, is_open: bool, answer: str, size: int
 ) -> None:
     it = FinalAnswer(is_open=is_open)

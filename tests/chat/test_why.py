@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from chatting import session, tiny
 from drawing import NONE
 from recorder import drawn
+from sirchat.chat.session import Session
 from sirchat.ui.tables import draw_token_ranks
 
 
-def test_why_reports_the_factors_of_a_score() -> None:
-    chat = session(policy="salience", budget=64, recent=8)
+def told(**settings: Any) -> Session:
+    """A chat under `salience`, with more said than its budget holds."""
+    chat = session(policy="salience", budget=64, recent=8, **settings)
     for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
         list(chat.ask(text))
+    return chat
+
+
+def test_why_reports_the_factors_of_a_score() -> None:
+    chat = told()
     everything = [chat.why(f"turn {number}") for number in range(8)]
     rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
     assert {tuple(one.factors) for one in rows} == {("word", "template", "neighbours")}
@@ -31,11 +39,9 @@ def test_why_reports_the_factors_of_a_score() -> None:
     assert chat.snapshot().unit == "nats"
 
 
-def test_why_ranks_what_is_held_as_the_policy_does() -> None:
+def test_why_scores_held_tokens_as_the_policy_does() -> None:
     """Evicted tokens of a turn do not change the scores of its held ones."""
-    chat = session(policy="salience", budget=64, recent=8)
-    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
-        list(chat.ask(text))
+    chat = told()
     scores = {row.position: row.score for row in chat.snapshot().rows}
     everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
     assert {one.state for one in everything} == {"held", "archived"}
@@ -44,9 +50,7 @@ def test_why_ranks_what_is_held_as_the_policy_does() -> None:
 
 
 def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
-    chat = session(policy="salience", budget=64, recent=8, recall="mips", recall_n=12)
-    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
-        list(chat.ask(text))
+    chat = told(recall="mips", recall_n=12)
     assert chat.recalled
     scores = {row.position: row.score for row in chat.snapshot().rows}
     for number in range(8):
@@ -55,11 +59,9 @@ def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
                 assert one.row.score == pytest.approx(scores[one.row.position])
 
 
-def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
-    chat = session(policy="salience", budget=64, recent=8)
-    assert chat.snapshot().threshold is None
-    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
-        list(chat.ask(text))
+def test_the_threshold_is_the_highest_score_that_leaves() -> None:
+    assert session(policy="salience", budget=64, recent=8).snapshot().threshold is None
+    chat = told()
     now = chat.snapshot()
     leaving = [row.score for row in now.rows if row.position in now.evicted_next]
     assert now.threshold == max(one for one in leaving if one is not None)
@@ -67,15 +69,8 @@ def test_a_score_of_its_own_is_what_a_token_needs_to_stay() -> None:
 
 
 def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:
-    chat = session(
-        policy="salience",
-        budget=64,
-        recent=8,
-        decay=0.5,
-        policy_options=dict.fromkeys(("whole_words", "template", "neighbours"), False),
-    )
-    for text in ("My name is Anna.", "I live in Lisbon.", "Tell me a joke.", "What is a tree?"):
-        list(chat.ask(text))
+    off = dict.fromkeys(("whole_words", "template", "neighbours"), False)
+    chat = told(decay=0.5, policy_options=off)
     for one in chat.why("turn 4"):
         assert one.factors == {}
         assert one.row.score == pytest.approx(max(one.row.surprisal or 0, 1e-9) * one.decayed_to)

@@ -29,5 +29,5 @@ def state(chat: Session) -> tuple[Any, ...]:
     rows = [(row.position, row.id, row.score, row.flags) for row in chat.snapshot().rows]
     end = chat.end()
     counts = (end.turns, end.seen, end.resident, end.tokens_out)
-    logits = chat._engine.logits
+    logits = chat.save().logits
     return rows, counts, None if logits is None else logits.tolist()
