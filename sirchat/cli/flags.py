@@ -242,7 +242,7 @@ def load(
     sirchat may use classes of its own.
     """
     with interruptible_imports():
-        from sirchat.memory.segments import sweep
+        from sirchat.memory.archive_folder import sweep
         from sirchat.models.load import load_model_of
 
     sweep(archives_dir())

@@ -98,8 +98,7 @@ class Residency:
         rows = ledger.view(at, sinks=division.sinks, protected=protected)
         if not (settings.policy.key_value_stats and len(at)):
             return rows
-        stats = self._store.statistics(at, settings.policy.key_value_stats)
-        columns: dict[str, Any] = {name: torch.from_numpy(of) for name, of in stats.items()}
+        columns: dict[Any, Any] = self._store.statistics(at, settings.policy.key_value_stats)
         return replace(rows, **columns)
 
     def make_room(self, count: int, division: Division | None = None) -> list[EvictedRows]:

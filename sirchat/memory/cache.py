@@ -390,9 +390,10 @@ class BoundedCache:
 
     def _compact(self, tail: Tensor, start: int, old: Tensor, new: Tensor) -> None:
         moves = CosSin(old, new)
-        on_device: dict[torch.device, Tensor] = {}
+        slots = tail
         for tensor in self._tensors:
             if tensor.buffer is not None:
                 device = tensor.buffer.device
-                index = on_device.setdefault(device, tail.to(device))
-                tensor.compact(index, start, moves.of(tensor.rotation, device))
+                if slots.device != device:  # copied once, not for each layer of a device
+                    slots = tail.to(device)
+                tensor.compact(slots, start, moves.of(tensor.rotation, device))

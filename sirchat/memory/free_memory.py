@@ -1,8 +1,7 @@
 """Gives freed memory back to the operating system, if the C library is glibc.
 
-glibc keeps freed blocks for later use. A program that frees large blocks, but not the small blocks
-between them, takes more memory than it needs. This happens when tensors are read from disk or
-written to disk.
+glibc keeps freed blocks for later use, and freed large blocks leave gaps between small ones: so a
+program that reads tensors from disk or writes them takes more memory than it needs.
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ from __future__ import annotations
 import ctypes
 import sys
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in glibc's malloc.h
+
 
 def trim_memory() -> None:
-    """Give freed memory back to the operating system; this takes a few milliseconds.
-
-    Does nothing if the C library is not glibc.
-    """
+    """Give freed memory back to the operating system; this takes a few milliseconds."""
     _call_glibc("malloc_trim", 0)
 
 
 def free_large_blocks_at_once() -> None:
-    """Tell glibc to give freed blocks of a megabyte or more back to the operating system at once.
+    """From now on, give freed blocks of a megabyte or more back at once.
 
-    Without this, weights that are read from disk for every forward pass would leave gaps in the
-    heap. Does nothing if the C library is not glibc.
+    Else weights that are read from disk for every forward pass would leave gaps in the heap.
     """
     _call_glibc("mallopt", _MMAP_THRESHOLD, 2**20)
-
-
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD in glibc's malloc.h
 
 
 def _call_glibc(name: str, *arguments: int) -> None:

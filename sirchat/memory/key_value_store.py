@@ -1,8 +1,7 @@
-"""The key/value store: moves keys and values of tokens (rows) between the cache and the archive.
+"""The key/value store: moves keys and values of tokens between the cache and the archive.
 
-The store also updates the ledger, the table of tokens, which records where each token's keys and
-values are. If the archive is off, the rows that a turn evicted are kept until the next turn begins,
-so that the turn can be undone.
+It also updates the ledger, which records where each token's keys and values are. If the archive is
+off, what a turn evicted is kept until the next turn begins, so that the turn can be undone.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,30 +21,27 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.cache_layers import CacheState
-from sirchat.memory.key_value_stats import median_for_unknown
+from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import KeyValues, Positions, merged, united
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
+from sirchat.memory.policies.scores import or_usual
 
+# Bytes of what is evicted that are kept for undo while the archive is off; a turn that evicts more
+# can't be undone.
 UNDO_BYTES = 256 * 2**20
-"""Maximum size in bytes of the evicted rows that are kept for undo while the archive is off.
-
-If a turn evicts more bytes, this turn can't be undone.
-"""
-
-_MOST_UNWRITTEN = 2**30
-"""Bytes by which an archive on disk may grow in RAM after a write to the disk has failed."""
+_MOST_UNWRITTEN = 2**30  # bytes that an archive on disk may grow in RAM after a write has failed
+_READ_AT_ONCE = 4_096  # archived tokens of which statistics are computed
 
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """Record of the tokens that the cache holds at one moment, to which `undo` can go back.
+    """What the cache holds at one moment, to which `undo` can go back.
 
     Attributes:
-        seen: number of tokens that have been read by this moment.
-        held: stream positions [n] of the tokens in the cache, ascending.
-        pinned: stream positions of the pinned tokens, ascending.
-        log_decay: logarithm of the ledger's accumulated decay.
-        attention: statistics of the attention that the tokens in the cache have received.
+        seen: number of tokens read by this moment.
+        held, pinned: stream positions, ascending.
+        log_decay: the ledger's accumulated decay.
+        attention: the attention that the held tokens have received.
         state: the state of the model's recurrent and convolution layers.
     """
 
@@ -59,22 +56,17 @@ class CacheCheckpoint:
 class KeyValueStore:
     """The keys and values of one conversation: held in the cache, or evicted to the archive.
 
-    Args:
-        cache: an empty KV cache.
-        ledger: an empty ledger (table of tokens).
-        limit: maximum size of the archive in bytes; 0 turns it off.
-        folder: folder of the archive's files; None keeps the archive in RAM.
+    `cache` and `ledger` are empty. `limit` is the archive's size in bytes, 0 turns it off; `folder`
+    is for its files, None keeps it in RAM. `archive` may be another object after `set_limit`.
     """
 
     def __init__(
         self, cache: BoundedCache, ledger: Ledger, limit: int = 0, folder: Path | None = None
     ) -> None:
-        self.cache = cache
-        self.ledger = ledger
+        self.cache, self.ledger = cache, ledger
+        self.archive = Archive(limit or UNDO_BYTES, folder)
+        self._archiving, self._folder = limit > 0, folder
         self._problems: list[str] = []
-        self._archive = Archive(limit or UNDO_BYTES, folder)
-        self._archiving = limit > 0
-        self._folder = folder
         self._is_full_reported = self._is_disk_reported = False
 
     @property
@@ -82,67 +74,44 @@ class KeyValueStore:
         """Number of tokens that are in the archive and not in the cache."""
         return int((self.ledger.column("state") == State.ARCHIVED).sum())
 
-    @property
-    def archive_bytes(self) -> int:
-        """Size in bytes of all keys and values in the archive."""
-        return self._archive.nbytes
-
     def take_problems(self) -> list[str]:
-        """Return the archive's new problems, such as a full disk: one line for each problem.
-
-        The next call returns only problems that come after this call.
-        """
+        """The archive's problems since the last call, such as a full disk: one line for each."""
         problems, self._problems = self._problems, []
         return problems
 
     def set_limit(self, limit: int, folder: Path | None = None) -> None:
-        """Change the archive's maximum size and its folder; archived rows are moved if necessary.
+        """Change the archive's size in bytes and its folder, and move what is archived.
 
-        `limit` is in bytes; 0 turns the archive off, and archived tokens can no longer be restored.
-        `folder` is the folder for the archive's files; None keeps the archive in RAM.
+        With 0 the archive is off, and archived tokens can no longer be restored.
         """
-        old, was_on = self._archive, self._archiving
+        old, was_on = self.archive, self._archiving
         self._archiving = limit > 0
         if was_on and self._archiving and folder == self._folder:
             old.limit = self._bounded(limit)
             self._shrink()
             return
-        self._archive = Archive(limit or UNDO_BYTES, folder)
-        self._folder = folder
-        if self._archiving:
-            self._archive.add_all(old)
-        else:
+        self.archive, self._folder = Archive(limit or UNDO_BYTES, folder), folder
+        if not self._archiving:
             self.ledger.mark_gone(np.flatnonzero(self.ledger.column("state") == State.ARCHIVED))
+        elif len(old):
+            self.archive.add(old.fetch(old.positions))
         old.close()
         self._shrink()
 
-    def _bounded(self, limit: int) -> int:
-        """The size limit for the archive in bytes: `limit`, or less if the disk has failed.
-
-        After a failed write, evicted rows stay in RAM; then the archive may grow only by
-        `_MOST_UNWRITTEN` bytes.
-        """
-        if self._archive.disk_error is None:
-            return limit
-        return min(limit, self._archive.nbytes + _MOST_UNWRITTEN)
-
     def reachable(self) -> Positions:
-        """Stream positions [n], ascending, of all tokens in the cache or in the archive.
+        """Stream positions, ascending, of all tokens in the cache or in the archive.
 
-        Tokens with the flag `EXCLUDED`, which must never be restored, are left out.
+        Those that must never be restored (flag `EXCLUDED`) are left out.
         """
-        ledger, stored = self.ledger, self._archive.positions
+        ledger, stored = self.ledger, self.archive.positions
         stored = stored[stored < ledger.seen]
         archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
-        found = united((ledger.held_positions, archived))
-        allowed: Positions = found[ledger.column("flags")[found] & Flag.EXCLUDED == 0]
+        stored = united((ledger.held_positions, archived))
+        allowed: Positions = stored[ledger.column("flags")[stored] & Flag.EXCLUDED == 0]
         return allowed
 
     def keep(self, rows: Tensor) -> Positions:
-        """Evict all rows from the cache except those numbered `rows` [k].
-
-        Returns the stream positions of the evicted rows.
-        """
+        """Evict all but the cache's rows numbered `rows` [k]; returns the evicted positions."""
         evicted = np.ones(self.ledger.held_count, bool)
         evicted[rows.numpy()] = False
         self._archive_rows(np.flatnonzero(evicted))
@@ -152,10 +121,9 @@ class KeyValueStore:
         return positions
 
     def hold(self, positions: Positions) -> tuple[Positions, Positions]:
-        """Evict and restore rows, so that the cache holds exactly the rows at given positions.
+        """Make the cache hold exactly these tokens, of the cache or the archive.
 
-        `positions` [n] are stream positions, ascending, of rows in the cache or the archive.
-        Returns the positions of the evicted rows, and the positions of the restored rows.
+        `positions` [n] are ascending. Returns those of the evicted and of the restored tokens.
         """
         self.cache.remove_inserted()
         stays = np.isin(self.ledger.held_positions, positions, assume_unique=True)
@@ -166,55 +134,49 @@ class KeyValueStore:
         return evicted, restored
 
     def insert(self, start: int, layers: Sequence[Positions]) -> None:
-        """Copy archived rows into the cache as extra rows, before the cache's row number `start`.
+        """Copy archived tokens into the cache, before its row `start`: `layers[i]` into layer i.
 
-        Layer i gets the rows at stream positions `layers[i]`. Raises LookupError, changing nothing,
-        if one of the rows is not archived.
+        Raises LookupError, changing nothing, if one is not archived.
         """
-        self._archive.insert_into(self.cache, start, layers)
-
-    @property
-    def archive(self) -> Archive:
-        """The archive of evicted rows; `set_limit` may replace this object by another."""
-        return self._archive
+        fetched = [self.archive.fetch(at, layer) for layer, at in enumerate(layers)]
+        self.cache.insert(start, fetched)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Context manager that turns off the archive's size limit within its block.
-
-        Use it to read ids whose reading is undone afterwards: no archived row is deleted.
-        """
-        limit, self._archive.limit = self._archive.limit, None
+        """Turn off the archive's limit, to read ids whose reading is undone afterwards."""
+        limit, self.archive.limit = self.archive.limit, None
         try:
             yield
         finally:
-            self._archive.limit = limit
+            self.archive.limit = limit
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Return a record of the present state, to which `undo` can go back.
+        """The present state, to which `undo` can go back; call this at the beginning of a turn.
 
-        Call this at the beginning of a turn. If the archive is off, the rows that the previous turn
-        evicted are deleted.
+        If the archive is off, what the previous turn evicted is deleted.
         """
         if not self._archiving:
-            self._archive.clear()
+            self.archive.clear()
         ledger = self.ledger
         held = ledger.held_positions.copy()
-        attention = ledger.attention.checkpoint(held)
-        pinned = ledger.pinned_positions
-        state = self.cache.state
-        return CacheCheckpoint(ledger.seen, held, pinned, ledger.log_decay, attention, state)
+        return CacheCheckpoint(
+            ledger.seen,
+            held,
+            ledger.pinned_positions,
+            ledger.log_decay,
+            ledger.attention.checkpoint(held),
+            self.cache.state,
+        )
 
     def has(self, positions: Positions) -> bool:
-        """Whether the rows at all of these stream positions are in the cache or in the archive."""
+        """Whether all of these tokens are in the cache or in the archive."""
         missing = np.setdiff1d(positions, self.ledger.held_positions, assume_unique=True)
-        return bool(self._archive.has(missing).all())
+        return bool(self.archive.has(missing).all())
 
     def undo(self, checkpoint: CacheCheckpoint) -> None:
-        """Go back to the state of `checkpoint`, and delete all tokens that were read after it.
+        """Go back to the checkpoint, and delete all tokens that were read after it.
 
-        Raises LookupError, changing nothing, if a row that was in the cache at the checkpoint is
-        now neither in the cache nor in the archive.
+        Raises LookupError, changing nothing, if a token that it held is no longer stored.
         """
         if not self.has(checkpoint.held):
             raise LookupError("some rows that the checkpoint held are neither held nor archived")
@@ -225,65 +187,60 @@ class KeyValueStore:
         self._archive_rows(np.flatnonzero(~stays & ~is_new))
         self._replace(np.flatnonzero(stays), checkpoint.held)
         self.ledger.hold(checkpoint.held, self._evicted_state)
-        self._archive.truncate(checkpoint.seen)
+        self.archive.truncate(checkpoint.seen)
         self.ledger.truncate(checkpoint.seen, checkpoint.log_decay)
         self.ledger.attention.undo(checkpoint.attention, checkpoint.seen)
         self.cache.state = checkpoint.state
 
     def statistics(
         self, positions: Positions, wanted: Collection[KeyValueStat]
-    ) -> dict[KeyValueStat, NDArray[np.float64]]:
-        """Compute statistics of the keys and values of tokens, by which policies rank them.
+    ) -> dict[KeyValueStat, Tensor]:
+        """Statistics [n] of the keys and values at ascending `positions` [n], by name.
 
-        `positions` [n] are the tokens' stream positions, ascending; `wanted` are names of
-        statistics. Returns an array [n] for each name. A token that is neither in the cache nor in
-        the archive gets the median of the other tokens.
+        A token that is neither in the cache nor in the archive gets the median of the others.
         """
-        held = self.ledger.held_positions
-        found = self._archive.statistics(self.cache, held, positions, wanted)
-        return {name: median_for_unknown(values) for name, values in found.items()}
+
+        def blocks(as_read: bool) -> Iterator[Block]:
+            return self._blocks(positions, as_read)
+
+        stats = key_value_stats(wanted, len(positions), blocks)
+        return {name: or_usual(values) for name, values in stats.items()}
 
     def rows(self, limit: int | None = None) -> KeyValues | None:
-        """A copy on the CPU of all rows in the cache or the archive, with keys as first written.
+        """A copy on the CPU of all that is in the cache or the archive, in stream order.
 
-        Rows are in ascending order of stream position. If all rows together are larger than `limit`
-        bytes, returns only the rows in the cache; if the rows in the cache are larger, too, returns
-        None.
+        If it is larger than `limit` bytes, returns what is in the cache; None if that is, too.
         """
-        positions = self.reachable()
-        held = self.ledger.held_positions
-        row_bytes = self.cache.first_written(
-            torch.arange(min(1, len(held))), held[:1].copy()
-        ).nbytes
-        if limit is not None and len(held) * row_bytes > limit:
+        held, positions = self.ledger.held_positions, self.reachable()
+        first = self.cache.first_written(torch.arange(min(1, len(held))), held[:1].copy())
+        if limit is not None and len(held) * first.nbytes > limit:
             return None
-        held_rows = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
+        in_cache = self.cache.first_written(torch.arange(len(held)), held.copy()).to("cpu")
         archived = np.setdiff1d(positions, held, assume_unique=True)
-        if not len(archived) or (limit is not None and len(positions) * row_bytes > limit):
-            return held_rows
-        return merged(held_rows, self._archive.fetch(archived))
+        if not len(archived) or (limit is not None and len(positions) * first.nbytes > limit):
+            return in_cache
+        return merged(in_cache, self.archive.fetch(archived))
 
-    def load(self, rows: KeyValues) -> None:
-        """Load the saved rows of a conversation, whose ledger is loaded already.
+    def load(self, saved: KeyValues) -> None:
+        """Load a saved conversation, whose ledger is loaded already.
 
-        Rows that the ledger records as held go into the cache, all other rows into the archive.
+        What the ledger records as held goes into the cache, the rest into the archive.
         """
-        held = np.searchsorted(rows.positions, self.ledger.held_positions)
-        self.cache.replace(rows.take(held))
+        held = np.searchsorted(saved.positions, self.ledger.held_positions)
+        self.cache.replace(saved.take(held))
         if self._archiving:
-            archived = np.setdiff1d(np.arange(len(rows)), held)
-            self._archive.add(rows.take(archived))
-            self.ledger.archive(rows.positions[archived])
+            archived = np.setdiff1d(np.arange(len(saved)), held)
+            self.archive.add(saved.take(archived))
+            self.ledger.archive(saved.positions[archived])
             self._shrink()
 
     def erase(self, positions: Positions) -> None:
-        """Erase the rows at these stream positions from the cache and from the archive."""
+        """Erase these tokens from the cache and from the archive."""
         self.cache.remove_inserted()
-        held = self.ledger.held_positions
-        stays = np.flatnonzero(~np.isin(held, positions))
-        self.cache.keep(torch.from_numpy(stays))
-        self.ledger.keep(torch.from_numpy(stays), State.GONE)
-        self._archive.remove(positions)
+        stays = torch.from_numpy(np.flatnonzero(~np.isin(self.ledger.held_positions, positions)))
+        self.cache.keep(stays)
+        self.ledger.keep(stays, State.GONE)
+        self.archive.remove(positions)
         self.ledger.mark_gone(positions)
 
     @property
@@ -291,34 +248,50 @@ class KeyValueStore:
         return State.ARCHIVED if self._archiving else State.GONE
 
     def _archive_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy the cache's rows numbered `rows` [k] to the archive.
-
-        Rows that the archive already has are skipped.
-        """
+        """Copy the cache's rows numbered `rows` [k] to the archive, if it lacks them."""
         positions = self.ledger.held_positions[rows]
-        new = ~self._archive.has(positions)
+        new = ~self.archive.has(positions)
         if new.any():
             chosen = torch.from_numpy(rows[new])
-            self._archive.add_held(self.cache, chosen, positions[new])
+            self.archive.add(self.cache.first_written(chosen, positions[new]))
 
     def _replace(self, rows: NDArray[np.int64], positions: Positions) -> None:
-        """Make the cache hold exactly the rows at stream `positions` [n].
-
-        The rows that the cache holds already have the row numbers `rows` [k]. The missing rows are
-        copied from the archive.
-        """
+        """Make the cache hold what is at `positions` [n]; it has the rows numbered `rows` [k]."""
         held, chosen = self.ledger.held_positions[rows], torch.from_numpy(rows)
         if len(held) == len(positions):
             self.cache.keep(chosen)
-        else:
-            self._archive.fill(self.cache, chosen, held, positions)
+            return
+        restored = self.archive.fetch(np.setdiff1d(positions, held, assume_unique=True))
+        if len(held):
+            restored = merged(self.cache.first_written(chosen, held), restored)
+        self.cache.replace(restored)
+
+    def _blocks(self, positions: Positions, as_read: bool) -> Iterator[Block]:
+        """Keys and values at `positions` [n]; with `as_read` rotated as if the cache held these."""
+        held = self.ledger.held_positions
+        here = np.flatnonzero(np.isin(positions, held, assume_unique=True))
+        rows = torch.from_numpy(np.searchsorted(held, positions[here]))
+        if as_read and len(here) == len(positions):
+            yield Block(torch.from_numpy(here), self.cache.as_read(rows))
+            return
+        first = [self.cache.first_written(rows, positions[here])] if len(here) else []
+        archived = np.setdiff1d(positions, held, assume_unique=True)
+        archived = archived[self.archive.has(archived)]
+        starts = range(0, len(archived), _READ_AT_ONCE)
+        fetched = (self.archive.fetch(archived[start : start + _READ_AT_ONCE]) for start in starts)
+        for part in chain(first, fetched):
+            numbers = torch.from_numpy(np.searchsorted(positions, part.positions))
+            yield Block(numbers, (self.cache.rotated(part, numbers) if as_read else part).tensors)
+
+    def _bounded(self, limit: int) -> int:
+        """The limit in bytes; after a failed write, what is evicted stays in RAM."""
+        if self.archive.disk_error is None:
+            return limit
+        return min(limit, self.archive.nbytes + _MOST_UNWRITTEN)
 
     def _shrink(self) -> None:
-        """Delete archived rows until the archive is within its limit of bytes.
-
-        A full archive or a failed disk is recorded as a problem for `take_problems`.
-        """
-        archive = self._archive
+        """Delete what is over the archive's limit; note a full archive or a failed disk."""
+        archive = self.archive
         if archive.disk_error and archive.limit is not None and not self._is_disk_reported:
             self._is_disk_reported = True
             archive.limit = self._bounded(archive.limit)
@@ -326,7 +299,7 @@ class KeyValueStore:
                 "the archive can't be written to disk, so what is evicted now stays in "
                 f"memory: {archive.disk_error}"
             )
-        dropped = self._archive.shrink(self.ledger.log_decayed_surprisal_of)
+        dropped = archive.shrink(self.ledger.log_decayed_surprisal_of)
         self.ledger.mark_gone(dropped)
         if len(dropped) and self._archiving and not self._is_full_reported:
             self._is_full_reported = True

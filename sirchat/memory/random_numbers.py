@@ -1,8 +1,7 @@
-"""Random numbers that are computed from their arguments alone, without a generator's state.
+"""Random numbers that are hashes of what they are for, without a generator's state.
 
-Each number is a hash of four numbers: seed, purpose, stream position, and number of tokens read.
-Therefore the same conversation gets the same random numbers on every device, in any order, and
-after a resume. The hash is splitmix64 (Steele et al. 2014).
+So the same conversation gets the same numbers on every device, in any order, and after a resume.
+The hash is splitmix64 (Steele et al. 2014).
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ class Purpose(IntEnum):
 def uniform(
     seed: int, purpose: Purpose, positions: NDArray[np.int64], seen: int = 0
 ) -> NDArray[np.float64]:
-    """Compute a random number in [0, 1) for each of the stream `positions` [n].
+    """A random number in [0, 1) for each of the stream `positions` [n].
 
-    The same arguments always give the same numbers. `seen` is usually the number of tokens that
-    have been read; each value of it gives different numbers.
+    `seen` is usually the number of tokens that have been read; each value gives other numbers.
     """
     with np.errstate(over="ignore"):
         state = _mix(np.uint64(seed) + _GAMMA * np.uint64(purpose))

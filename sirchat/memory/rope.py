@@ -1,8 +1,7 @@
 """Rotary position embeddings: find how a layer rotates keys, and rotate keys to other positions.
 
-If the input is a single token, the hidden states do not depend on its position. Therefore the keys
-of this token at two positions differ by exactly the layer's rotation. `match_rotation` tries each
-frequency buffer of the model in each layout, and returns the rotation that explains the difference.
+If the input is a single token, the hidden states do not depend on its position, so this token's
+keys at two positions differ by exactly the layer's rotation.
 """
 
 from __future__ import annotations
@@ -17,19 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary position embedding of one layer's keys or values.
+    """The rotary position embedding of one layer's keys or values."""
 
-    Attributes:
-        inv_freq: angular frequencies, float32 [d/2], in radians per position, negative for a
-            rotation backward; kept on the CPU, because not every device has float64.
-        interleaved: True if pairs of adjacent dimensions are rotated: (0, 1), (2, 3), ...; False
-            if the pairs are (0, d/2), (1, d/2 + 1), ...
-        offset: index within the head of the first of the d rotated dimensions.
-    """
-
+    # float32 [d/2], radians per position, negative for a rotation backward; on the CPU, because not
+    # every device has float64
     inv_freq: Tensor
-    interleaved: bool = False
-    offset: int = 0
+    interleaved: bool = False  # pairs are (0, 1), (2, 3), ..., else (0, d/2), (1, d/2 + 1), ...
+    offset: int = 0  # of the first of the d rotated dimensions within the head
 
     @property
     def dims(self) -> int:
@@ -37,12 +30,9 @@ class Rotation:
         return 2 * self.inv_freq.numel()
 
     def cos_sin(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [n, d/2], that rotate n keys from positions `old` to `new`.
-
-        Angles are rounded to float32, like the model's own, and then subtracted in float64.
-        Therefore a rotated key equals the key that the model would have computed at the new
-        position.
-        """
+        """Cosines and sines, each [n, d/2], that rotate n keys from positions `old` to `new`."""
+        # Rounded to float32, like the model's own, and then subtracted in float64: a rotated key
+        # equals the key that the model would have computed at the new position.
         inv_freq = self.inv_freq[None]  # [1, d/2]
         angle_old = (old.float()[:, None] * inv_freq).double()
         angle_new = (new.float()[:, None] * inv_freq).double()
@@ -51,10 +41,7 @@ class Rotation:
         return delta.cos(), delta.sin()
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate vectors `x` [..., n, D] by the cosines `cos` and sines `sin`, each [n, d/2].
-
-        Returns a rotated copy in float32.
-        """
+        """The vectors `x` [..., n, D], rotated by `cos` and `sin` [n, d/2]: a copy in float32."""
         cos, sin = cos.to(x.device), sin.to(x.device)
         out = x.float() if x.dtype != torch.float32 else x.clone()
         old = self._pairs(x.float())
@@ -64,7 +51,7 @@ class Rotation:
         return out
 
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the second coordinates of all rotated pairs of `x`: views [..., d/2]."""
+        """First and second coordinates of the rotated pairs of `x`: views [..., d/2]."""
         part = x[..., self.offset : self.offset + self.dims]
         if self.interleaved:
             return part[..., 0::2], part[..., 1::2]
@@ -79,8 +66,7 @@ class Rotation:
 class CosSin:
     """Cosines and sines that rotate n keys from rotary positions `old` [n] to `new` [n].
 
-    Cosines and sines are computed once for each device and each set of frequencies. Layers with the
-    same frequencies share them.
+    They are computed once for each device and each set of frequencies.
     """
 
     def __init__(self, old: Tensor, new: Tensor) -> None:
@@ -88,10 +74,7 @@ class CosSin:
         self._computed: list[tuple[Rotation, torch.device, tuple[Tensor, Tensor]]] = []
 
     def of(self, rotation: Rotation | None, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The cosines and sines of `rotation`, each [n, d/2], on `device`.
-
-        Returns None if `rotation` is None.
-        """
+        """The cosines and sines of a rotation, if there is one, each [n, d/2], on `device`."""
         if rotation is None:
             return None
         for other, where, cos_sin in self._computed:
@@ -117,19 +100,11 @@ def unrotated(vectors: Tensor, written_at: Tensor, rotation: Rotation | None) ->
 def match_rotation(
     samples: Mapping[int, Tensor], frequencies: Mapping[str, Tensor], tolerance: float
 ) -> Rotation | None:
-    """Find the rotation that turns a token's key at position 0 into its keys at other positions.
+    """The rotation that turns a token's key at position 0 into its keys at other positions.
 
-    Args:
-        samples: for each position, the key (or value) [H, D] of the same token at that position;
-            must include position 0.
-        frequencies: the model's `inv_freq` buffers by name, float32 [d/2] each.
-        tolerance: largest relative error of a match.
-
-    Returns:
-        The rotation, or None if the key does not depend on the position.
-
-    Raises:
-        LookupError: the key depends on the position, but no known rotation explains how.
+    `samples` has the key or value [H, D] by position, `frequencies` the model's `inv_freq` buffers
+    [d/2] by name; `tolerance` is the largest relative error of a match. Returns None if the key
+    does not depend on the position; raises LookupError if no known rotation explains how it does.
     """
     if _error(samples, None) <= tolerance:
         return None
@@ -157,12 +132,7 @@ def _candidates(frequencies: Mapping[str, Tensor], head_dim: int, sign: int) -> 
 
 
 def _error(samples: Mapping[int, Tensor], rotation: Rotation | None) -> float:
-    """The largest relative error if `rotation` rotates a token's key to other positions.
-
-    `samples` has the token's key [H, D] at each position. The key at position 0 is rotated to every
-    position, and compared with the key at that position. If `rotation` is None, it is compared
-    without rotation.
-    """
+    """The largest relative error of the key at position 0, rotated to the other positions."""
     start = samples[0].float()[:, None]  # [H, 1, D]
     worst = 0.0
     for position, sample in samples.items():

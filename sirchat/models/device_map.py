@@ -23,8 +23,8 @@ from torch import nn
 from sirchat.config.profile import Profile, parse_size
 from sirchat.config.values import parse_yaml
 from sirchat.errors import ModelError, UsageError, format_value, nearest
+from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import free_large_blocks_at_once
-from sirchat.memory.segments import ArchiveFolder
 from sirchat.models.devices import (
     CPU,
     DISK,

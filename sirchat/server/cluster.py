@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError, format_value
-from sirchat.memory.segments import sweep
+from sirchat.memory.archive_folder import sweep
 from sirchat.models.devices import in_ending_thread
 from sirchat.models.load import load_model_of
 from sirchat.paths import archives_dir, served_dir

@@ -28,7 +28,7 @@ from forked_command import ForkedCommand
 from saved_chats import saved
 from sirchat.chat.session import Session
 from sirchat.errors import DamagedSessionError
-from sirchat.memory.segments import sweep
+from sirchat.memory.archive_folder import sweep
 from sirchat.paths import tiny_dir
 from sirchat.saved import session_list
 from sirchat.saved.autosave import resume_session

@@ -71,11 +71,10 @@ def test_erased_keys_and_values_are_overwritten() -> None:
     list(chat.ask("other words " * 30))
     archived = [one.row.position for one in chat.why(SECRET) if one.state == "archived"]
     assert archived
-    archive = chat._engine.store._archive
+    archive = chat._engine.store.archive
     before = archive.fetch(np.array(archived))
     chat.erase(SECRET)
-    for segment in archive._segments:
-        assert segment is not None
+    for segment in archive._segments.values():
         for key, gone in zip(segment.tensors, before.tensors, strict=True):
             for n in range(gone.shape[1]):
                 assert not (key == gone[:, n : n + 1]).all(-1).all(0).any()

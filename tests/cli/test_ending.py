@@ -17,7 +17,7 @@ import pytest
 
 from command import run
 from sirchat.cli import main
-from sirchat.memory.segments import ArchiveFolder, sweep
+from sirchat.memory.archive_folder import ArchiveFolder, sweep
 from warm_python import warm_python
 
 

@@ -48,7 +48,7 @@ def test_the_most_distinctive_keys_of_all_that_was_read_stay() -> None:
 
 
 def test_other_policies_have_no_statistics_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sirchat.memory.archive.key_value_stats", None)
+    monkeypatch.setattr("sirchat.memory.key_value_store.key_value_stats", None)
     assert talked(bounded(Sink(), budget=32)).resident <= 32
 
 

@@ -75,8 +75,7 @@ def test_a_larger_budget_holds_what_it_would_choose_from_everything(policy: str)
     newest = at >= seen - (150 - sinks) // 2
     protected = (at < sinks) | (newest & (engine.ledger.column("round") == 5))
     view = engine.ledger.view(at, sinks=sinks, protected=protected)
-    found = engine.store.statistics(at, engine.settings.policy.key_value_stats)
-    stats: dict[str, Any] = {name: torch.from_numpy(one) for name, one in found.items()}
+    stats: dict[Any, Any] = engine.store.statistics(at, engine.settings.policy.key_value_stats)
     view = replace(view, **stats)
     assert engine.ledger.held_positions.tolist() == engine.settings.policy.keep(view, 150).tolist()
     assert sum(len(r.positions) for r in records if isinstance(r, RestoredRows)) >= 86
@@ -117,7 +116,7 @@ def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
 
 def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
     engine = talked(memory("sink", 64, archive=1))
-    assert engine.store.archive_bytes <= 1
+    assert engine.store.archive.nbytes <= 1
     assert engine.store.archived == 0
     list(engine.residency.switch(memory("sink", 200, archive=1)))
     assert engine.resident == 64
@@ -152,19 +151,19 @@ def test_archived_rows_can_be_pinned_up_to_the_allowance(policy: str) -> None:
 
 def test_turns_undone_leave_nothing_in_the_archive() -> None:
     engine = talked(memory("sink", 64))
-    before = engine.store.archive_bytes
+    before = engine.store.archive.nbytes
     for turn in range(30):
         checkpoint = engine.checkpoint()
         talk(engine, 7 + turn, count=100)
         engine.undo(checkpoint)
-    assert engine.store.archive_bytes <= 2 * before
+    assert engine.store.archive.nbytes <= 2 * before
 
 
 def test_turning_the_archive_off_empties_it() -> None:
     engine = talked(memory("sink", 64))
     assert engine.store.archived == engine.ledger.seen - engine.resident
     list(engine.residency.switch(memory("sink", 64, archive=0)))
-    assert engine.store.archived == engine.store.archive_bytes == 0
+    assert engine.store.archived == engine.store.archive.nbytes == 0
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.memory.archive import Archive
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role
-from sirchat.memory.segments import SEGMENT_ROWS, SegmentFiles
+from sirchat.memory.segments import SEGMENT_ROWS, Segment, SegmentFiles
 from sirchat.memory.transfers import Transfer, Transfers, to_device
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
@@ -187,16 +187,15 @@ def test_a_removed_row_is_overwritten() -> None:
     archive = Archive()
     archive.add(rows([5, 6, 7]))
     archive.remove(np.array([6]))
-    segments = [one for one in archive._segments if one is not None]
-    assert not any((one[:, 1] != 0).any() for one in segments[0].tensors)
-    assert segments[0].positions[:3].tolist() == [5, -1, 7]
+    (segment,) = archive._segments.values()
+    assert not any((tensor[:, 1] != 0).any() for tensor in segment.tensors)
+    assert segment.positions[:3].tolist() == [5, -1, 7]
 
 
 def test_full_segments_are_private_files_deleted_with_the_archive(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     archive = Archive(folder=folder)
     archive.add(rows(list(range(3 * SEGMENT_ROWS + 5))))
-    assert archive._files is not None
     archive._files.wait()
     assert len(list(folder.iterdir())) == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
@@ -210,7 +209,6 @@ def test_what_is_removed_is_overwritten_on_disk(tmp_path: Path) -> None:
     archive = Archive(folder=tmp_path / "a")
     archive.add(rows(list(range(1, SEGMENT_ROWS + 1))))
     archive.remove(np.array([17]))
-    assert archive._files is not None
     archive._files.wait()
     (path,) = (tmp_path / "a").iterdir()
     assert (load_file(path)["0"][:, 16] == 0).all()
@@ -232,7 +230,6 @@ def test_rows_added_while_a_segment_is_written_are_in_it(
 
     with closing(Archive(folder=tmp_path / "a")) as archive:
         archive.add(rows(list(range(SEGMENT_ROWS))))
-        assert archive._files is not None
         archive._files.wait()
         monkeypatch.setattr("sirchat.memory.segments.save_file", slow)
         last = np.arange(SEGMENT_ROWS - 9, SEGMENT_ROWS)
@@ -253,7 +250,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     archive = Archive(folder=tmp_path / "a")
     archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert archive._files is not None
     archive._files.wait()
     assert str(tmp_path) in (archive.disk_error or "")
 
@@ -262,7 +258,6 @@ def test_a_path_that_is_no_folder_is_named_and_nothing_is_lost(tmp_path: Path) -
     (tmp_path / "a").write_text("a file")
     archive = Archive(folder=tmp_path / "a" / "b")
     archive.add(rows(list(range(SEGMENT_ROWS))))
-    assert archive._files is not None
     archive._files.wait()
     assert str(tmp_path) in (archive.disk_error or "")
     check_fetched(archive, [0, 5])
@@ -316,7 +311,7 @@ def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
     chat, notices = long_chat(archive_limit="200kB")
     assert [text for text in notices if "archive is full" in text] == notices
     assert len(notices) == 1
-    assert chat._engine.store.archive_bytes <= 200_000
+    assert chat._engine.store.archive.nbytes <= 200_000
     list(chat.switch("/budget", budget=2000))
     assert 64 < chat.resident < chat.seen
 
@@ -328,7 +323,13 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
     """A search is undone, and what a switch restores is restored, from memory."""
     for module in ("archive", "segments"):
         monkeypatch.setattr(f"sirchat.memory.{module}.SEGMENT_ROWS", 32)
-    monkeypatch.setattr(SegmentFiles, "put", SegmentFiles._write)  # at once
+    put = SegmentFiles.put
+
+    def put_at_once(files: SegmentFiles, number: int, segment: Segment) -> None:
+        put(files, number, segment)
+        files.wait()
+
+    monkeypatch.setattr(SegmentFiles, "put", put_at_once)
     chats = [long_chat(1, archive=place, recall=recall)[0] for place in ("disk", "ram")]
 
     def full(*_: object) -> None:

@@ -89,14 +89,7 @@ def searched(engine: Engine, model: LoadedModel, ids: list[int]) -> tuple[KeyVal
     held = engine.ledger.held_positions
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state")[:start] == State.ARCHIVED)
-    blocks = list(engine.store.archive.blocks(archived))
-    rows = KeyValues(
-        np.concatenate([one.positions for one in blocks]),
-        np.concatenate([one.written_at for one in blocks]),
-        [torch.cat(parts, 1) for parts in zip(*(one.tensors for one in blocks), strict=True)],
-    )
-    order = np.argsort(rows.positions)
-    theirs = rows.take(order)
+    theirs = engine.store.archive.fetch(archived)
     engine.undo(checkpoint)
     return ours, theirs
 
@@ -150,16 +143,15 @@ def test_the_papers_query_is_the_recent_window_and_reads_nothing(retriever: str)
     slots = np.flatnonzero(held >= 4)
     ours = engine.cache.first_written(torch.from_numpy(slots), held[slots])
     archived = np.flatnonzero(engine.ledger.column("state") == State.ARCHIVED)
-    blocks = list(engine.store.archive.blocks(archived))
+    theirs = engine.store.archive.fetch(archived)
     passes = engine.cache.length
     found = find(engine, model, some_ids(99, 12), 99)
     assert engine.cache.length == passes
     assert found is not None
-    for block in blocks:
-        layers = by_the_equations(retriever, ours, block, model)
-        mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
-        at = np.searchsorted(found.positions, block.positions)
-        np.testing.assert_allclose(found.scores[torch.from_numpy(at)], mean, rtol=1e-4, atol=1e-5)
+    layers = by_the_equations(retriever, ours, theirs, model)
+    mean = [sum(column) / len(layers) for column in zip(*layers, strict=True)]
+    at = np.searchsorted(found.positions, theirs.positions)
+    np.testing.assert_allclose(found.scores[torch.from_numpy(at)], mean, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_is_what_the_queries_would_look_at() -> None:

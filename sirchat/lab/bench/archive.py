@@ -71,7 +71,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
     for turn in range(-(-tokens // _ROUND)):
         ids = draw.choices(range(model.vocab_size), k=min(_ROUND, tokens - turn * _ROUND))
         for _ in engine.prefill(ids, [Role.USER] * len(ids), TurnRef(turn=turn, round=turn)):
-            archive = max(archive, engine.store.archive_bytes)
+            archive = max(archive, engine.store.archive.nbytes)
         engine.close_round()
         disk = max(disk, _size(files))
         now = resident_memory()
