@@ -3,7 +3,6 @@
 import json as json_format
 import os
 import sys
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,15 +11,15 @@ import typer
 
 from sirchat import paths
 from sirchat.cli.flags import Debug, complete_model
+from sirchat.cli.registry import lab_module
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve, set_default
-from sirchat.errors import ModelError, UsageError, format_value, nearest
+from sirchat.errors import ModelError, UsageError
 from sirchat.models.hub import require
 from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.engine.families import FamilyCheck
     from sirchat.models.device_map import Layout
     from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
@@ -314,50 +313,7 @@ def models_families(
     with random weights is built. It reads 200 tokens under a budget of 64 tokens; then its cache is
     compared with what transformers computes. The exit code is 1 if a family computes wrongly.
     """
-    from dataclasses import asdict
-
-    import transformers
-
-    from sirchat.engine.families import check_families
-    from sirchat.models.small import causal_families
-
-    known = causal_families()
-    for name in names or ():
-        if name not in known:
-            raise UsageError(
-                f"there is no family {format_value(name)} in transformers "
-                f"{transformers.__version__}",
-                hint=nearest(name, known) or "`sirchat models families` checks all of them",
-            )
-    found = []
-    for one in check_families(names or None):
-        found.append(one)
-        if not json and not markdown:
-            typer.echo(f"{one.family:<26}{displayable_line(one.in_words)}")
-    if json:
-        typer.echo(json_format.dumps([asdict(one) for one in found], indent=2))
-    elif markdown:
-        typer.echo(_by_result(found))
-    counts = Counter(one.status for one in found)
-    said = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    said = said.replace("runs", "run")
-    typer.echo(f"transformers {transformers.__version__}: {said}", err=True)
-    if counts["wrong"]:
-        raise typer.Exit(1)
-
-
-def _by_result(found: "list[FamilyCheck]") -> str:
-    """A Markdown table of model families, grouped by the result of their check.
-
-    Each row has one result and the families with this result; families that run come first.
-    """
-    families: dict[str, list[str]] = {}
-    for one in found:
-        families.setdefault(one.in_words, []).append(f"`{one.family}`")
-    ranks = ("run", "ref", "not", "wro")
-    order = sorted(families, key=lambda words: (ranks.index(words[:3]), -len(families[words])))
-    rows = [f"| {displayable_line(words)} | {', '.join(families[words])} |" for words in order]
-    return "\n".join(["| result | families |", "|---|---|", *rows])
+    lab_module("families").print_checks(names, as_json=json, as_markdown=markdown)
 
 
 def _data(one: "ListedModel") -> dict[str, object]:

@@ -6,8 +6,11 @@ fast.
 """
 
 import textwrap
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+from sirchat.errors import UsageError
 
 TEXT = """\
 Usage: sirchat [SETTINGS]              open a chat
@@ -97,6 +100,13 @@ def lazy_commands() -> dict[str, str]:
         **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
     }
     return {name: module for name, module in modules.items() if name in commands()}
+
+
+def lab_module(name: str) -> Any:
+    """A module of `sirchat.lab`; raises UsageError if that package is not installed."""
+    if find_spec("sirchat.lab") is None:
+        raise UsageError("this command needs the package sirchat.lab, which is not installed")
+    return import_module(f"sirchat.lab.{name}")
 
 
 def overview() -> str:

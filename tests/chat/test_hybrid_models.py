@@ -24,11 +24,11 @@ from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
+from sirchat.lab.small_models import build_small, causal_families
 from sirchat.memory.cache_layers import CacheState
 from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.small import build_small, causal_families
 from sirchat.paths import tiny_dir
 from sirchat.recall.search import search
 from sirchat.saved.autosave import Autosave, resume_session

@@ -14,13 +14,13 @@ from transformers import __version__ as installed
 
 import sirchat.models
 from command import run
-from sirchat.engine import families
-from sirchat.engine.families import FamilyCheck, check_families, check_family
+from sirchat.lab import families
+from sirchat.lab.families import FamilyCheck, check_families, check_family
+from sirchat.lab.small_models import causal_families
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.small import causal_families
 
-README = Path(sirchat.models.__file__).with_name("README.md")
+TABLE = Path(sirchat.models.__file__).with_name("FAMILIES.md")
 SAMPLE = [
     *causal_families()[::16],
     *("deepseek_v3", "doge", "gemma3", "gemma4_text", "glm_moe_dsa", "gpt2", "gptj"),
@@ -29,19 +29,19 @@ SAMPLE = [
 
 
 def table() -> dict[str, str]:
-    """For each family, what the README says of it."""
+    """For each family, what FAMILIES.md says of it."""
     rows = re.findall(
-        r"^\| ((?:runs|refused|not built)[^|]*) \| (`.*`) \|$", README.read_text(), re.M
+        r"^\| ((?:runs|refused|not built)[^|]*) \| (`.*`) \|$", TABLE.read_text(), re.M
     )
     return {name: said for said, names in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
-def test_the_readme_names_every_family_of_the_installed_transformers() -> None:
+def test_the_table_names_every_family_of_the_installed_transformers() -> None:
     assert sorted(table()) == sorted(causal_families()), f"transformers {installed} has others"
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_what_the_readme_says_of_a_family_is_so(family: str) -> None:
+def test_what_the_table_says_of_a_family_is_so(family: str) -> None:
     """For all families: `sirchat models families`, which takes about a minute."""
     assert check_family(family).in_words == table()[family]
 

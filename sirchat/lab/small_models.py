@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 _MOST_WEIGHTS = 20_000_000
 
+# For each small value: the names of the settings that get this value in a small model.
 _SIZES: dict[float, str] = {
     1: "n_group topk_group num_expert_group first_k_dense_replace moe_num_shared_experts "
     "n_shared_experts num_shared_experts",
@@ -48,11 +49,11 @@ _SIZES: dict[float, str] = {
     1024: "max_position_embeddings n_positions max_seq_len attention_chunk_size",
     0.1: "initializer_range",  # large, so that attention prefers some rows to others
 }
-"""For each small value: the names of the settings that get this value in a small model."""
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}  # multi-head latent attention
 _ATTENTION = ["full_attention"]
 _LINEAR = ["linear_attention"]
+# For some families: settings that a small model needs besides the small sizes.
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3, 5]},
     "cohere_compass_text": {
@@ -83,7 +84,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": [*_LINEAR, "hybrid"] * 3},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""For some families: settings that a small model of the family needs besides the small sizes."""
 
 
 def causal_families() -> list[str]:

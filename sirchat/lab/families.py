@@ -8,12 +8,14 @@ both. Each family is checked in a process of its own, with a limit of time and m
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from textwrap import shorten
@@ -21,6 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
+import typer
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -32,7 +36,8 @@ from transformers.cache_utils import (
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.errors import ModelError
+from sirchat.errors import ModelError, UsageError, format_value, nearest
+from sirchat.lab.small_models import build_small, causal_families, language_model_of, small_config
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, wrap_model
@@ -41,13 +46,11 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
 )
 from sirchat.models.progress import quiet_libraries
-from sirchat.models.small import build_small, causal_families, language_model_of, small_config
+from sirchat.ui.text import displayable_line
 
 Status = Literal["runs", "refused", "not built", "wrong"]
 
-SECONDS = 30
-"""Time that the check of one family may take, in seconds."""
-
+SECONDS = 30  # that the check of one family may take
 _MEMORY = 4 << 30  # bytes that the check of one family may allocate
 _TURNS = 40, 60, 100  # ids read
 _BUDGET = 64  # maximum number of rows in the cache at the end
@@ -74,6 +77,33 @@ class FamilyCheck:
         """Status and note as one phrase, such as `runs; compressed keys`."""
         between = "; " if self.status == "runs" else ": "
         return f"{self.status}{between if self.note else ''}{self.note}"
+
+
+def print_checks(names: Sequence[str] | None, *, as_json: bool, as_markdown: bool) -> None:
+    """Check the families `names`, or all, and print the results; exits with 1 if one is wrong."""
+    known = causal_families()
+    for name in names or ():
+        if name not in known:
+            raise UsageError(
+                f"there is no family {format_value(name)} in transformers "
+                f"{transformers.__version__}",
+                hint=nearest(name, known) or "`sirchat models families` checks all of them",
+            )
+    checks = []
+    for check in check_families(names or None):
+        checks.append(check)
+        if not as_json and not as_markdown:
+            typer.echo(f"{check.family:<26}{displayable_line(check.in_words)}")
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    elif as_markdown:
+        typer.echo(_table(checks))
+    counts = Counter(check.status for check in checks)
+    total = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    total = total.replace("runs", "run")
+    typer.echo(f"transformers {transformers.__version__}: {total}", err=True)
+    if counts["wrong"]:
+        raise typer.Exit(1)
 
 
 def check_families(
@@ -104,16 +134,24 @@ def check_families(
             ours.close()
 
 
+def _table(checks: Sequence[FamilyCheck]) -> str:
+    """A Markdown table with a row for each result; families that run come first."""
+    families: dict[str, list[str]] = {}
+    for check in checks:
+        families.setdefault(check.in_words, []).append(f"`{check.family}`")
+    order = ("run", "ref", "not", "wro")
+    results = sorted(families, key=lambda words: (order.index(words[:3]), -len(families[words])))
+    rows = [f"| {displayable_line(words)} | {', '.join(families[words])} |" for words in results]
+    return "\n".join(["| result | families |", "|---|---|", *rows])
+
+
 def _ended(family: str, why: str) -> FamilyCheck:
     return FamilyCheck(family, "not built", f"the check did not end ({why})")
 
 
 def _report(check: Callable[[str], FamilyCheck], family: str, to: Connection) -> None:
-    """Check a family of models and send the result to the parent process.
-
-    This function runs in a process of its own, which ignores Ctrl-C.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Check a family of models in this process, and send the result to the parent process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     if sys.platform == "linux":
         import resource
 
@@ -154,10 +192,7 @@ def check_family(family: str) -> FamilyCheck:
 
 
 def _in_short(error: Exception) -> str:
-    """The message of an error, in one line of at most 120 characters.
-
-    For a ModelError, the hint, the model's name and details in brackets are left out.
-    """
+    """An error's message in at most 120 characters, without a model's name and brackets."""
     text = " ".join(str(error.args[0] if error.args else error).split()) or type(error).__name__
     if isinstance(error, ModelError):
         text = re.sub(r"^\([^)]*\) | \(.*\)$", "", text.removeprefix("it "))
