@@ -31,12 +31,12 @@ MOST_BUDGET = 4096  # tokens
 def with_model_defaults(profile: Profile, model: LoadedModel) -> Profile:
     """This profile, in which settings that the user did not set have this model's defaults.
 
-    A bundled model keeps the built-in ones. For any other: the budget of `budget_for`; recall, if
-    it can work; and sampling as the model's files say, or else `SOUND`.
+    A bundled model keeps the built-in ones. Any other has `default_budget`, recall if it can work,
+    and sampling as its files say, or else `SOUND`.
     """
     if model.name in BUNDLED:
         return profile
-    values: dict[str, Any] = {"budget": budget_for(profile, model.name, model.context_length)}
+    values: dict[str, Any] = {"budget": default_budget(profile, model.name, model.context_length)}
     if "recall" not in profile.model_fields_set and _can_recall(profile):
         values["recall"] = BEST_RETRIEVER
     if profile.model_fields_set.isdisjoint(SAMPLING_PARAMETERS):
@@ -49,11 +49,10 @@ def follows_model(profile: Profile, name: str) -> bool:
     return name not in BUNDLED and "budget" not in profile.model_fields_set
 
 
-def budget_for(profile: Profile, name: str, context_length: int) -> int:
-    """The budget, in tokens, for the model `name`, whose context has `context_length` tokens.
+def default_budget(profile: Profile, name: str, context_length: int) -> int:
+    """The budget, in tokens: what the user set, or half of the context, at most 4,096.
 
-    If it follows from the model: half of the context, at most 4,096, and at least the built-in
-    budget, or the whole context if this is shorter.
+    It is at least the built-in budget, or else the whole context.
     """
     if not follows_model(profile, name):
         return profile.budget
@@ -65,7 +64,7 @@ def most_rows(profile: Profile, name: str, context_length: int) -> int:
     """The largest number of tokens that the cache of a chat with the model `name` can hold."""
     if profile.policy == "full":
         return context_length
-    return min(budget_for(profile, name, context_length), context_length)
+    return min(default_budget(profile, name, context_length), context_length)
 
 
 def _can_recall(profile: Profile) -> bool:

@@ -59,10 +59,10 @@ def own_message(session: Session) -> str:
     messages = [(point.text, _is_of_summary(session, point)) for point in session.undoable] or [
         (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
     ]
-    own = [text for text, is_summary in messages if not is_summary]
-    if messages and not own:
+    texts = [text for text, is_summary in messages if not is_summary]
+    if messages and not texts:
         raise UndoError("there is no message of yours to take back, only a summary")
-    return own[-1] if own else session.last_said
+    return texts[-1] if texts else session.last_said
 
 
 def undo_summaries(session: Session) -> None:

@@ -140,7 +140,7 @@ def _counterpart(part: str, text: str, at: int, other: str) -> int:
     """
     if text == other:
         return at
-    before, found = text.find(part), other.find(part)
-    while 0 <= before < at and (following := other.find(part, found + 1)) >= 0:
-        before, found = text.find(part, before + 1), following
-    return found
+    here, there = text.find(part), other.find(part)
+    while 0 <= here < at and (following := other.find(part, there + 1)) >= 0:
+        here, there = text.find(part, here + 1), following
+    return there

@@ -112,15 +112,6 @@ def test_retry_keeps_pins() -> None:
     assert all((one.state, one.row.flags) == ("held", ("pinned",)) for one in chat.why("7351"))
 
 
-def test_undo_leaves_the_setting_pin_system() -> None:
-    chat = session(babbler(), system="You are brief.", **SMALL)
-    list(chat.ask("red"))
-    list(chat.ask("green"))
-    chat.switch("/set", pin_system=False)
-    chat.undo()
-    assert not any("pinned" in one.row.flags for one in chat.why("brief"))
-
-
 def test_last_and_turn_n_name_turns() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("red green"))
@@ -179,14 +170,3 @@ def test_without_an_archive_evicted_tokens_cannot_be_pinned() -> None:
     assert {one.state for one in chat.why("7351")} == {"gone"}
     with pytest.raises(UsageError):
         chat.pin("7351")
-
-
-def test_an_unpinned_system_prompt_stays_so_through_switches() -> None:
-    chat = session(babbler(), system="You are brief.", **SMALL)
-    list(chat.ask("red"))
-    chat.pin("turn 0", pinned=False)
-    chat.switch("/decay", decay=0.9)
-    assert not any("pinned" in one.row.flags for one in chat.why("turn 0"))
-    chat.pin("turn 0")
-    chat.switch("/set", temperature=0.5)
-    assert all("pinned" in one.row.flags for one in chat.why("turn 0"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from chatting import answer, babbler, hub_tokenizer, session, tiny
+from chatting import answer, babbler, fail_reading, hub_tokenizer, ids_of, session, tiny
 from sirchat.chat.events import (
     Delta,
     Erased,
@@ -23,21 +22,14 @@ from sirchat.chat.events import (
     to_json,
 )
 from sirchat.chat.rereading import copied
-from sirchat.chat.session import Session
 from sirchat.errors import ContextFullError, SettingError
-from sirchat.memory.ledger import Role
-
-
-def _ids(chat: Session) -> list[int]:
-    ids: list[int] = chat._engine.ledger.column("token_id").tolist()
-    return ids
 
 
 def _turns(events: list[Event]) -> list[TurnDone]:
     return [event for event in events if isinstance(event, TurnDone)]
 
 
-def test_a_fact_is_recalled_after_other_turns() -> None:
+def test_the_model_remembers_a_fact_after_other_turns() -> None:
     chat = session(decay=0.9, budget=128)
     for text in ("My name is Anna.", "Tell me a joke."):
         list(chat.ask(text))
@@ -51,7 +43,7 @@ def test_the_stream_of_ids_is_the_template_rendered_at_once() -> None:
         said = answer(list(chat.ask(text)))
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
     whole = hub_tokenizer().apply_chat_template(messages, return_dict=False)
-    assert _ids(chat) == whole
+    assert ids_of(chat) == whole
 
 
 def test_reading_a_reply_gives_the_same_ids_as_saying_it() -> None:
@@ -60,7 +52,7 @@ def test_reading_a_reply_gives_the_same_ids_as_saying_it() -> None:
         reply = answer(list(said.ask(text)))
         list(read.read_user(text))
         list(read.read_reply(reply))
-    assert _ids(read) == _ids(said)
+    assert ids_of(read) == ids_of(said)
 
 
 def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
@@ -71,11 +63,11 @@ def test_an_interrupt_keeps_the_partial_reply_and_closes_the_turn() -> None:
     assert reply.finish == "interrupt"
     assert 0 < reply.tokens_out < 10
     assert reply.text == "".join(e.text for e in events if isinstance(e, Delta))
-    assert _ids(chat)[-1] == chat.template.closing[-1]
+    assert ids_of(chat)[-1] == chat.template.closing[-1]
     assert _turns(list(chat.ask("Again.", interrupted=lambda: True)))[-1].finish == "interrupt"
 
 
-def test_a_reply_whose_events_nobody_reads_on_is_kept_and_closed_before_the_next_turn() -> None:
+def test_a_reply_whose_events_are_not_all_taken_is_kept_and_closed() -> None:
     chat = session(babbler(), max_new_tokens=1000)
     events = chat.ask("Speak.")
     while not isinstance(next(events), Delta):
@@ -87,29 +79,23 @@ def test_a_reply_whose_events_nobody_reads_on_is_kept_and_closed_before_the_next
     read = chat.seen
     list(chat.read_user("Go on."))
     closing = chat.template.closing
-    assert _ids(chat)[read : read + len(closing)] == list(closing)
-    assert chat._engine.ledger.held_count == chat.resident
+    assert ids_of(chat)[read : read + len(closing)] == list(closing)
+    assert len(chat.snapshot().rows) == chat.resident
 
 
 def test_a_turn_that_fails_half_way_is_closed_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chat = session(babbler(), budget=64, recent=8, max_new_tokens=4)
-    usual, calls = type(chat.model).read, iter(range(100))
-
-    def failing(self: Any, ids: Any, cache: Any, **how: Any) -> Any:
-        if next(calls) == 3:
-            raise RuntimeError("out of luck")
-        return usual(self, ids, cache, **how)
-
-    monkeypatch.setattr(type(chat.model), "read", failing)
-    with pytest.raises(RuntimeError, match="luck"):
-        list(chat.ask("word " * 100))
+    with monkeypatch.context() as patch:
+        fail_reading(patch, 3, RuntimeError("out of luck"))
+        with pytest.raises(RuntimeError, match="luck"):
+            list(chat.ask("word " * 100))
     read = chat.seen
     list(chat.ask("Go on."))
     told = ("<|end|>", "<|assistant|>", "<|end|>", "<|user|>")
     closed = [tiny().tokenizer.convert_tokens_to_ids(one) for one in told]
-    assert _ids(chat)[read : read + 4] == closed
+    assert ids_of(chat)[read : read + 4] == closed
 
 
 def test_an_interrupted_paste_still_ends_with_the_reply_header() -> None:
@@ -118,7 +104,7 @@ def test_an_interrupted_paste_still_ends_with_the_reply_header() -> None:
     list(chat.ask(text, interrupted=lambda: True))
     header = tiny().tokenizer.convert_tokens_to_ids("<|assistant|>")
     assert chat.seen < 150
-    assert _ids(chat).count(header) == 1
+    assert ids_of(chat).count(header) == 1
 
 
 def test_a_paste_longer_than_the_budget_is_read_whole() -> None:
@@ -131,10 +117,10 @@ def test_a_paste_longer_than_the_budget_is_read_whole() -> None:
 def test_full_refuses_a_turn_that_does_not_fit_and_keeps_the_rest() -> None:
     chat = session(babbler(), policy="full", max_new_tokens=5)
     list(chat.ask("Hello."))
-    before = _ids(chat)
+    before = ids_of(chat)
     with pytest.raises(ContextFullError, match="policy full evicts none"):
         list(chat.ask("word " * 5000))
-    assert _ids(chat) == before
+    assert ids_of(chat) == before
     list(chat.ask("Still here."))
 
 
@@ -152,7 +138,7 @@ def test_full_closes_a_reply_that_reaches_the_context_length() -> None:
     assert _turns(events)[-1].finish == "context"
     assert isinstance(events[-1], Notice)
     assert chat.resident == chat.seen == 4096
-    list(chat.switch("/policy", policy="entropy"))
+    chat.switch("/policy", policy="entropy")
     assert chat.resident <= chat.budget == 1024
     chat.profile = chat.profile.model_copy(update={"max_new_tokens": 5})
     assert _turns(list(chat.ask("Go on.")))[-1].tokens_out == 5
@@ -163,14 +149,14 @@ def test_switching_takes_effect_at_once_and_loses_nothing_that_fits(policy: str)
     chat = session(babbler(), max_new_tokens=60)
     list(chat.ask("word " * 60))
     held = chat.resident
-    events = list(chat.switch("/policy", policy=policy))
+    events = chat.switch("/policy", policy=policy)
     assert not any(isinstance(event, Evicted) for event in events)
     assert chat.resident == held
-    events = list(chat.switch("/budget", budget=64))
+    events = chat.switch("/budget", budget=64)
     assert chat.resident == 64
     switched = [e for e in events if isinstance(e, Switched)]
     assert [(e.what, e.old, e.new) for e in switched] == [("budget", 1024, 64)]
-    events = list(chat.switch("/budget", budget=2048))
+    events = chat.switch("/budget", budget=2048)
     assert chat.resident == held
     (back,) = (e for e in events if isinstance(e, Restored))
     assert len(back.positions) == held - 64
@@ -184,7 +170,7 @@ def test_a_switch_that_is_not_allowed_changes_nothing() -> None:
     before = chat.profile
     for update in ({"budget": 64}, {"budget": 9999}, {"decay": 0.0}, {"policy": "entropie"}):
         with pytest.raises(SettingError):
-            list(chat.switch("/x", **update))
+            chat.switch("/x", **update)
         assert chat.profile == before
     list(chat.ask("Go on."))
 
@@ -204,33 +190,18 @@ def test_a_setting_that_the_policy_does_not_use_says_so() -> None:
     assert not [e for e in chat.switch("/decay", decay=0.8) if isinstance(e, Notice)]
 
 
-def test_recent_is_a_setting_and_no_option() -> None:
+def test_recent_is_no_policy_option() -> None:
     with pytest.raises(SettingError, match="is a setting, not a policy option"):
         session(babbler(), policy_options={"recent": 3})
 
 
-def test_window_pins_nothing_and_refuses_no_prompt() -> None:
+def test_window_pins_no_system_prompt_and_refuses_none() -> None:
     chat = session(babbler(), policy="window", system="word " * 60, budget=64, recent=8)
     list(chat.ask("Hello."))
     assert chat.resident <= 64
 
 
-def test_the_system_prompt_stays_whatever_is_said() -> None:
-    chat = session(babbler(), system="Remember the sea.", budget=64, recent=8, max_new_tokens=40)
-    for _ in range(5):
-        list(chat.ask("word " * 40))
-    pinned = [row for row in chat.snapshot().rows if "pinned" in row.flags]
-    assert "".join(row.text for row in pinned if row.role == "system") == "Remember the sea."
-
-
-def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:
-    chat = session(babbler(), system="word " * 100, budget=64, recent=8)
-    with pytest.raises(SettingError, match="would be pinned"):
-        list(chat.ask("Hello."))
-    assert chat.seen == 0
-
-
-def test_sirllm_mode_makes_room_for_the_whole_round_when_the_user_speaks() -> None:
+def test_evict_before_turn_makes_room_for_the_whole_round() -> None:
     chat = session(
         babbler(), budget=128, recent=0, protect=False, evict="before-turn", max_new_tokens=20
     )
@@ -250,7 +221,7 @@ def test_the_same_seed_gives_the_same_conversation() -> None:
     assert run(1) != run(2)
 
 
-def test_events_carry_the_held_tokens_only_when_asked() -> None:
+def test_events_have_the_held_tokens_only_when_asked() -> None:
     plain = [to_json(e) for e in session(max_new_tokens=5).ask("Hello.") if e.kind]
     assert all("tokens" not in event for event in plain)
     whole = [to_json(e) for e in session(tokens=True, max_new_tokens=5).ask("Hello.") if e.kind]
@@ -260,115 +231,26 @@ def test_events_carry_the_held_tokens_only_when_asked() -> None:
     assert rows[0]["flags"] == ("sink",)
 
 
-def _pinned_text(chat: Session) -> str:
-    rows = chat.snapshot().rows
-    return "".join(r.text for r in rows if "pinned" in r.flags and r.role == "system")
-
-
-def test_another_system_prompt_is_read_and_pinned_and_the_old_one_let_go() -> None:
-    chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=40)
-    list(chat.ask("Hello."))
-    seen = chat.seen
-    events = list(chat.switch("/system", system="Speak of mountains."))
-    assert [t.role for t in _turns(events)] == ["system"]
-    ids = tiny().tokenizer.encode("<|system|>Speak of mountains.<|end|>", add_special_tokens=False)
-    assert _ids(chat)[seen:] == ids
-    for _ in range(5):
-        list(chat.ask("word " * 40))
-    assert _pinned_text(chat) == "Speak of mountains."
-    list(chat.switch("/system", system=None))
-    assert _pinned_text(chat) == ""
-
-
-def test_a_system_prompt_too_long_to_pin_changes_nothing() -> None:
-    chat = session(babbler(), system="Speak of the sea.", budget=64, recent=8, max_new_tokens=8)
-    list(chat.ask("Hello."))
-    before = (chat.profile, chat.seen)
-    with pytest.raises(SettingError, match="would be pinned"):
-        list(chat.switch("/system", system="word " * 60, budget=80))
-    assert (chat.profile, chat.seen) == before
-    assert chat.budget == 64
-    assert _pinned_text(chat) == "Speak of the sea."
-
-
-def test_pin_system_switches_live() -> None:
-    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
-    list(chat.ask("Hello."))
-    list(chat.switch("/set", pin_system=False))
-    assert _pinned_text(chat) == ""
-    list(chat.switch("/set", pin_system=True))
-    assert _pinned_text(chat) == "Speak of the sea."
-
-
-def test_what_holds_for_the_whole_conversation_cannot_switch() -> None:
+def test_fixed_settings_cannot_switch() -> None:
     chat = session(babbler())
     for update in ({"model": "other"}, {"seed": 3}, {"dtype": "float16"}):
         with pytest.raises(SettingError, match="can't change in a running chat"):
-            list(chat.switch("/set", **update))
+            chat.switch("/set", **update)
 
 
 @pytest.mark.parametrize(
     ("save", "hint"),
     [(True, "/save saves this chat from now on"), (False, "start sirchat with --no-save")],
 )
-def test_whether_a_chat_is_saved_is_no_setting_to_switch_but_the_hint_says_how(
-    save: bool, hint: str
-) -> None:
+def test_save_cannot_switch_but_the_hint_says_how(save: bool, hint: str) -> None:
     chat = session(babbler(), save=not save)
     with pytest.raises(SettingError, match="save can't change in a running chat") as caught:
-        list(chat.switch("/set", save=save))
+        chat.switch("/set", save=save)
     assert caught.value.hint == hint
     assert chat.profile.save is not save
 
 
-def test_a_system_prompt_that_is_cut_short_can_still_be_let_go() -> None:
-    chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
-    list(chat.ask("Hello."))
-    read, calls = chat.model.read, iter(range(9))
-
-    def failing(*args: Any, **how: Any) -> Any:
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        return read(*args, **how)
-
-    model = SimpleNamespace(read=failing, heads=1, sliding_layers=())
-    chat._engine.reader.model = model  # type: ignore[assignment]
-    with pytest.raises(KeyboardInterrupt):
-        list(chat.switch("/system", system="word " * 50))
-    chat._engine.reader.model = chat.model
-    assert "pinned" in {flag for row in chat.snapshot().rows for flag in row.flags}
-    list(chat.switch("/system", system=None))
-    assert "pinned" not in {flag for row in chat.snapshot().rows for flag in row.flags}
-    list(chat.ask("Go on."))
-
-
-def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
-    chat = session(babbler(), budget=128, recent=8, max_new_tokens=8)
-    list(chat.ask("Hello."))
-    (turn,) = _turns(list(chat.switch("/system", lambda: True, system="word " * 50)))
-    assert turn.finish == "interrupt"
-    assert 0 < turn.tokens_in < 50
-    assert _ids(chat)[-1] == chat.template.closing[-1]
-
-
-def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been() -> None:
-    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=8)
-
-    def failing(*args: Any, **how: Any) -> Any:
-        raise RuntimeError("no")
-
-    model = SimpleNamespace(read=failing, heads=1, sliding_layers=())
-    chat._engine.reader.model = model  # type: ignore[assignment]
-    with pytest.raises(RuntimeError):
-        list(chat.ask("Hello."))
-    chat._engine.reader.model = chat.model
-    list(chat.ask("Hello again."))
-    assert _ids(chat)[0] == tiny().tokenizer.bos_token_id
-    assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]
-    assert _pinned_text(chat) == "Speak of the sea."
-
-
-def test_a_switch_that_nobody_listens_to_the_end_of_is_whole() -> None:
+def test_a_switch_whose_events_are_not_all_taken_is_complete() -> None:
     chat = session(budget=256)
     for _ in range(8):
         list(chat.ask("Tell me a joke."))
@@ -385,7 +267,7 @@ def test_a_reply_that_does_not_fit_leaves_no_turn() -> None:
     assert [turn.role for turn in chat.turns] == ["user"]
 
 
-def test_counts_of_tokens_are_numbers_in_json() -> None:
+def test_pin_and_erase_count_tokens_in_json() -> None:
     assert to_json(Pinned(3, True, 9)) == {
         "event": "pin",
         "tokens": 3,
@@ -395,7 +277,7 @@ def test_counts_of_tokens_are_numbers_in_json() -> None:
     assert to_json(Erased(3, 9)) == {"event": "erase", "tokens": 3, "resident": 9}
 
 
-def test_bytes_that_are_no_text_are_read_as_such() -> None:
+def test_lone_surrogates_are_replaced() -> None:
     chat = session(babbler(), max_new_tokens=4)
     events = list(chat.ask("left \ud83d right"))
     assert isinstance(events[-1], TurnDone)
@@ -411,10 +293,9 @@ def test_replies_to_junk_have_no_control_tokens() -> None:
     rng = random.Random(0)
     for _ in range(20):
         list(chat.ask("".join(rng.choice("abc xyz{}[]0123?!") for _ in range(rng.randint(1, 40)))))
-    ledger = chat._engine.ledger
-    said = ledger.column("token_id")[ledger.column("role") == Role.ASSISTANT]
+    said = [row.id for row in chat.tokens(range(chat.seen)) if row.role == "assistant"]
     assert len(said) > 300
-    assert not control & set(said.tolist())
+    assert not control & set(said)
 
 
 def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() -> None:

@@ -1,19 +1,46 @@
-"""A system prompt that another one replaces is evicted; undo restores it."""
+"""A system prompt is pinned; one that another replaces is evicted, and undo restores it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from chatting import babbler, session
-from sirchat.chat.events import Evicted
+from chatting import babbler, fail_reading, ids_of, session, tiny
+from sirchat.chat.events import Evicted, TurnDone
 from sirchat.chat.session import Session
+from sirchat.errors import SettingError
+
+SEA, MOUNTAINS = "Speak of the sea.", "Speak of mountains."
+
+
+def talk(*texts: str, **settings: Any) -> Session:
+    chat = session(babbler(), **{"system": SEA, "max_new_tokens": 20, **settings})
+    for text in texts:
+        list(chat.ask(text))
+    return chat
+
+
+def held(chat: Session) -> str:
+    """The text of system prompts that is held, without the sinks."""
+    rows = chat.snapshot().rows
+    return "".join(r.text for r in rows if r.role == "system" and "sink" not in r.flags)
+
+
+def pinned(chat: Session) -> str:
+    """The text of system prompts that is pinned."""
+    rows = chat.snapshot().rows
+    return "".join(r.text for r in rows if r.role == "system" and "pinned" in r.flags)
+
+
+def turns(events: list[Any]) -> list[TurnDone]:
+    return [event for event in events if isinstance(event, TurnDone)]
 
 
 @pytest.mark.parametrize("policy", ["entropy", "salience", "full", "reservoir"])
-@pytest.mark.parametrize("new", [None, "Speak of mountains."])
+@pytest.mark.parametrize("new", [None, MOUNTAINS])
 def test_a_replaced_system_prompt_is_never_restored(policy: str, new: str | None) -> None:
-    chat = session(babbler(), system="Speak of the sea.", policy=policy, max_new_tokens=20)
-    list(chat.ask("Hello."))
+    chat = talk("Hello.", policy=policy)
     events = chat.switch("/system", system=new)
     assert any(isinstance(event, Evicted) for event in events)
     chat.switch("/policy", policy="window", policy_options={})
@@ -21,25 +48,111 @@ def test_a_replaced_system_prompt_is_never_restored(policy: str, new: str | None
     chat.switch("/recall", recall="cosine")
     for _ in range(3):
         list(chat.ask("Of the sea?"))
-        assert _system_text(chat) == (new or "")
+        assert held(chat) == (new or "")
 
 
-def _system_text(chat: Session) -> str:
-    """The text of system prompts that is held, without the sinks."""
-    rows = chat.snapshot().rows
-    return "".join(r.text for r in rows if r.role == "system" and "sink" not in r.flags)
-
-
-def test_undo_restores_a_system_prompt_for_good() -> None:
-    chat = session(babbler(), system="Speak of the sea.", max_new_tokens=20)
-    list(chat.ask("Hello."))
-    list(chat.ask("Hello again."))
-    before = _system_text(chat)
-    chat.switch("/system", system="Speak of mountains.")
+def test_undo_restores_the_system_prompt_for_good() -> None:
+    chat = talk("Hello.", "Hello again.")
+    before = held(chat)
+    chat.switch("/system", system=MOUNTAINS)
     list(chat.ask("And again."))
     chat.undo()
     chat.undo()
+    assert chat.profile.system == SEA
+    assert pinned(chat) == SEA
     list(chat.ask("Hello again."))
     chat.switch("/policy", policy="window", policy_options={})
     chat.switch("/policy", policy="salience", policy_options={})
-    assert _system_text(chat) == before
+    assert held(chat) == before
+
+
+def test_eviction_never_takes_the_system_prompt() -> None:
+    chat = talk(*["word " * 40] * 5, budget=64, recent=8, max_new_tokens=40)
+    assert pinned(chat) == SEA
+
+
+def test_a_system_prompt_too_long_to_pin_is_refused_before_anything_is_read() -> None:
+    chat = talk(system="word " * 100, budget=64, recent=8)
+    with pytest.raises(SettingError, match="would be pinned"):
+        list(chat.ask("Hello."))
+    assert chat.seen == 0
+
+
+def test_switching_to_a_system_prompt_too_long_to_pin_changes_nothing() -> None:
+    chat = talk("Hello.", budget=64, recent=8)
+    before = (chat.profile, chat.seen)
+    with pytest.raises(SettingError, match="would be pinned"):
+        chat.switch("/system", system="word " * 60, budget=80)
+    assert (chat.profile, chat.seen) == before
+    assert chat.budget == 64
+    assert pinned(chat) == SEA
+
+
+def test_another_system_prompt_is_read_and_pinned_and_the_old_one_unpinned() -> None:
+    chat = talk("Hello.", budget=64, recent=8, max_new_tokens=40)
+    seen = chat.seen
+    events = chat.switch("/system", system=MOUNTAINS)
+    assert [turn.role for turn in turns(events)] == ["system"]
+    ids = tiny().tokenizer.encode(f"<|system|>{MOUNTAINS}<|end|>", add_special_tokens=False)
+    assert ids_of(chat)[seen:] == ids
+    for _ in range(5):
+        list(chat.ask("word " * 40))
+    assert pinned(chat) == MOUNTAINS
+    chat.switch("/system", system=None)
+    assert pinned(chat) == ""
+
+
+def test_pin_system_switches_live_and_undo_keeps_it() -> None:
+    chat = talk("Hello.", "Hello again.")
+    chat.switch("/set", pin_system=False)
+    assert pinned(chat) == ""
+    chat.undo()
+    assert pinned(chat) == ""
+    chat.switch("/set", pin_system=True)
+    assert pinned(chat) == SEA
+
+
+def test_an_unpinned_system_prompt_stays_so_through_switches() -> None:
+    chat = talk("Hello.")
+    chat.pin("turn 0", pinned=False)
+    chat.switch("/decay", decay=0.9)
+    assert pinned(chat) == ""
+    chat.pin("turn 0")
+    chat.switch("/set", temperature=0.5)
+    assert pinned(chat) == SEA
+
+
+def test_a_system_prompt_whose_reading_fails_can_still_be_unpinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = talk("Hello.", system=None, budget=128, recent=8, max_new_tokens=8)
+    with monkeypatch.context() as patch:
+        fail_reading(patch, 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            chat.switch("/system", system="word " * 50)
+    assert pinned(chat)
+    chat.switch("/system", system=None)
+    assert pinned(chat) == ""
+    list(chat.ask("Go on."))
+
+
+def test_an_interrupt_cuts_the_reading_of_a_system_prompt_short() -> None:
+    chat = talk("Hello.", system=None, budget=128, recent=8, max_new_tokens=8)
+    (turn,) = turns(chat.switch("/system", lambda: True, system="word " * 50))
+    assert turn.finish == "interrupt"
+    assert 0 < turn.tokens_in < 50
+    assert ids_of(chat)[-1] == chat.template.closing[-1]
+
+
+def test_a_first_turn_of_which_nothing_was_read_is_as_if_it_had_never_been(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = talk(max_new_tokens=8)
+    with monkeypatch.context() as patch:
+        fail_reading(patch, 0, RuntimeError("no"))
+        with pytest.raises(RuntimeError):
+            list(chat.ask("Hello."))
+    list(chat.ask("Hello again."))
+    assert ids_of(chat)[0] == tiny().tokenizer.bos_token_id
+    assert [turn.role for turn in chat.snapshot().turns] == ["system", "user", "assistant"]
+    assert pinned(chat) == SEA

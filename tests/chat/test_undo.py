@@ -128,17 +128,6 @@ def test_retry_without_a_message_is_refused() -> None:
         list(session(babbler(), **SMALL).retry())
 
 
-def test_undo_restores_the_system_prompt() -> None:
-    chat = session(babbler(), system="Be brief.", **SMALL)
-    list(chat.ask("one"))
-    list(chat.ask("two"))
-    chat.switch("/system", system="Be loud.")
-    undo(chat)
-    assert chat.profile.system == "Be brief."
-    pinned = [row.text for row in chat.snapshot().rows if "pinned" in row.flags]
-    assert "brief" in "".join(pinned)
-
-
 def test_fewer_turns_can_be_undone_where_each_needs_a_large_state() -> None:
     assert [undo_depth(True, size) for size in (0, 1000, 100 << 20, 1 << 40)] == [64, 64, 2, 1]
     assert undo_depth(False, 0) == 1, "without an archive, only the last turn"

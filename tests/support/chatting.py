@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +55,23 @@ def save_babbler(folder: Path, sure: float = 1) -> Path:
 def session(model: LoadedModel | None = None, *, tokens: bool = False, **settings: Any) -> Session:
     """A session under the default profile with some settings changed."""
     return Session(model or tiny(), Profile(**settings), rows_in_events=tokens)
+
+
+def ids_of(chat: Session) -> list[int]:
+    """The ids of all tokens of a chat, held or evicted."""
+    return [row.id for row in chat.tokens(range(chat.seen))]
+
+
+def fail_reading(patch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """Let a model's forward pass over several ids fail, the one of this number from 0."""
+    usual, calls = LoadedModel.read, count()
+
+    def read(self: LoadedModel, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return usual(self, *arguments, **options)
+
+    patch.setattr(LoadedModel, "read", read)
 
 
 def answer(events: list[Event]) -> str:
