@@ -18,6 +18,19 @@ from sirchat.errors import UsageError
 from sirchat.models.hub import require
 from sirchat.ui.text import displayable
 
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_SHELLS = ("bash", "zsh", "fish")
+
+_NAME = "endless chat with local language models, under a budget of memory"
+_USES = ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ...")
+_ABOUT = """\
+A causal language model remembers by its key/value (KV) cache, which grows with every token. sirchat
+holds the cache under a budget of tokens: a policy chooses which tokens the model still remembers.
+Without a command, sirchat opens a chat, in which /help lists the commands. If standard input is a
+file or a pipe, sirchat replays it as a transcript.
+"""
+_STATUS = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
+
 
 def doctor(
     model: Annotated[
@@ -43,22 +56,19 @@ def doctor(
     with quick_start():
         from sirchat.models.doctor import examine
 
-    found = []
-    for one in examine(model, device_map):
-        found.append(one)
+    results = []
+    for result in examine(model, device_map):
+        results.append(result)
         if not json:
-            problem = f"  <- {one.problem}" if one.problem else ""
-            typer.echo(displayable(f"{one.name:<17}{one.value}{problem}"))
+            problem = f"  <- {result.problem}" if result.problem else ""
+            typer.echo(displayable(f"{result.name:<17}{result.value}{problem}"))
     if json:
         from dataclasses import asdict
         from json import dumps
 
-        typer.echo(dumps([asdict(one) for one in found], indent=2))
-    if any(one.problem for one in found):
+        typer.echo(dumps([asdict(result) for result in results], indent=2))
+    if any(result.problem for result in results):
         raise typer.Exit(1)
-
-
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def show_paths() -> None:
@@ -86,21 +96,6 @@ def show_paths() -> None:
     )
 
 
-def size_of(path: Path) -> str:
-    """The size and the number of files of a file or folder, as text: `1.5 MiB in 3 files`."""
-    if not path.exists():
-        return "nothing yet"
-    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-    size, power = float(sum(one.stat().st_size for one in files)), 0
-    while size >= 1024 and power < len(_UNITS) - 1:
-        size, power = size / 1024, power + 1
-    number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
-    return f"{number} {_UNITS[power]} in {len(files):,} file{'s' * (len(files) != 1)}"
-
-
-_SHELLS = ("bash", "zsh", "fish")
-
-
 def completion(
     shell: Annotated[
         str,
@@ -124,27 +119,14 @@ def completion(
 
     if shell not in _SHELLS:
         raise UsageError(f"there is no completion for {shell!r}; allowed: {', '.join(_SHELLS)}")
-    if not install:
-        typer.echo(
-            get_completion_script(
-                prog_name="sirchat", complete_var="_SIRCHAT_COMPLETE", shell=shell
-            )
-        )
+    if install:
+        _, path = install_script(shell, "sirchat", "_SIRCHAT_COMPLETE")
+        where = f"installed in {paths.abbreviated(path)}; it works in the next {shell}"
+        typer.echo(displayable(where))
         return
-    _, path = install_script(shell, "sirchat", "_SIRCHAT_COMPLETE")
-    typer.echo(displayable(f"installed in {paths.abbreviated(path)}; it works in the next {shell}"))
-
-
-_NAME = "endless chat with local language models, under a budget of memory"
-
-_ABOUT = """\
-A causal language model remembers by its key/value (KV) cache, which grows with every token. sirchat
-holds the cache under a budget of tokens: a policy chooses which tokens the model still remembers.
-Without a command, sirchat opens a chat, in which /help lists the commands. If standard input is a
-file or a pipe, sirchat replays it as a transcript.
-"""
-
-_STATUS = (("0", "fine"), ("1", "failure"), ("2", "wrong usage"), ("130", "interrupted"))
+    typer.echo(
+        get_completion_script(prog_name="sirchat", complete_var="_SIRCHAT_COMPLETE", shell=shell)
+    )
 
 
 def man() -> None:
@@ -152,10 +134,22 @@ def man() -> None:
     typer.echo("\n".join(_page()))
 
 
+def size_of(path: Path) -> str:
+    """The size and the number of files of a file or folder, as text: `1.5 MiB in 3 files`."""
+    if not path.exists():
+        return "nothing yet"
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    size, power = float(sum(file.stat().st_size for file in files)), 0
+    while size >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    number = f"{size:.0f}" if power == 0 else f"{size:.1f}"
+    return f"{number} {_UNITS[power]} in {len(files):,} file{'s' * (len(files) != 1)}"
+
+
 def _page() -> Iterator[str]:
     yield f'.TH SIRCHAT 1 "" "sirchat {__version__}"'
     yield from (".SH NAME", f"sirchat \\- {_NAME}", ".SH SYNOPSIS")
-    for line in ("sirchat [SETTINGS]", "sirchat [SETTINGS] < FILE", "sirchat COMMAND ..."):
+    for line in _USES:
         yield from (".nf", _escaped(line), ".fi")
     yield from (".SH DESCRIPTION", *map(_escaped, textwrap.wrap(_ABOUT, 78)), ".SH COMMANDS")
     for commands in groups().values():
@@ -171,16 +165,11 @@ def _page() -> Iterator[str]:
     yield ".SH EXIT STATUS"
     for code, meaning in _STATUS:
         yield from (".TP", f".B {code}", meaning)
-    yield from (
-        ".SH FILES",
-        _escaped("sirchat paths lists all files of sirchat, and says how to remove them."),
-    )
+    yield ".SH FILES"
+    yield _escaped("sirchat paths lists all files of sirchat, and says how to remove them.")
 
 
 def _escaped(text: str) -> str:
-    """Escape a line of text for roff, the format of manual pages.
-
-    Without this, roff would take a dot or quote at the start of the line for a command.
-    """
+    """Escape a line for roff, which would take a dot or quote at its start for a command."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return re.sub(r"^(?=[.'])", r"\\&", text)

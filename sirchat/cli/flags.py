@@ -1,10 +1,10 @@
-"""Makes a command-line flag for each setting; and a profile, model or session from the flags."""
+"""A command-line flag for each setting; and a profile, a model or a session from the flags."""
 
 import gc
 import inspect
 import os
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,17 +18,25 @@ from sirchat.models.hub import require
 from sirchat.paths import archives_dir, sessions_dir
 from sirchat.ui.interrupt import interruptible_imports
 
+if TYPE_CHECKING:
+    from sirchat.chat.session import Session
+    from sirchat.models.model import LoadedModel
+    from sirchat.models.progress import Progress
+
 _NOT_FLAGS = ("description", "policy_options")
-_SHORT = {"model": ("-m",)}
 _NUMBERS = {int: "INT", float: "FLOAT"}
+
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add a flag for every setting to a command.
 
-    The command gets its argument `flags`: a dictionary of the settings that the user gave, by name.
+    The command gets, as `flags`, a dictionary of the settings that the user gave, by name.
     """
-    own = inspect.signature(command).parameters
     extra = _parameters()
 
     def run(**values: Any) -> Any:
@@ -38,23 +46,107 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
             flags["policy_options"] = ",".join(options)
         return command(flags=flags, **values)
 
-    kept = [p for name, p in own.items() if name != "flags"]
-    run.__signature__ = inspect.Signature([*kept, *extra.values()])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in [*kept, *extra.values()]}
+    own = inspect.signature(command).parameters
+    parameters = [*(p for name, p in own.items() if name != "flags"), *extra.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
     run.__name__ = command.__name__
     return run
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """For the shell's completion: names of usable models that begin with the typed text."""
+    from sirchat.models.listing import model_names
+
+    return _completer(model_names)(incomplete)
+
+
+def complete_session(incomplete: str) -> list[str]:
+    """For the shell's completion: names and ids of saved chats that begin with the typed text."""
+    from sirchat.saved.session_list import newest_sessions
+
+    saved = newest_sessions(sessions_dir())[0].sessions
+    names = ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]
+    return _completer(lambda: names)(incomplete)
+
+
+def misplaced_flag(flag: str, command: str) -> UsageError:
+    """The error for a flag that stands before a subcommand but must stand after it."""
+    return UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after {command}")
+
+
+def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
+    """A profile of flags, environment variables and profile files; flags take precedence.
+
+    If `loads_model`, the model must exist: a wrong name is an error before any slow import.
+    """
+    model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
+    if model and loads_model:
+        require(model)
+    settings = {key: value for key, value in flags.items() if key != "profile"}
+    return resolve(flags.get("profile"), settings, os.environ)
+
+
+def open_session(
+    profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
+) -> "Session":
+    """Load a profile's model, and open a session, with the model's defaults for what is not set.
+
+    A wrong name of a policy is an error before any slow import.
+    """
+    with quick_start():
+        with interruptible_imports():
+            policy_class(profile.policy)
+            from sirchat.chat.model_defaults import with_model_defaults
+            from sirchat.chat.session import Session
+
+        model = load(profile, trust, report)
+        profile = with_model_defaults(profile, model)
+        return Session(model, profile, rows_in_events=rows_in_events)
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Context manager: Python's garbage collection is off.
+
+    While a model loads, it would take 1/6 of the time, and free nothing.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def load(
+    profile: Profile,
+    trust: bool,
+    report: "Progress | None" = None,
+    *,
+    for_hub: bool = False,
+) -> "LoadedModel":
+    """Load a profile's model; `for_hub`: module and tokenizer are classes of transformers."""
+    with interruptible_imports():
+        from sirchat.memory.archive_folder import sweep
+        from sirchat.models.load import load_model_of
+
+    sweep(archives_dir())
+    gc.freeze()  # imported objects stay; searching them for garbage would delay typing
+    return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)
+
+
 def _parameters() -> dict[str, inspect.Parameter]:
-    shared = {
+    flags: dict[str, tuple[type, Any]] = {
         "profile": (
             str,
             _flag(
                 "--profile",
                 "-p",
                 help="A profile's name, or a YAML file.",
-                autocompletion=_complete_profile,
+                autocompletion=_completer(lambda: [profile.name for profile in list_profiles()]),
             ),
         ),
         "option": (
@@ -76,8 +168,8 @@ def _parameters() -> dict[str, inspect.Parameter]:
         ),
     }
     for name, field in Profile.model_fields.items():
-        if name not in _NOT_FLAGS:
-            shared[name] = (_plain_type(field.annotation), _setting_flag(name, field))
+        if name not in _NOT_FLAGS:  # the profile parses and checks a text later
+            flags[name] = (bool if field.annotation is bool else str, _setting_flag(name, field))
     return {
         name: inspect.Parameter(
             name,
@@ -85,33 +177,32 @@ def _parameters() -> dict[str, inspect.Parameter]:
             default=None,
             annotation=Annotated[kind | None, option],
         )
-        for name, (kind, option) in shared.items()
+        for name, (kind, option) in flags.items()
     }
 
 
 def _setting_flag(name: str, field: Any) -> Any:
-    flag, short = f"--{name.replace('_', '-')}", _SHORT.get(name, ())
+    names = [f"--{name.replace('_', '-')}"]
     if field.annotation is bool:
-        flag += flag.replace("--", "/--no-")
-    of_names = {"policy": _complete_policy, "model": complete_model}
-    complete: Callable[[str], list[str]] | None = of_names.get(name)
+        names[0] += names[0].replace("--", "/--no-")
+    if name == "model":
+        names.append("-m")
     metavar = _metavar(field.annotation)
+    complete: Callable[[str], list[str]] | None = None
     if metavar and "|" in metavar:
-        complete = _completer(word for word in metavar.split("|") if word.islower())
-    help_text = f"{field.description} [default: {_shown(field.default)}]"
-    return _flag(flag, *short, help=help_text, autocompletion=complete, metavar=metavar)
+        words = [word for word in metavar.split("|") if word.islower()]
+        complete = _completer(lambda: words)
+    elif name == "policy":
+        complete = _completer(lambda: [*policy_names(), *ALIASES])
+    elif name == "model":
+        complete = complete_model
+    default = "none" if field.default is None else str(field.default).lower()
+    help_text = f"{field.description} [default: {default}]"
+    return _flag(*names, help=help_text, autocompletion=complete, metavar=metavar)
 
 
 def _flag(*names: str, **options: Any) -> Any:
     return typer.Option(*names, show_default=False, rich_help_panel="Settings", **options)
-
-
-def _plain_type(annotation: Any) -> Any:
-    """The type of the flag for a setting with this annotation.
-
-    It is bool for a boolean setting, and else str: the profile parses and checks the text later.
-    """
-    return bool if annotation is bool else str
 
 
 def _metavar(annotation: Any) -> str | None:
@@ -128,123 +219,8 @@ def _metavar(annotation: Any) -> str | None:
     return None if bool in kinds else _NUMBERS.get(kinds[0], "TEXT")
 
 
-def _shown(default: Any) -> str:
-    return "none" if default is None else str(default).lower()
-
-
-def _completer(values: Iterable[str]) -> Callable[[str], list[str]]:
-    values = list(values)
-
+def _completer(names: Callable[[], list[str]]) -> Callable[[str], list[str]]:
     def complete(incomplete: str) -> list[str]:
-        return [value for value in values if value.startswith(incomplete)]
+        return [name for name in names() if name.startswith(incomplete)]
 
     return complete
-
-
-def _complete_policy(incomplete: str) -> list[str]:
-    return [n for n in [*policy_names(), *ALIASES] if n.startswith(incomplete)]
-
-
-def _complete_profile(incomplete: str) -> list[str]:
-    return [p.name for p in list_profiles() if p.name.startswith(incomplete)]
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """For the shell's completion: names of usable models that begin with the typed text."""
-    from sirchat.models.listing import model_names
-
-    return [name for name in model_names() if name.startswith(incomplete)]
-
-
-def complete_session(incomplete: str) -> list[str]:
-    """For the shell's completion: names and ids of saved chats that begin with the typed text."""
-    from sirchat.saved.session_list import newest_sessions
-
-    saved = newest_sessions(sessions_dir())[0].sessions
-    names = ["last", *(one.name for one in saved if one.name), *(one.id for one in saved)]
-    return [name for name in names if name.startswith(incomplete)]
-
-
-if TYPE_CHECKING:
-    from sirchat.chat.session import Session
-    from sirchat.models.model import LoadedModel
-    from sirchat.models.progress import Progress
-
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
-
-def misplaced_flag(flag: str, command: str) -> UsageError:
-    """The error for a flag that stands before a subcommand but must stand after it."""
-    return UsageError(f"{flag} has no effect before {command}", hint=f"put {flag} after {command}")
-
-
-def profile_of(flags: dict[str, Any], *, loads_model: bool = True) -> Profile:
-    """Make a profile from flags, environment variables and profile files; flags take precedence.
-
-    If `loads_model`, and a flag or variable names a model, the function first checks that this
-    model exists. So a wrong name causes an error before any slow import.
-    """
-    model = flags.get("model") or os.environ.get("SIRCHAT_MODEL")
-    if model and loads_model:
-        require(model)
-    named = flags.get("profile")
-    settings = {key: value for key, value in flags.items() if key != "profile"}
-    return resolve(named, settings, os.environ)
-
-
-def open_session(
-    profile: Profile, trust: bool, report: "Progress | None", *, rows_in_events: bool = False
-) -> "Session":
-    """Load the model of a profile, and open a session with it.
-
-    Settings that the user did not set get the model's defaults. A wrong name of a policy causes an
-    error before any slow import.
-    """
-    with quick_start():
-        with interruptible_imports():
-            policy_class(profile.policy)
-            from sirchat.chat.model_defaults import with_model_defaults
-            from sirchat.chat.session import Session
-
-        model = load(profile, trust, report)
-        own = with_model_defaults(profile, model)
-        return Session(model, own, rows_in_events=rows_in_events)
-
-
-@contextmanager
-def quick_start() -> Iterator[None]:
-    """Context manager: inside the `with` block, Python's garbage collection is off.
-
-    While a model loads, garbage collection would take 1/6 of the time, and free nothing.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def load(
-    profile: Profile,
-    trust: bool,
-    report: "Progress | None" = None,
-    *,
-    for_hub: bool = False,
-) -> "LoadedModel":
-    """Load the model of a profile; `report` is called with its progress.
-
-    If `for_hub`, the module and the tokenizer are always classes of transformers; otherwise
-    sirchat may use classes of its own.
-    """
-    with interruptible_imports():
-        from sirchat.memory.archive_folder import sweep
-        from sirchat.models.load import load_model_of
-
-    sweep(archives_dir())
-    gc.freeze()  # imported objects stay; searching them for garbage would delay typing
-    return load_model_of(profile, trust_remote_code=trust, progress=report, for_hub=for_hub)

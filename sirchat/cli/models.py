@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
 
-models_app = typer.Typer(
-    add_completion=False,
-    help="List the models on this machine; with a command, download or choose a model.",
-    invoke_without_command=True,
-)
+models_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 In = Annotated[
     list[Path] | None,

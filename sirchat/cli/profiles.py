@@ -11,11 +11,8 @@ from sirchat.memory.policies import import_typed, policy_class, policy_names
 from sirchat.paths import user_profiles_dir
 from sirchat.ui.text import displayable, displayable_line
 
-profiles_app = typer.Typer(
-    add_completion=False,
-    help="List profiles (named settings); with a command, show or create a profile.",
-    invoke_without_command=True,
-)
+profiles_app = typer.Typer(add_completion=False, invoke_without_command=True)
+policies_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 
 @profiles_app.callback()
@@ -34,10 +31,8 @@ def profiles_list() -> None:
 
     table = Table("name", "description", "from", box=None)
     for profile in list_profiles():
-        origin = "sirchat" if profile.shipped else "you"
-        table.add_row(
-            *map(Text, map(displayable_line, (profile.name, profile.description, origin)))
-        )
+        cells = (profile.name, profile.description, "sirchat" if profile.shipped else "you")
+        table.add_row(*(Text(displayable_line(cell)) for cell in cells))
     Console().print(table)
 
 
@@ -48,9 +43,8 @@ def profiles_show(
     flags: dict[str, Any],
 ) -> None:
     """Show every setting of a profile, as YAML."""
-    typer.echo(
-        displayable(show(profile_of({**flags, "profile": name}, loads_model=False))), nl=False
-    )
+    profile = profile_of({**flags, "profile": name}, loads_model=False)
+    typer.echo(displayable(show(profile)), nl=False)
 
 
 @profiles_app.command("path")
@@ -67,13 +61,6 @@ def profiles_init(name: Annotated[str, typer.Argument(help="The new profile's na
     typer.echo(displayable_line(str(init_profile(name))))
 
 
-policies_app = typer.Typer(
-    add_completion=False,
-    help="List the eviction policies with their options; with a command, check a policy.",
-    invoke_without_command=True,
-)
-
-
 @policies_app.callback()
 def policies_list(context: typer.Context) -> None:
     """List the eviction policies: what each keeps, its options and defaults, its source."""
@@ -85,12 +72,12 @@ def policies_list(context: typer.Context) -> None:
 
     table = Table("policy", "keeps", "options", "source", box=None, padding=(0, 2, 1, 0))
     for name in policy_names():
-        made = policy_class(name)
-        what = (made.__doc__ or "").strip().split("\n\n")[0]
-        options = [f"{setting} (setting)" for setting in made.uses]
-        for field in fields(made):
+        policy = policy_class(name)
+        what = (policy.__doc__ or "").strip().split("\n\n")[0]
+        options = [f"{setting} (setting)" for setting in policy.uses]
+        for field in fields(policy):
             options.append(f"{field.name} = {field.default}: {field.metadata.get('help', '')}")
-        cells = (name, " ".join(what.split()), "\n".join(options), made.source)
+        cells = (name, " ".join(what.split()), "\n".join(options), policy.source)
         table.add_row(*(Text(displayable(cell)) for cell in cells))
     Console().print(table)
 
@@ -104,10 +91,8 @@ def policies_check(
 
     import_typed(name)
     broken = contract_violations(policy_class(name)())
-    for promise in broken:
-        typer.echo(displayable_line(f"{name}: {promise}"))
-    typer.echo(
-        displayable_line(f"{name}: {'breaks' if broken else 'keeps'} the contract of policies")
-    )
+    verb = "breaks" if broken else "keeps"
+    for line in [*broken, f"{verb} the contract of policies"]:
+        typer.echo(displayable_line(f"{name}: {line}"))
     if broken:
         raise typer.Exit(1)

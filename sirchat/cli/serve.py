@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 serve_app = typer.Typer(add_completion=False)
 
 _SECONDS = 3  # after a signal, for which open connections may end
+_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 @serve_app.command()
@@ -93,7 +94,7 @@ def serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A new TCP socket bound to this host and port; raises SirchatError if this fails."""
+    """A TCP socket bound to this host and port; SirchatError if this fails."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -111,11 +112,9 @@ def _listening(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _private_socket(model: str) -> Iterator[socket.socket | None]:
-    """Context manager: yields a Unix socket by which `ask`, for example, finds the server.
+    """Context manager: a Unix socket by which `ask` of the same user finds the server.
 
-    Only the user who runs the server can connect to this socket; it is removed at the end. Yields
-    None if the system has no Unix sockets, if the socket can't be made, or if another server with
-    this `model` listens at its path.
+    None if it can't be made, or if another server with this model has it.
     """
     path = paths.server_socket(model)
     listener = None
@@ -125,21 +124,18 @@ def _private_socket(model: str) -> Iterator[socket.socket | None]:
     if listener is None:
         yield None
         return
-    own = path.stat().st_ino
+    inode = path.stat().st_ino
     try:
         with listener:
             yield listener
     finally:
         with suppress(OSError):
-            if path.stat().st_ino == own:
+            if path.stat().st_ino == inode:
                 path.unlink()
 
 
 def _bound(path: Path) -> socket.socket:
-    """A new Unix socket at `path`, to which only its owner can connect.
-
-    Raises OSError if the socket can't be made.
-    """
+    """A Unix socket at `path`, to which only its owner can connect; OSError if this fails."""
     paths.private_dir(path.parent)
     path.unlink(missing_ok=True)  # of a server that was killed
     listener = socket.socket(socket.AF_UNIX)
@@ -156,37 +152,30 @@ def _bound(path: Path) -> socket.socket:
 
 def _answers(path: Path) -> bool:
     """Whether a server listens at the Unix socket `path`."""
-    with socket.socket(socket.AF_UNIX) as one:
-        one.settimeout(1)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1)
         try:
-            one.connect(str(path))
+            client.connect(str(path))
         except OSError:
             return False
         return True
 
 
 def _seconds(text: str) -> float:
-    """Parse a time such as 90s, 10m or 2h; returns the number of seconds.
-
-    0 means never, and returns infinity. Raises UsageError for any other text.
-    """
-    found = re.fullmatch(r"(\d{1,6})([smh]?)", text)
-    if found is None or (found[2] == "" and found[1] != "0"):
+    """The seconds of a time such as 90s, 10m or 2h; infinity for 0, which means never."""
+    match = re.fullmatch(r"(\d{1,6})([smh]?)", text)
+    if match is None or (match[2] == "" and match[1] != "0"):
         raise UsageError(
             f"--idle can't be {format_value(text)}; allowed: seconds, minutes or hours",
             hint="such as 90s, 10m or 2h; 0 for never",
         )
-    return int(found[1]) * {"s": 1, "m": 60, "h": 3600}.get(found[2], 1) or math.inf
+    return int(match[1]) * _UNITS.get(match[2], 1) or math.inf
 
 
 def _open(
     profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
 ) -> "ChatServer":
-    """Load the model, and make the server; raises SirchatError for a setting that is not allowed.
-
-    `limits` are three numbers: the most conversations in memory, the most on disk, and the most
-    requests that wait for a conversation.
-    """
+    """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
     from sirchat.ui.screen import Screen
     from sirchat.ui.startup import say_toy
     from sirchat.ui.status import loading_bar
@@ -212,8 +201,7 @@ def _open(
 class _Activity:
     """ASGI middleware that measures how long the server has had no request.
 
-    GET requests do not count: a web page that only shows conversations sends them regularly, and
-    must not keep the server from ending.
+    GET requests do not count: a page that shows conversations sends them all the time.
     """
 
     def __init__(self, app: Any) -> None:
@@ -231,17 +219,14 @@ class _Activity:
 
     @property
     def idle(self) -> float:
-        """Number of seconds since the last request ended; 0 while a request is being answered."""
+        """Seconds since the last request ended; 0 while one is being answered."""
         return 0.0 if self._active else time.monotonic() - self._since
 
 
 def _run(
     server: "ChatServer", sockets: list[socket.socket], host: str, *, idle: float, debug: bool
 ) -> None:
-    """Run the server until a signal comes, or until no request has come for `idle` seconds.
-
-    The signal SIGTERM ends the program with exit code 0.
-    """
+    """Run the server until a signal, or no request for `idle` seconds; SIGTERM exits with 0."""
     import uvicorn
 
     activity = _Activity(server.app)
@@ -261,8 +246,8 @@ def _run(
         server_header=False,
     )
     logging.getLogger("sirchat").setLevel(logging.DEBUG if debug else logging.WARNING)
-    for one in sockets:
-        one.listen()
+    for listener in sockets:
+        listener.listen()
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{sockets[0].getsockname()[1]}/v1"
     typer.echo(displayable_line(f"sirchat serves {server.model} at {url} (Ctrl-C ends it)"))

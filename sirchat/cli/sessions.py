@@ -18,11 +18,7 @@ from sirchat.ui.text import displayable, displayable_line
 if TYPE_CHECKING:
     from sirchat.ui.typed_input import Typed
 
-sessions_app = typer.Typer(
-    add_completion=False,
-    help="List saved chats; with a command, search, show, delete or export them.",
-    invoke_without_command=True,
-)
+sessions_app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 Ident = Annotated[
     str,
@@ -75,15 +71,15 @@ def sessions_search(
     from sirchat.ui.lists import SessionLines, print_sessions
 
     text = " ".join(words)
-    found = search_sessions(sessions_dir(), text, lambda notice: typer.echo(notice, err=True))
-    if not found.hits:
-        raise nothing_found(text, found)
-    lines = {hit.session.id: hit.line for hit in found.hits}
-    chats = SessionLines([hit.session for hit in found.hits], found=lines)
+    result = search_sessions(sessions_dir(), text, lambda notice: typer.echo(notice, err=True))
+    if not result.hits:
+        raise nothing_found(text, result)
+    lines = {hit.session.id: hit.line for hit in result.hits}
+    chats = SessionLines([hit.session for hit in result.hits], found=lines)
     print_sessions(chats, Console())
-    if found.more:
+    if result.more:
         typer.echo(
-            f"and {found.more:,} more with a weaker match; add words to find fewer", err=True
+            f"and {result.more:,} more with a weaker match; add words to find fewer", err=True
         )
 
 
@@ -164,47 +160,33 @@ def sessions_export(
 
 @dataclass(frozen=True)
 class _Removal:
-    """A saved chat that is to be deleted.
-
-    Attributes:
-        path: the chat's file.
-        description: one line about the chat, for the question whether to delete it.
-        messages: the user's messages in the chat; empty if the file can't be read.
-        relatives: number of other saved chats that `/branch` made from the same first chat.
-    """
+    """A saved chat that is to be deleted."""
 
     path: Path
-    description: str
-    messages: frozenset[str]
-    relatives: int
+    description: str  # one line
+    messages: frozenset[str]  # of the user; empty if the file can't be read
+    relatives: int  # other saved chats that `/branch` made from the same first chat
 
     def what_stays(self, lines: int) -> list[str]:
-        """Sentences for the user about what is not deleted: typed lines, and related chats.
-
-        `lines` is how many lines of the chat stay in the input history. Empty if nothing stays.
-        """
+        """Sentences about what is not deleted; `lines` of the chat stay in the input history."""
         stays = []
         if lines:
-            one = lines == 1
-            stays.append(
-                f"{lines:,} line{'s' * (not one)} typed in this chat stay{'s' * one} in the input "
-                f"history, {paths.abbreviated(paths.history_file())} (--history erases such lines)"
+            history = paths.abbreviated(paths.history_file())
+            what = (
+                "line typed in this chat stays" if lines == 1 else "lines typed in this chat stay"
             )
-        if self.relatives:
-            one = self.relatives == 1
             stays.append(
-                f"{self.relatives:,} other chat{'s' * (not one)} branched from the same first chat "
-                f"stay{'s' * one}: sirchat sessions lists all chats"
+                f"{lines:,} {what} in the input history, {history} (--history erases such lines)"
             )
+        if count := self.relatives:
+            origin = "branched from the same first chat"
+            what = f"chat {origin} stays" if count == 1 else f"chats {origin} stay"
+            stays.append(f"{count:,} other {what}: sirchat sessions lists all chats")
         return stays
 
 
 def _removal(ident: str) -> _Removal:
-    """The saved chat with this id or name.
-
-    Raises SessionError if there is no such chat, or if `ident` is `last` and the last chat is open
-    in another process.
-    """
+    """The saved chat with this id or name; SessionError if it is `last` and open elsewhere."""
     from sirchat.saved.session_list import find_session, list_sessions
     from sirchat.saved.store import SessionStore
 
@@ -216,24 +198,21 @@ def _removal(ident: str) -> _Removal:
             hint="close that chat first, or name another one: sirchat sessions lists all",
         )
     path = find_session(folder, ident)
-    found = next((one for one in listed if one.path == path), None)
+    chat = next((chat for chat in listed if chat.path == path), None)
     messages: set[str] = set()
     with suppress(SessionError), SessionStore.open(path) as store:  # it may be damaged
         messages = {turn.text.strip() for turn in store.turns() if turn.role == "user"}
-    if found is None:
+    if chat is None:
         return _Removal(path, f"{path.stem}, which can't be read", frozenset(messages), 0)
-    name = f", called {format_value(found.name)}" if found.name else ""
-    begins = f', begins "{found.first}"' if found.first else ""
-    description = f"{found.id}{name}: {found.turns:,} messages{begins}"
-    relatives = sum(one.family == found.family for one in listed) - 1
+    name = f", called {format_value(chat.name)}" if chat.name else ""
+    begins = f', begins "{chat.first}"' if chat.first else ""
+    description = f"{chat.id}{name}: {chat.turns:,} messages{begins}"
+    relatives = sum(other.family == chat.family for other in listed) - 1
     return _Removal(path, displayable_line(description), frozenset(messages), relatives)
 
 
 def _typed_lines(messages: frozenset[str]) -> tuple["Typed | None", int]:
-    """The history of lines typed at the prompt, and how many of its lines are in `messages`.
-
-    The history is None, and the number 0, if there is no history file.
-    """
+    """The history of typed lines, None if there is none, and how many of them are messages."""
     if not paths.history_file().is_file():
         return None, 0
     from sirchat.ui.typed_input import input_history

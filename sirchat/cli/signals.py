@@ -10,13 +10,14 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+_ENDING = ("SIGTERM", "SIGHUP")
+_SECONDS = 1.0  # from a signal to the check whether the program is ending
+
 
 def prepare_streams() -> str:
-    """Replace closed standard streams, and make printing work in any locale.
+    """Replace closed standard streams, and print `?` for characters that the locale lacks.
 
-    Returns an error text if standard output is closed, else "". A closed standard input is replaced
-    by an empty one. Text printed to a closed standard output or standard error is dropped.
-    Characters that the locale lacks are printed as question marks.
+    Returns an error text if standard output is closed, else "".
     """
     closed = sys.stdout is None
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -28,27 +29,8 @@ def prepare_streams() -> str:
     return "standard output is closed" if closed else ""
 
 
-def _nothing(number: int, mode: str) -> Any:
-    """Open the null device with the file descriptor `number`; returns the open file.
-
-    Without this, a file opened later could get the number of a closed standard stream.
-    """
-    opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
-    if opened != number:
-        os.dup2(opened, number)
-        os.close(opened)
-    return open(number, mode, encoding="utf-8", closefd=False)
-
-
-_ENDING = ("SIGTERM", "SIGHUP")
-_SECONDS = 1.0  # from a signal to the check whether the program is ending
-
-
 def end_in_order() -> None:
-    """Install handlers by which SIGTERM and SIGHUP raise SystemExit(128 + signal number).
-
-    If the program ignores one of these signals, as `nohup` does with SIGHUP, it stays ignored.
-    """
+    """Let SIGTERM and SIGHUP raise SystemExit(128 + number), unless `nohup` has them ignored."""
     leave = _Leave()
     sys.unraisablehook = leave.send_again
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -58,10 +40,35 @@ def end_in_order() -> None:
             signal.signal(number, leave)
 
 
+def leave_terminal() -> None:
+    """Show the cursor, which an interrupted progress bar may have hidden; then signals end at once.
+
+    This is the last step of every command, also after an error.
+    """
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "rich.live" in sys.modules:
+        _show_cursor()
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, _leave_at_once)
+        for name in _ENDING:
+            if isinstance(signal.getsignal(getattr(signal, name, 0)), _Leave):
+                signal.signal(getattr(signal, name), _leave_at_once)
+
+
+def leave_opening(leaving: SystemExit) -> None:
+    """End the process at once if a thread still loads a model, as Python can't stop it."""
+    opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
+    if opening is None or all(thread.name != opening.THREAD for thread in threading.enumerate()):
+        return
+    leave_terminal()
+    _exit(leaving.code if isinstance(leaving.code, int) else 0)
+
+
 class _Leave:
     """Signal handler: the first signal raises SystemExit, a later one ends the program at once.
 
-    Signals in the second after the first are ignored: a terminal that is closed sends several.
+    Those in the second after it are ignored: a terminal that is closed sends several.
     """
 
     def __init__(self) -> None:
@@ -81,10 +88,7 @@ class _Leave:
         sys.exit(128 + number)
 
     def _insist(self, number: int) -> None:
-        """Send the signal again, unless the main thread is ending because of SystemExit.
-
-        The program goes on if a library has caught the SystemExit.
-        """
+        """Send the signal again, if a library has caught the SystemExit and the program goes on."""
         handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = handled[1] if isinstance(handled, tuple) else handled  # a tuple until Python 3.11
         while error is not None:  # an error raised later has the SystemExit as its context
@@ -95,10 +99,7 @@ class _Leave:
         os.kill(os.getpid(), number)
 
     def send_again(self, ignored: "sys.UnraisableHookArgs") -> None:
-        """Send a signal again whose exception Python has ignored, as it does in `__del__`.
-
-        This is the hook `sys.unraisablehook`; `ignored` describes the exception.
-        """
+        """Send a signal again whose exception Python has ignored, as it does in `__del__`."""
         code = getattr(ignored.exc_value, "code", None)
         if _is_ending(code):
             number = int(code)  # type: ignore[arg-type]
@@ -112,23 +113,6 @@ class _Leave:
         threading.Timer(0.02, os.kill, (os.getpid(), number - 128)).start()
 
 
-def leave_terminal() -> None:
-    """Show the cursor again, which an interrupted progress bar may have left hidden.
-
-    This is the last step of every command, also after an error. After it, a signal ends the process
-    at once, without a traceback.
-    """
-    with suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if "rich.live" in sys.modules:
-        _show_cursor()
-    with suppress(ValueError):
-        signal.signal(signal.SIGINT, _leave_at_once)
-        for name in _ENDING:
-            if isinstance(signal.getsignal(getattr(signal, name, 0)), _Leave):
-                signal.signal(getattr(signal, name), _leave_at_once)
-
-
 def _show_cursor() -> None:
     for stream in (sys.stderr, sys.stdout):
         if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
@@ -139,7 +123,6 @@ def _show_cursor() -> None:
 
 
 def _is_ending(code: object) -> bool:
-    """Whether `code` is the exit code of a program that SIGTERM or SIGHUP has ended."""
     return code in {128 + getattr(signal, name, 0) for name in _ENDING} - {128}
 
 
@@ -148,20 +131,16 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _exit(code: int) -> None:
-    """Flush the output, and end the process at once with this exit code."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
     os._exit(code)
 
 
-def leave_opening(leaving: SystemExit) -> None:
-    """End the process at once if a thread still loads a model.
-
-    Python can't stop such a thread when the program ends. `leaving` has the exit code.
-    """
-    opening = sys.modules.get("sirchat.ui.startup")  # not imported, so not running
-    if opening is None or all(one.name != opening.THREAD for one in threading.enumerate()):
-        return
-    leave_terminal()
-    _exit(leaving.code if isinstance(leaving.code, int) else 0)
+def _nothing(number: int, mode: str) -> Any:
+    """The null device as this file descriptor, which a file opened later would get otherwise."""
+    opened = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    return open(number, mode, encoding="utf-8", closefd=False)
