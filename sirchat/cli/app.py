@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +26,6 @@ from sirchat.cli.chat import (
     ask,
     open_chat,
     replay,
-    replay_transcript,
     tutorial,
 )
 from sirchat.cli.doctor import completion, doctor, man, show_paths
@@ -136,7 +136,7 @@ app.command("man")(man)
 app.command("completion")(completion)
 app.command()(tutorial)
 app.command()(ask)
-app.command()(replay)
+app.command()(with_settings(replay))
 
 
 def main() -> None:
@@ -238,20 +238,13 @@ def start(
     if not sys.stdin.isatty():
         if resume is not None:
             raise UsageError("--resume opens a chat, so standard input must be a terminal")
-        replay_transcript("-", flags, trust=trust, quiet=quiet, **transcript)
+        replay(Path("-"), flags, quiet=quiet, trust_remote_code=trust, **transcript)
         return
     if about_transcripts:
         flag = _flag(about_transcripts[0])
         raise UsageError(f"{flag} needs a transcript on standard input, not a terminal")
-    open_chat(
-        flags,
-        resume=resume,
-        branch=branch,
-        rebuild=rebuild,
-        trust=trust,
-        debug=debug,
-        quiet=quiet,
-    )
+    saved: dict[str, Any] = {"resume": resume, "branch": branch, "rebuild": rebuild}
+    open_chat(flags, trust=trust, debug=debug, quiet=quiet, **saved)
 
 
 def _run() -> None:

@@ -175,7 +175,6 @@ def ask(
         saved_chat.close()
 
 
-@with_settings
 def replay(
     file: Annotated[Path, typer.Argument(help="The transcript; - is standard input.")],
     flags: dict[str, Any],
@@ -188,52 +187,26 @@ def replay(
     debug: Debug = False,
 ) -> None:
     """Replay a transcript: JSONL, ShareGPT, USER:/ASSISTANT: text, or plain lines."""
-    replay_transcript(
-        str(file),
-        flags,
-        feed=feed,
-        format=format,
-        json=json,
-        json_tokens=json_tokens,
-        trust=trust_remote_code,
-        quiet=quiet,
-    )
-
-
-def replay_transcript(
-    name: str,
-    flags: dict[str, Any],
-    *,
-    feed: bool,
-    format: str,
-    json: bool,
-    json_tokens: bool,
-    trust: bool,
-    quiet: bool,
-) -> None:
-    """Replay a transcript; `-` is standard input.
-
-    TranscriptError, before the model is loaded, if the file can't be opened.
-    """
     from sirchat.text.transcript import iter_turns, one_conversation
 
     profile = profile_of(flags)
-    shown = "standard input" if name == "-" else name
+    is_input = str(file) == "-"
+    name = "standard input" if is_input else str(file)
     try:
-        stream = sys.stdin.buffer if name == "-" else open(name, "rb")  # noqa: SIM115
+        stream = sys.stdin.buffer if is_input else file.open("rb")
     except OSError as error:
         raise TranscriptError(f"{name} cannot be read: {error.strerror}") from error
     with stream:
-        turns = one_conversation(iter_turns(stream, shown, format), shown)
-        from sirchat.ui.replay import ReplayOptions, replay
+        turns = one_conversation(iter_turns(stream, name, format), name)
+        from sirchat.ui import replay
         from sirchat.ui.screen import Screen
         from sirchat.ui.status import loading_bar
 
         screen = Screen(theme=profile.theme, is_quiet=quiet)
         with loading_bar(screen, profile.model) as report:
-            session = open_session(profile, trust, report, rows_in_events=json_tokens)
-        options = ReplayOptions(feed=feed, json=json or json_tokens, name=shown)
-        replay(session, turns, screen, options)
+            session = open_session(profile, trust_remote_code, report, rows_in_events=json_tokens)
+        options = replay.ReplayOptions(feed=feed, json=json or json_tokens, name=name)
+        replay.replay(session, turns, screen, options)
 
 
 def tutorial(

@@ -20,6 +20,8 @@ from sirchat.models.listing import FoundModel
 from sirchat.ui.text import displayable_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sirchat.models.device_map import Layout
     from sirchat.models.fit import Choice
     from sirchat.ui.lists import ListedModel
@@ -78,26 +80,22 @@ def models_list(
     for folder in places:
         if not folder.is_dir():
             raise UsageError(f"--in: there is no folder {str(folder)!r}")
-    profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
-    free = free_memory()
-
-    def listed(found: FoundModel) -> ListedModel:
-        shape, is_default = found.shape, found.name == profile.model
+    profile, free = _profile(budget), free_memory()
+    models: list[ListedModel] = []
+    for model in find_models(places):
+        shape, is_default = model.shape, model.name == profile.model
         if shape is None or shape.context_length is None:
-            return ListedModel(found, None, None, is_default=is_default)
-        rows = most_rows(profile, found.name, shape.context_length)
-        largest = None
+            models.append(ListedModel(model, None, None, is_default=is_default))
+            continue
+        rows, largest = most_rows(profile, model.name, shape.context_length), None
         with suppress(ModelError):  # the weights can't be read
-            largest = fit_of(found, profile, free).choices[0].largest_budget
-        return ListedModel(found, rows, cache_bytes(shape, profile, rows), largest, is_default)
-
-    rows = [listed(one) for one in find_models(places)]
+            largest = fit_of(model, profile, free).choices[0].largest_budget
+        cache = cache_bytes(shape, profile, rows)
+        models.append(ListedModel(model, rows, cache, largest, is_default))
     if json:
-        typer.echo(json_format.dumps([_data(one) for one in rows], indent=2))
-        return
-    from rich.console import Console
-
-    print_models(rows, Console(highlight=False))
+        _print_json([_listed_data(model) for model in models])
+    else:
+        print_models(models, _console())
 
 
 @models_app.command("fit")
@@ -141,89 +139,21 @@ def models_fit(
     if balanced or budget:
         given = "--balanced" if balanced else "--budget"
         raise UsageError(f"{given} has no effect without --devices", hint="such as 2x24GB")
-    fit = fit_of(find_model(name), resolve(None, {}, os.environ), free_memory())
+    fit = fit_of(find_model(name), _profile(None), free_memory())
     if not json:
-        from rich.console import Console
-
         from sirchat.ui.lists import print_fit
 
-        print_fit(fit, Console(highlight=False))
+        print_fit(fit, _console())
         return
-    shape = fit.found.shape
     data = {
-        "name": fit.found.name,
-        "path": str(fit.found.path),
-        "kind": shape.kind if shape is not None else None,
+        **_model_data(fit.found),
         "weights": fit.weights,
-        "context_length": shape.context_length if shape is not None else None,
         "free_bytes": fit.free,
         "program_bytes": PROGRAM,
         "tokens_per_hour": TOKENS_PER_HOUR,
-        "choices": [_choice_data(one) for one in fit.choices],
+        "choices": [_choice_data(choice) for choice in fit.choices],
     }
-    typer.echo(json_format.dumps(data, indent=2))
-
-
-def _fit_devices(
-    name: str, devices: str, budget: str | None, *, balanced: bool, json: bool
-) -> None:
-    """Print how the layers of the model `name` would be spread over GPUs.
-
-    `devices` gives the GPUs' memory, such as `2x24GB`. The exit code is 1 if the layers don't fit.
-    """
-    from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
-    from sirchat.models.device_map import layout_of, parse_devices
-    from sirchat.models.listing import find_model
-
-    sizes, found = parse_devices(devices), find_model(name)
-    profile: Profile = resolve(None, {"budget": budget} if budget else {}, os.environ)
-    context = found.shape.context_length if found.shape is not None else None
-    rows = most_rows(profile, found.name, context or MOST_BUDGET)
-    layout = layout_of(found, profile, sizes, rows, balanced=balanced)
-    if json:
-        typer.echo(json_format.dumps(_layout_data(layout), indent=2))
-    else:
-        from rich.console import Console
-
-        from sirchat.ui.lists import print_layout
-
-        print_layout(found.name, layout, Console(highlight=False))
-    if not layout.fits:
-        raise typer.Exit(1)
-
-
-def _layout_data(layout: "Layout") -> dict[str, object]:
-    """How a model would lie on several GPUs, as an object for JSON output."""
-    return {
-        "budget": layout.budget,
-        "precision": layout.precision,
-        "fits": layout.fits,
-        "devices": [
-            {
-                "bytes": size,
-                "parts": [one.name for one in parts],
-                "weights_bytes": sum(one.weights for one in parts),
-                "kv_cache_bytes": sum(one.cache for one in parts),
-            }
-            for size, parts in layout.devices
-        ],
-        "left": [one.name for one in layout.left],
-        "left_bytes": sum(one.size for one in layout.left),
-    }
-
-
-def _choice_data(one: "Choice") -> dict[str, object]:
-    """The memory that a model takes with one choice of settings, as an object for JSON output."""
-    return {
-        "setting": one.setting,
-        "precision": one.precision,
-        "weights_bytes": one.weights,
-        "loading_bytes": one.loading,
-        "reading_bytes": one.working,
-        "kv_cache_bytes": {str(budget): size for budget, size in one.caches.items()},
-        "archive_bytes_per_hour": one.archive,
-        "largest_budget": one.largest_budget,
-    }
+    _print_json(data)
 
 
 @models_app.command("default")
@@ -243,14 +173,9 @@ def models_default(
         return
     require(name)
     path = set_default("model", name)
-    typer.echo(
-        displayable_line(f"{name} is now the default model ({paths.abbreviated(path)})"), err=True
-    )
+    _say(f"{name} is now the default model ({paths.abbreviated(path)})")
     if (other := os.environ.get("SIRCHAT_MODEL")) and other != name:
-        typer.echo(
-            displayable_line(f"here the environment variable SIRCHAT_MODEL still says {other}"),
-            err=True,
-        )
+        _say(f"here the environment variable SIRCHAT_MODEL still says {other}")
 
 
 @models_app.command("pull")
@@ -285,10 +210,8 @@ def models_pull(
             "sirchat: what was downloaded stays; the same command downloads the rest\n"
         )
         raise
-    said = (
-        f"{pulled.name}: {in_bytes(pulled.size)}; to chat with this model: sirchat -m {pulled.name}"
-    )
-    typer.echo(displayable_line(said), err=True)
+    use = f"to chat with this model: sirchat -m {pulled.name}"
+    _say(f"{pulled.name}: {in_bytes(pulled.size)}; {use}")
 
 
 @models_app.command("families")
@@ -312,19 +235,96 @@ def models_families(
     lab_module("families").print_checks(names, as_json=json, as_markdown=markdown)
 
 
-def _data(one: "ListedModel") -> dict[str, object]:
-    """One model of `sirchat models list`, as an object for JSON output."""
-    found, shape = one.found, one.found.shape
+def _fit_devices(
+    name: str, devices: str, budget: str | None, *, balanced: bool, json: bool
+) -> None:
+    """Print how the layers would be spread over GPUs; the exit code is 1 if they don't fit."""
+    from sirchat.chat.model_defaults import MOST_BUDGET, most_rows
+    from sirchat.models.device_map import layout_of, parse_devices
+    from sirchat.models.listing import find_model
+
+    sizes, model, profile = parse_devices(devices), find_model(name), _profile(budget)
+    context = model.shape.context_length if model.shape is not None else None
+    rows = most_rows(profile, model.name, context or MOST_BUDGET)
+    layout = layout_of(model, profile, sizes, rows, balanced=balanced)
+    if json:
+        _print_json(_layout_data(layout))
+    else:
+        from sirchat.ui.lists import print_layout
+
+        print_layout(model.name, layout, _console())
+    if not layout.fits:
+        raise typer.Exit(1)
+
+
+def _layout_data(layout: "Layout") -> dict[str, object]:
     return {
-        "name": found.name,
-        "source": found.source,
-        "path": str(found.path) if found.path is not None else None,
-        "kind": shape.kind if shape is not None else None,
-        "bytes": found.size,
-        "context_length": shape.context_length if shape is not None else None,
-        "budget": one.budget,
-        "kv_cache_bytes": one.cache,
-        "largest_budget": one.largest,
-        "default": one.is_default,
-        "problem": found.problem,
+        "budget": layout.budget,
+        "precision": layout.precision,
+        "fits": layout.fits,
+        "devices": [
+            {
+                "bytes": size,
+                "parts": [part.name for part in parts],
+                "weights_bytes": sum(part.weights for part in parts),
+                "kv_cache_bytes": sum(part.cache for part in parts),
+            }
+            for size, parts in layout.devices
+        ],
+        "left": [part.name for part in layout.left],
+        "left_bytes": sum(part.size for part in layout.left),
     }
+
+
+def _choice_data(choice: "Choice") -> dict[str, object]:
+    return {
+        "setting": choice.setting,
+        "precision": choice.precision,
+        "weights_bytes": choice.weights,
+        "loading_bytes": choice.loading,
+        "reading_bytes": choice.working,
+        "kv_cache_bytes": {str(budget): size for budget, size in choice.caches.items()},
+        "archive_bytes_per_hour": choice.archive,
+        "largest_budget": choice.largest_budget,
+    }
+
+
+def _listed_data(model: "ListedModel") -> dict[str, object]:
+    return {
+        **_model_data(model.found),
+        "source": model.found.source,
+        "bytes": model.found.size,
+        "budget": model.budget,
+        "kv_cache_bytes": model.cache,
+        "largest_budget": model.largest,
+        "default": model.is_default,
+        "problem": model.found.problem,
+    }
+
+
+def _model_data(model: FoundModel) -> dict[str, object]:
+    shape = model.shape
+    return {
+        "name": model.name,
+        "path": str(model.path) if model.path is not None else None,
+        "kind": shape.kind if shape is not None else None,
+        "context_length": shape.context_length if shape is not None else None,
+    }
+
+
+def _profile(budget: str | None) -> Profile:
+    return resolve(None, {"budget": budget} if budget else {}, os.environ)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_json(data: object) -> None:
+    typer.echo(json_format.dumps(data, indent=2))
+
+
+def _say(text: str) -> None:
+    typer.echo(displayable_line(text), err=True)

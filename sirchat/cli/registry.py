@@ -1,8 +1,7 @@
 """The list of sirchat's commands: for each its module, its line in the overview, and an example.
 
-The module of a command is imported only when the command is used. The commands of `sirchat.lab` are
-left out if that package is not installed. This module imports nothing heavy, so that `--help` is
-fast.
+The module is imported only when the command is used, and this one imports nothing heavy. Without
+`sirchat.lab`, its commands are left out.
 """
 
 import textwrap
@@ -42,6 +41,7 @@ them: sirchat --help-settings. A command's own help: sirchat COMMAND --help.
 In a chat, /help shows the commands.
 """
 
+# The groups of the overview: for each name of a command, a line that describes it.
 GROUPS: dict[str, dict[str, str]] = {
     "chat": {
         "tutorial": "see what a chat evicts, and how it is restored",
@@ -66,59 +66,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "man": "print a manual page of all commands and settings",
     },
 }
-"""The commands in each group of the overview: for each name, a line that describes the command."""
 
-_LAB = ("compare", "eval", "bench", "train")
-
-
-def groups() -> dict[str, dict[str, str]]:
-    """The groups of commands in the overview, as `GROUPS`, without commands not installed."""
-    if find_spec("sirchat.lab") is not None:
-        return GROUPS
-    return {
-        group: {name: line for name, line in commands.items() if name not in _LAB}
-        for group, commands in GROUPS.items()
-    }
-
-
-def commands() -> dict[str, str]:
-    """All installed commands: for each name, the overview's line that describes the command."""
-    return {name: line for some in groups().values() for name, line in some.items()}
-
-
-def lazy_commands() -> dict[str, str]:
-    """The commands whose modules are imported only when they are used: for each name, the module.
-
-    The module has the command as the variable `NAME_app`.
-    """
-    modules = {
-        "serve": "sirchat.cli.serve",
-        "sessions": "sirchat.cli.sessions",
-        "models": "sirchat.cli.models",
-        "policies": "sirchat.cli.profiles",
-        "profiles": "sirchat.cli.profiles",
-        **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
-    }
-    return {name: module for name, module in modules.items() if name in commands()}
-
-
-def lab_module(name: str) -> Any:
-    """A module of `sirchat.lab`; raises UsageError if that package is not installed."""
-    if find_spec("sirchat.lab") is None:
-        raise UsageError("this command needs the package sirchat.lab, which is not installed")
-    return import_module(f"sirchat.lab.{name}")
-
-
-def overview() -> str:
-    """The text of `sirchat --help`, at most 79 columns wide."""
-    return TEXT.format(
-        **{
-            group: textwrap.indent("\n".join(f"{n:<12}{t}" for n, t in commands.items()), "  ")
-            for group, commands in groups().items()
-        }
-    )
-
-
+# By the full name of each command.
 EXAMPLES: dict[str, str] = {
     "ask": 'git diff | sirchat ask "what changed?"',
     "tutorial": "sirchat tutorial",
@@ -183,7 +132,53 @@ EXAMPLES: dict[str, str] = {
     "train scorer": "sirchat train scorer --model smollm2 --data talk.txt",
     "train anchor": "sirchat train anchor --model ./my-llama --data text.jsonl --out anchored",
 }
-"""An example of each command, by its full name, such as `models list`."""
+
+_LAB = ("compare", "eval", "bench", "train")
+
+
+def groups() -> dict[str, dict[str, str]]:
+    """`GROUPS` without commands that are not installed."""
+    if find_spec("sirchat.lab") is not None:
+        return GROUPS
+    return {
+        group: {name: line for name, line in commands.items() if name not in _LAB}
+        for group, commands in GROUPS.items()
+    }
+
+
+def commands() -> dict[str, str]:
+    """All installed commands, by name: the line that describes each."""
+    return {name: line for some in groups().values() for name, line in some.items()}
+
+
+def lazy_commands() -> dict[str, str]:
+    """The modules, by command, that are imported when used; each has the command as `NAME_app`."""
+    modules = {
+        "serve": "sirchat.cli.serve",
+        "sessions": "sirchat.cli.sessions",
+        "models": "sirchat.cli.models",
+        "policies": "sirchat.cli.profiles",
+        "profiles": "sirchat.cli.profiles",
+        **{name: f"sirchat.lab.commands.{name}" for name in _LAB},
+    }
+    return {name: module for name, module in modules.items() if name in commands()}
+
+
+def lab_module(name: str) -> Any:
+    """A module of `sirchat.lab`; raises UsageError if that package is not installed."""
+    if find_spec("sirchat.lab") is None:
+        raise UsageError("this command needs the package sirchat.lab, which is not installed")
+    return import_module(f"sirchat.lab.{name}")
+
+
+def overview() -> str:
+    """The text of `sirchat --help`, at most 79 columns wide."""
+    return TEXT.format(
+        **{
+            group: textwrap.indent("\n".join(f"{n:<12}{t}" for n, t in commands.items()), "  ")
+            for group, commands in groups().items()
+        }
+    )
 
 
 def with_example(command: Any, name: str) -> Any:
