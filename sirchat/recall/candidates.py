@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,14 +29,14 @@ class Query:
         key_values: their keys and values; empty if the retriever needs none.
         layer_queries: the turn's query vectors, layer by layer; empty if not recorded.
         of_template: mask [m] of the chat template's tokens; None if they are not known.
-        words: a score for each earlier turn by the words that it shares; None if not needed.
+        words: a score for each earlier turn by the words that it shares; empty if not needed.
         start: stream position of the new turn's first token.
     """
 
     key_values: KeyValues
     layer_queries: Sequence[LayerQueries] = ()
     of_template: NDArray[np.bool_] | None = None
-    words: NDArray[np.float64] | None = None
+    words: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     start: int = 0
 
     def of_layer(self, layer: int) -> LayerQueries:
@@ -56,14 +55,13 @@ class Candidates:
     """The n archived tokens that a retriever scores for a turn.
 
     `positions` [n] are their stream positions, ascending; `rotations` has one entry for each layer.
-    `ledger` may be None where only keys and values are compared.
     """
 
     archive: Archive
     positions: Positions
     query: Query
     rotations: Sequence[LayerRotation]
-    ledger: Ledger | None = None
+    ledger: Ledger
 
     def pairs(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [H, k, D] of the tokens in one layer, in blocks, not rotated."""
@@ -80,34 +78,20 @@ class Candidates:
         return _pair(self.query.key_values, layer, self.rotations[layer])
 
     @property
-    def words(self) -> NDArray[np.float64]:
-        """A score for each earlier turn, by the words that it shares with the new turn."""
-        if self.query.words is None:
-            raise ValueError("this retriever needs a score for each turn by its words")
-        return self.query.words
-
-    @property
     def turns(self) -> NDArray[np.int64]:
         """The number of each token's turn [n]."""
-        turns: NDArray[np.int64] = self._column("turn")
+        turns: NDArray[np.int64] = self.ledger.column("turn")[self.positions]
         return turns
 
     @property
     def of_template(self) -> NDArray[np.bool_]:
         """Mask [n] of the chat template's tokens."""
-        mask: NDArray[np.bool_] = self._column("role") == Role.TEMPLATE
+        mask: NDArray[np.bool_] = self.ledger.column("role")[self.positions] == Role.TEMPLATE
         return mask
 
     def random_numbers(self) -> NDArray[np.float64]:
         """A number in [0, 1) for each token [n]; the same turn gets the same numbers."""
-        if self.ledger is None:
-            raise ValueError("random scores are drawn from the ledger's seed: pass `ledger`")
         return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
-
-    def _column(self, name: str) -> NDArray[Any]:
-        if self.ledger is None:
-            raise ValueError(f"a token's {name} needs a ledger")
-        return self.ledger.column(name)[self.positions]
 
     def _blocks(self, layer: int) -> Iterator[KeyValues]:
         for start in range(0, len(self.positions), _BATCH):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import islice
 
 import numpy as np
 import torch
@@ -57,9 +55,12 @@ def best_turns(
     turns = ledger.column("turn")  # ascending; bisect, because numpy's search copies the column
     positions, of_token, count = list[Positions](), list[NDArray[np.float64]](), 0
     which = np.flatnonzero(_fitting(scores)) if is_auto else np.arange(len(scores))
-    best = (which[at] for at in _best_first(scores[which]))
+    best = which[::-1][np.argsort(-scores[which][::-1], kind="stable")]
     # Only the tokens of these turns are looked at, so the time does not grow with the archive.
-    while count < reserve and (some := list(islice(best, _TURNS_AT_ONCE))):
+    for at in range(0, len(best), _TURNS_AT_ONCE):
+        if count >= reserve:
+            break
+        some = best[at : at + _TURNS_AT_ONCE]
         bounds = [(bisect_left(turns, turn), bisect_left(turns, turn + 1)) for turn in some]
         tokens = np.concatenate([np.arange(start, end) for start, end in bounds])
         score = np.repeat(scores[some], [end - start for start, end in bounds])
@@ -92,14 +93,3 @@ def _fitting(scores: NDArray[np.float64]) -> NDArray[np.bool_]:
     is_high = (scores >= _LEAST_SHARE * best) & (scores >= _BESIDE * beside)
     fits: NDArray[np.bool_] = (may_correct | is_high) & (scores > 0)
     return fits
-
-
-def _best_first(scores: NDArray[np.float64]) -> Iterator[int]:
-    """The indices of the scores [n], the highest first, the larger index first of equal ones."""
-    rest, count = np.arange(len(scores))[::-1], 64  # only as many are sorted as the caller takes
-    while len(rest):
-        place = max(0, len(rest) - count)
-        is_best = scores[rest] >= np.partition(scores[rest], place)[place]
-        best = rest[is_best]
-        yield from best[np.argsort(-scores[best], kind="stable")].tolist()
-        rest, count = rest[~is_best], 8 * count

@@ -96,7 +96,7 @@ class Recall:
         by_words = isinstance(needs, WordRetriever)
         if not by_words:  # words may find the same tokens again, which then stay
             contents.clear_reserve()
-        self._shared, words = {}, None
+        self._shared, words = {}, np.zeros(0)
         try:
             if not (by_words and engine.resident == engine.ledger.seen):  # something is evicted
                 if needs.needs_words:
@@ -111,7 +111,7 @@ class Recall:
         restored = contents.recalled_positions
         scores = _scores_of(restored, result)
         self._scores = dict(zip(restored.tolist(), scores, strict=True))
-        if words is not None:
+        if len(words):
             self._shared = self._index.shared([turn for turn, _, _ in self.turns], text)
         return Recollection(scores, released, time.perf_counter() - start, problem)
 

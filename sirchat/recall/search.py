@@ -29,6 +29,8 @@ from sirchat.recall.choice import best_turns, choose
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import WordRetriever
 
+_NO_WORDS = np.zeros(0)
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -49,7 +51,7 @@ def search(
     ids: Sequence[int],
     roles: Sequence[Role],
     at: TurnRef,
-    words: NDArray[np.float64] | None = None,
+    words: NDArray[np.float64] = _NO_WORDS,
 ) -> SearchResult | None:
     """Score the archived tokens for a turn of m `ids`; the engine's state is the same afterwards.
 
@@ -61,10 +63,10 @@ def search(
     if recall is None or not reserve:
         return None
     needs = retriever(recall.retriever)
+    if needs.needs_words and not len(words):
+        raise ValueError("this retriever needs a score for each turn by its words")
     if isinstance(needs, WordRetriever):
-        if words is None:
-            raise ValueError("this retriever needs a score for each turn by its words")
-        chosen = best_turns(engine, needs.score_words(words), is_auto=recall.n is None)
+        chosen = best_turns(engine, words, is_auto=recall.n is None)
         return SearchResult(*chosen) if chosen else None
     longest = engine.budget - reserve  # of a longer turn only the end is read
     fits = engine.resident - engine.residency.recalled + len(ids) <= longest
@@ -150,7 +152,7 @@ def _query(
     engine: Engine,
     rows: Positions,
     start: int,
-    words: NDArray[np.float64] | None,
+    words: NDArray[np.float64],
     layer_queries: Sequence[LayerQueries] = (),
 ) -> Query:
     positions = engine.ledger.held_positions[rows]

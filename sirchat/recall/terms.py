@@ -16,9 +16,15 @@ STOP_WORDS = frozenset(
     )
 )
 
+_SENTENCE = re.compile(r"[^.!?？。！\n]+[.!?？。！]*")
 _WORD = re.compile(r"\w+")
 _LETTERS = 4
 _DENSE = "\u2e80"  # Chinese, Japanese and Korean begin here; a term has two characters
+
+
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a text, each with the marks at its end."""
+    return _SENTENCE.findall(text)
 
 
 def words_of(text: str) -> list[str]:

@@ -7,13 +7,14 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sirchat.recall.terms import terms_of
+from sirchat.recall.retrievers.base import with_neighbours
+from sirchat.recall.terms import letter_groups, sentences_of, terms_of, words_of
 
 Floats = NDArray[np.float32]
 
@@ -22,11 +23,23 @@ _K1, _B = 1.5, 0.75
 _NAMED = 3  # most words that `shared` returns for a turn
 
 
+class Postings(NamedTuple):
+    """The k turns that have a term, ascending, and its counts in statements and in questions."""
+
+    turns: array[int]
+    told: array[float]
+    asked: array[float]
+
+
 class TurnIndex(ABC):
     """Scores the turns of a conversation by the words that they share with a new turn."""
 
+    _counted = ""  # terms that begin so make up the length of a turn
+
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._postings: dict[str, Postings] = {}
+        self._told, self._asked = array("f"), array("f")  # length of each turn's statements, ...
 
     @abstractmethod
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
@@ -36,16 +49,8 @@ class TurnIndex(ABC):
         """
 
     @abstractmethod
-    def _add(self, at: int, text: str) -> None:
-        """Add turn number `at` at the end."""
-
-    @abstractmethod
-    def _remove(self, text: str) -> None:
-        """Remove the last turn, which has this text."""
-
-    @abstractmethod
-    def _turns_with(self, term: str) -> array[int]:
-        """The numbers of the turns that contain a term, ascending, as 32-bit integers."""
+    def _terms(self, words: Sequence[str]) -> Iterable[str]:
+        """The terms of a sentence."""
 
     def shared(self, turns: Sequence[int], wanted: str) -> dict[int, tuple[str, ...]]:
         """For each turn, up to three words of `wanted` that it has in some form, the rarest first.
@@ -58,8 +63,8 @@ class TurnIndex(ABC):
         terms: dict[int, set[str]] = {turn: set() for turn in near.tolist()}
         counts = dict[str, int]()  # of turns, for each term that any of them has
         for term in dict.fromkeys(term for of_word in terms_by_word.values() for term in of_word):
-            having = np.frombuffer(self._turns_with(term), np.int32)  # no copy
-            if len(having):
+            if term in self._postings:
+                having = np.frombuffer(self._postings[term].turns, np.int32)  # no copy
                 counts[term] = len(having)
                 at = np.searchsorted(having, near.astype(np.int32))
                 for turn in near[having.take(at, mode="clip") == near].tolist():
@@ -99,66 +104,67 @@ class TurnIndex(ABC):
             self._add(at, text)
             known.append(text)
 
+    def _add(self, at: int, text: str) -> list[str]:
+        """Add turn number `at` at the end; returns the terms that are new."""
+        told, asked = Counter[str](), Counter[str]()
+        for sentence in sentences_of(text):
+            is_question = sentence.rstrip().endswith(("?", "？"))
+            (asked if is_question else told).update(self._terms(words_of(sentence)))
+        new = list[str]()
+        for term in dict.fromkeys((*told, *asked)):
+            if term not in self._postings:
+                self._postings[term] = Postings(array("i"), array("f"), array("f"))
+                new.append(term)
+            postings = self._postings[term]
+            postings.turns.append(at)
+            postings.told.append(told[term])
+            postings.asked.append(asked[term])
+        for lengths, counts in ((self._told, told), (self._asked, asked)):
+            lengths.append(sum(n for term, n in counts.items() if term.startswith(self._counted)))
+        return new
+
+    def _remove(self, text: str) -> None:
+        """Remove the last turn, which has this text."""
+        for term in {term for each in sentences_of(text) for term in self._terms(words_of(each))}:
+            for column in self._postings[term]:
+                column.pop()
+            if not self._postings[term].turns:
+                del self._postings[term]
+        self._told.pop()
+        self._asked.pop()
+
 
 class WordIndex(TurnIndex):
     """Scores turns by BM25 for the words of a new turn, the query.
 
     Lucene's variant (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019), as the
     library bm25s has it. Terms are groups of four letters; a document is a turn with those beside
-    it.
+    it, and gets half of their scores, too.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lengths = array("d")  # of each text, in terms
-        self._postings: dict[str, _Postings] = {}
 
     def scores(self, texts: Sequence[str], wanted: str) -> NDArray[np.float64]:
         self._update(texts)
         terms = [term for term in terms_of(wanted) if term in self._postings]
         scores = np.zeros(len(self._texts), np.float32)
-        if not terms:
-            return scores.astype(np.float64)
-        lengths = _and_beside(np.array(self._lengths))
-        norms = _K1 * ((1 - _B) + _B * lengths / lengths.mean())
-        of_term = {term: self._scores_of(term, norms) for term in dict.fromkeys(terms)}
-        for term in terms:
-            scores += of_term[term]
-        return scores.astype(np.float64)
+        if terms:
+            lengths = _and_beside(np.array(self._told, np.float64) + np.array(self._asked))
+            norms = _K1 * ((1 - _B) + _B * lengths / lengths.mean())
+            of_term = {term: self._scores_of(term, norms) for term in dict.fromkeys(terms)}
+            for term in terms:
+                scores += of_term[term]
+        return with_neighbours(scores.astype(np.float64))
+
+    def _terms(self, words: Sequence[str]) -> Iterable[str]:
+        return (term for word in words for term in letter_groups(word))
 
     def _scores_of(self, term: str, norms: NDArray[np.float64]) -> Floats:
-        postings = self._postings[term]
+        turns, told, asked = map(np.array, self._postings[term])
         counts = np.zeros(len(norms), np.float32)
-        counts[np.array(postings.turns)] = np.array(postings.counts)
+        counts[turns] = told + asked
         counts = _and_beside(counts)
         having = int(np.count_nonzero(counts))
         rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
         return (rarity * (counts / (norms + counts))).astype(np.float32)
-
-    def _turns_with(self, term: str) -> array[int]:
-        return self._postings[term].turns if term in self._postings else array("i")
-
-    def _add(self, at: int, text: str) -> None:
-        terms = terms_of(text)
-        self._lengths.append(len(terms))
-        for term, count in Counter(terms).items():
-            postings = self._postings.setdefault(term, _Postings(array("i"), array("f")))
-            postings.turns.append(at)
-            postings.counts.append(count)
-
-    def _remove(self, text: str) -> None:
-        self._lengths.pop()
-        for term in set(terms_of(text)):
-            postings = self._postings[term]
-            postings.turns.pop()
-            postings.counts.pop()
-            if not postings.turns:
-                del self._postings[term]
-
-
-class _Postings(NamedTuple):
-    turns: array[int]  # [k] that have the term, ascending
-    counts: array[float]  # of the term in each
 
 
 def _and_beside(numbers: NDArray[_Number]) -> NDArray[_Number]:

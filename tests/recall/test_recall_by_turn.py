@@ -13,6 +13,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.models.model import LoadedModel
+from sirchat.recall.retrievers.base import with_neighbours
 from sirchat.recall.search import SearchResult, restore, search
 
 RETRIEVERS: list[str] = ["bm25", "hybrid"]
@@ -24,7 +25,7 @@ def find(
 ) -> SearchResult | None:
     ids = ids or some_ids(50, 12)
     turn, roles = TurnRef(ROUNDS, ROUNDS), [Role.USER] * len(ids)
-    return search(engine, model, ids, roles, turn, np.array([*words, 0.0]))
+    return search(engine, model, ids, roles, turn, with_neighbours(np.array([*words, 0.0])))
 
 
 def listened(policy: str, retriever: str, family: str = "llama") -> tuple[Engine, LoadedModel]:

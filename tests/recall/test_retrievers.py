@@ -131,17 +131,17 @@ def by_both(given: KeyValues, asked: KeyValues, rotation: LayerRotation) -> list
         ]
         for turn, one in zip(among, standard(nearest, list(range(len(among)))), strict=True):
             keys[turn] += one
-    words, keys = standard(shared(WORDS), among), standard(shared(keys), among)
+    words, keys = standard(WORDS, among), standard(shared(keys), among)
     return [words[turn] + 0.4 * keys[turn] for turn in TURNS]
 
 
-def test_by_words_a_turn_has_half_of_the_scores_beside_it() -> None:
-    assert found("bm25", rows(POSITIONS, 1), asked()) == [shared(WORDS)[turn] for turn in TURNS]
+def test_by_words_each_token_has_the_score_of_its_turn() -> None:
+    assert found("bm25", rows(POSITIONS, 1), asked()) == [WORDS[turn] for turn in TURNS]
 
 
 def test_tokens_of_the_chat_template_come_after_all_others() -> None:
     scores = found("bm25", rows(POSITIONS, 1), asked(), templates=(5, 14))
-    expected = [shared(WORDS)[turn] for turn in TURNS]
+    expected = [WORDS[turn] for turn in TURNS]
     expected[2] = expected[5] = min(expected) - 1
     assert scores == expected
 

@@ -109,11 +109,7 @@ class WordRetriever(TurnRetriever):
     needs_turn = False
 
     def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
-        return self.score_words(candidates.words)
-
-    @abstractmethod
-    def score_words(self, words: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The final scores [n] of all earlier turns, from their scores `words` [n] by words."""
+        return candidates.query.words
 
 
 def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -25,7 +25,7 @@ class Hybrid(TurnRetriever):
     """
 
     def score_turns(self, candidates: Candidates) -> NDArray[np.float64]:
-        words, layer = with_neighbours(candidates.words), len(candidates.rotations) // 2
+        words, layer = candidates.query.words, len(candidates.rotations) // 2
         sought = candidates.query_pair(layer)[0]  # [H, m, D]
         if candidates.query.of_template is not None:
             sought = sought[:, ~candidates.query.of_template]
