@@ -14,7 +14,7 @@ import sys
 import termios
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context, reduction
 from multiprocessing.forkserver import ensure_running
@@ -34,6 +34,29 @@ def start_server() -> None:
     ensure_running()
 
 
+def fork(
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    folder: str,
+    streams: Mapping[int, int],
+    *,
+    in_terminal: bool = False,
+    begun: int | None = None,
+    daemon: bool = True,
+) -> Any:
+    """Start `python ARGUMENTS`, with open files of this process as its `streams` 0, 1 and 2.
+
+    Those that are missing are closed there. `in_terminal`: stream 0 is its controlling terminal.
+    The file `begun` is closed there when nothing is left to do but to run.
+    """
+    passed = {number: _Passed(descriptor) for number, descriptor in streams.items()}
+    ready = None if begun is None else _Passed(begun)
+    how = (list(arguments), dict(env), folder, passed, in_terminal, ready)
+    process = SERVER.Process(target=_run, args=how, daemon=daemon)
+    process.start()
+    return process
+
+
 class ForkedChat(fdspawn):  # type: ignore[misc]
     """`python ARGUMENTS` in a pseudo-terminal of its own, with pexpect's interface.
 
@@ -45,9 +68,7 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
     ) -> None:
         ours, its = os.openpty()
         termios.tcsetwinsize(its, size)
-        passed = (PassedDescriptor(its), list(arguments), dict(env), os.getcwd())
-        self._process = SERVER.Process(target=_chat, args=passed, daemon=True)
-        self._process.start()
+        self._process = fork(arguments, env, os.getcwd(), {0: its}, in_terminal=True)
         os.close(its)
         super().__init__(ours, timeout=timeout)
 
@@ -72,8 +93,8 @@ class ForkedChat(fdspawn):  # type: ignore[misc]
         self.signalstatus = -code if code < 0 else None
 
 
-class PassedDescriptor:
-    """An open file of this process, such as the chat's terminal, pickled for another process."""
+class _Passed:
+    """An open file of this process, pickled for another process."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -86,23 +107,27 @@ def _number_of(passed: Any) -> int:
     return int(passed.detach())
 
 
-def _chat(terminal: int, arguments: list[str], env: dict[str, str], folder: str) -> NoReturn:
-    """Take the terminal, and run."""
-    os.login_tty(terminal)
-    run_python(arguments, env, folder)
-
-
-def run_python(
+def _run(
     arguments: list[str],
     env: dict[str, str],
     folder: str,
-    begun: Callable[[], object] = lambda: None,
+    streams: dict[int, int],
+    in_terminal: bool,
+    begun: int | None,
 ) -> NoReturn:
-    """What `python ARGUMENTS` does after sirchat's imports, with the streams under their numbers.
-
-    The arguments begin with `-m MODULE`, or with a script. A stream may be closed. `begun` is
-    called when nothing else is left to do.
-    """
+    """In the new process: take the streams, and do what `python` does after sirchat's imports."""
+    if in_terminal:
+        os.login_tty(streams[0])
+    else:
+        os.setsid()
+        for number in range(3):
+            if number in streams:
+                os.dup2(streams[number], number)
+            else:
+                os.close(number)
+        for descriptor in streams.values():
+            os.close(descriptor)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
@@ -120,7 +145,8 @@ def run_python(
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
     sys.path.insert(0, folder if is_module else os.path.dirname(sys.argv[0]))
-    begun()
+    if begun is not None:
+        os.close(begun)
     code: Any = 0
     try:
         if is_module:

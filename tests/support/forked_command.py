@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import termios
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
 
-from forked_chat import SERVER, PassedDescriptor, run_python
+from forked_chat import fork
 
 _CLOCK = 20.0
 _WHERE_IS_THE_CURSOR = b"\x1b[6n"
@@ -53,10 +51,15 @@ class ForkedCommand:
             theirs, self._outputs, self._errors = [read_in, write_out, write_err], [out, err], err
             self._terminal = None
         ready, begun = os.pipe()
-        passed = ([PassedDescriptor(one) for one in (*theirs, begun)], in_terminal, arguments)
-        rest = (dict(environ), str(folder))
-        self._process: BaseProcess = SERVER.Process(target=_begin, args=(*passed, *rest))
-        self._process.start()
+        self._process: BaseProcess = fork(
+            ["-m", "sirchat", *arguments],
+            environ,
+            str(folder),
+            dict(enumerate(theirs)),
+            in_terminal=in_terminal,
+            begun=begun,
+            daemon=False,
+        )
         self.pid = int(self._process.pid or 0)
         os.close(begun)
         os.read(ready, 1)
@@ -160,24 +163,3 @@ class ForkedCommand:
             if int(fields[3]) == self.pid and fields[0] != "Z":
                 left.append(int(stat.parent.name))
         return left
-
-
-def _begin(
-    streams: list[int],
-    in_terminal: bool,
-    arguments: tuple[str, ...],
-    environ: dict[str, str],
-    folder: str,
-) -> NoReturn:
-    """In the new process: take the streams, say that it has begun, and run."""
-    *streams, begun = streams
-    if in_terminal:
-        os.login_tty(streams[0])
-    else:
-        os.setsid()
-        for number, one in enumerate(streams):
-            os.dup2(one, number)
-            os.close(one)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    run_python(["-m", "sirchat", *arguments], environ, folder, lambda: os.close(begun))

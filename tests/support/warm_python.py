@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -19,9 +18,8 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NoReturn
 
-from forked_chat import SERVER, PassedDescriptor, run_python
+from forked_chat import fork
 
 
 @cache
@@ -48,12 +46,9 @@ def _run(client: socket.socket) -> None:
     while len(request) < int.from_bytes(size):
         request += client.recv(65536)
     streams, arguments, environ, folder = ast.literal_eval(request.decode())
-    passed = [PassedDescriptor(one) for one in descriptors]
-    begun = (streams, passed, arguments, environ, folder)
-    process: Any = SERVER.Process(target=_begin, args=begun, daemon=True)
-    process.start()
-    for one in descriptors:
-        os.close(one)
+    process = fork(arguments, environ, folder, dict(zip(streams, descriptors, strict=True)))
+    for descriptor in descriptors:
+        os.close(descriptor)
     client.sendall((process.pid or 0).to_bytes(4))
     if process.sentinel not in wait([process.sentinel, client]):
         process.kill()
@@ -61,24 +56,3 @@ def _run(client: socket.socket) -> None:
     with suppress(OSError):  # it was killed
         client.sendall((process.exitcode or 0).to_bytes(4, signed=True))
     client.close()
-
-
-def _begin(
-    streams: list[int],
-    descriptors: list[int],
-    arguments: list[str],
-    environ: dict[str, str],
-    folder: str,
-) -> NoReturn:
-    """In the new process: take the client's streams, leave closed what it has closed, and run."""
-    os.setsid()
-    given = dict(zip(streams, descriptors, strict=True))
-    for number in range(3):
-        if number in given:
-            os.dup2(given[number], number)
-        else:
-            os.close(number)
-    for one in descriptors:
-        os.close(one)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    run_python(arguments, environ, folder)
