@@ -75,7 +75,7 @@ def sessions_search(
     if not result.hits:
         raise nothing_found(text, result)
     lines = {hit.session.id: hit.line for hit in result.hits}
-    chats = SessionLines([hit.session for hit in result.hits], found=lines)
+    chats = SessionLines([hit.session for hit in result.hits], matches=lines)
     print_sessions(chats, Console())
     if result.more:
         typer.echo(

@@ -28,8 +28,8 @@ from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
 from sirchat.ui.text import displayable_line, shorten
 
+# A value that completion offers, and its meaning, which is shown as help.
 Selection = tuple[str, str]
-"""A value that completion offers, and its meaning, which is shown as help."""
 
 _PANEL = (
     ("full", "show all held tokens now"),
@@ -57,10 +57,7 @@ _TARGETS = (("last", "your last message"), ("turn", "all of one turn: turn N"))
 
 
 class SlashCompleter(Completer):
-    """Completes slash commands, their arguments, and file names after `@`, `/read` and `/export`.
-
-    `session` is a function that returns the chat's current session.
-    """
+    """Completes slash commands, their arguments, and names of files after `@` and commands."""
 
     def __init__(self, session: Callable[[], Session]) -> None:
         self._session = session
@@ -92,16 +89,10 @@ class SlashCompleter(Completer):
                 )
 
     def _choices(self, before: list[str]) -> Iterator[Selection]:
-        """Yield each value that can follow the words `before` in a command line, with its help.
-
-        The first of these words is the command, without the slash. If there are no words, the
-        values are the names of all commands.
-        """
+        """Yield each value that can follow the words `before` in a command line, with its help."""
         before = [word for word in before if word]
         match before:
-            case []:
-                yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
-            case ["help" | "?"]:
+            case [] | ["help" | "?"]:
                 yield from ((name, Commands.help_of(name)[1]) for name in Commands.names())
             case ["policy"]:
                 yield from self._policies
@@ -115,7 +106,8 @@ class SlashCompleter(Completer):
                 yield from self._saved
             case ["retry"]:
                 yield from _RETRIES
-                yield from ((f"--{name.replace('_', '-')}", help) for name, help in _drawing())
+                for name in SAMPLING_PARAMETERS:
+                    yield f"--{name.replace('_', '-')}", _description(name)
             case ["summarize"]:
                 yield from WAYS.items()
             case ["panel"]:
@@ -139,9 +131,9 @@ class SlashCompleter(Completer):
         return [(name, _class_help(policy_class, name)) for name in policy_choices()]
 
     def _settings(self) -> Iterator[Selection]:
-        for name, field in Profile.model_fields.items():
-            if name not in FIXED:
-                yield name, field.description or ""
+        yield from (
+            (name, _description(name)) for name in Profile.model_fields if name not in FIXED
+        )
         yield from _options(self._session().profile.policy)
 
     def _values(self, setting: str) -> Iterator[Selection]:
@@ -152,24 +144,19 @@ class SlashCompleter(Completer):
 
 
 def _saved_chats() -> Iterator[Selection]:
-    """Yield what can follow `/load`: `last`, then the names and ids of saved chats, newest first.
-
-    Each name and id comes with the first message of its chat. Chats that are open are left out.
-    """
+    """Yield what can follow `/load`, with first messages; chats that are open are left out."""
     yield "last", "the chat that was saved last"
     listed = newest_sessions(sessions_dir())[0].sessions
-    sessions = [one for one in listed if not one.in_use]
-    for one in sessions:
-        if one.name and displayable_line(one.name) == one.name:
-            yield one.name, shorten(displayable_line(one.first), 60)
-    for one in sessions:
-        yield one.id, shorten(displayable_line(one.first), 60)
+    sessions = [session for session in listed if not session.in_use]
+    for session in sessions:
+        if session.name and displayable_line(session.name) == session.name:
+            yield session.name, shorten(displayable_line(session.first), 60)
+    for session in sessions:
+        yield session.id, shorten(displayable_line(session.first), 60)
 
 
-def _drawing() -> Iterator[Selection]:
-    """Yield pairs of name and help for the settings of sampling, such as the temperature."""
-    for name in SAMPLING_PARAMETERS:
-        yield name, Profile.model_fields[name].description or ""
+def _description(setting: str) -> str:
+    return Profile.model_fields[setting].description or ""
 
 
 def _value_help(setting: str, value: str) -> str:
@@ -181,10 +168,7 @@ def _value_help(setting: str, value: str) -> str:
 
 
 def _class_help(find: Callable[[str], object], name: str) -> str:
-    """The help of the policy or retriever `name`: the first paragraph of its class's docstring.
-
-    `find` returns the class for a name. If `find` fails, the text of its error is returned.
-    """
+    """The first paragraph of the docstring of the class that `find` finds, or the error's text."""
     try:
         text = find(name).__doc__ or ""
     except SirchatError as error:
@@ -193,10 +177,6 @@ def _class_help(find: Callable[[str], object], name: str) -> str:
 
 
 def _options(policy: str) -> Iterator[Selection]:
-    """Yield pairs of name and help for the options of a policy, except `recent`.
-
-    The option `recent` is a setting of its own. Nothing is yielded if the policy can't be found.
-    """
     try:
         options = options_of(policy)
     except SirchatError:

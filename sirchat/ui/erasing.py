@@ -1,7 +1,4 @@
-"""Runs `/erase`: it shows what would be erased for good, and erases it only with `--yes`.
-
-After a turn was erased, `/erase` names the turns that still contain surprising words of that turn.
-"""
+"""`/erase`: it shows what would be erased for good, and erases it only with `--yes`."""
 
 from __future__ import annotations
 
@@ -20,19 +17,16 @@ from sirchat.ui.text import displayable_line
 from sirchat.ui.typed_input import Typed
 
 _TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
-_SHOWN = 5
+_MOST_NAMED = 5  # such words of an erased turn that stand in other turns
 _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What `/erase` is asked to erase: `target` is words of the chat, or names a turn.
+    """What `/erase` is asked to erase."""
 
-    If `everywhere` is true, lines that were typed in other chats are erased, too.
-    """
-
-    target: str
-    everywhere: bool
+    target: str  # words of the chat, or the name of a turn
+    everywhere: bool  # lines that were typed in other chats, too
 
 
 class Erasing:
@@ -46,10 +40,9 @@ class Erasing:
         self._previewed: _Request | None = None
 
     def run(self, rest: str) -> None:
-        """Run `/erase` with the arguments `rest`: show what would be erased, or erase it (`--yes`).
+        """Show what would be erased, or erase it with `--yes`; alone, what was shown before.
 
-        `--yes` without other words erases what the call before has shown. Raises UsageError if
-        `rest` names nothing to erase, and if nothing in this chat or in the typed lines matches.
+        Raises UsageError if nothing is named, or nothing in chat or typed lines matches.
         """
         words = rest.split()
         flags = {word for word in words if word in ("--yes", "--everywhere")}
@@ -87,11 +80,7 @@ class Erasing:
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, request: _Request) -> None:
-        """Erase what `request` names, and print how much was erased.
-
-        Text is erased from the cache, the archive and the saved chat, and then from the typed
-        lines.
-        """
+        """Erase from cache, archive and saved chat, and then from the typed lines."""
         session, target = self._session, request.target
         telling = self._telling_words(target)
         turn = self._turn(target)
@@ -125,7 +114,7 @@ class Erasing:
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
-        """The number of tokens that match `target` (words or a turn), and their turns' indices."""
+        """The number of tokens that match `target`, and their turns' indices."""
         turn, turns = self._turn(target), self._session.turns
         if turn is None:
             said = self._turns_with(without_quotes(target))
@@ -137,52 +126,44 @@ class Erasing:
             return 0, said
 
     def _turn(self, target: str) -> int | None:
-        return turn_of_target(target, [one.role for one in self._session.turns])
+        return turn_of_target(target, [turn.role for turn in self._session.turns])
 
     def _turns_with(self, words: str) -> list[int]:
-        """Indices of the turns of this chat whose text contains `words`."""
         pattern = whole_words(words)
-        return [n for n, one in enumerate(self._session.turns) if pattern.search(one.text)]
+        return [n for n, turn in enumerate(self._session.turns) if pattern.search(turn.text)]
 
     def _matches(self, request: _Request) -> _Matches:
         turns = self._session.turns
-        own = {one.text.strip() for one in turns if one.role == "user"} | self._history.typed_now
+        mine = {turn.text.strip() for turn in turns if turn.role == "user"}
+        mine |= self._history.typed_now
         turn = self._turn(request.target)
         if turn is None:
             pattern = whole_words(without_quotes(request.target))
             if request.everywhere:
                 return _Matches(pattern, "", None)
-            return _Matches(pattern, "", own | self._commands_about_this_chat(pattern))
+            return _Matches(pattern, "", mine | self._commands_about_this_chat(pattern))
         said = turns[turn] if 0 <= turn < len(turns) else None
-        whole = said.text.strip() if said is not None and said.role == "user" else ""
-        whole = self._history.typed_for.get(whole, whole)
-        return _Matches(None, whole, own)
+        message = said.text.strip() if said is not None and said.role == "user" else ""
+        return _Matches(None, self._history.typed_for.get(message, message), mine)
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
-        """Typed command lines, such as `/pin WORDS`, whose WORDS this chat contains.
+        """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""
+        lines = [line.strip() for line in self._lines() if pattern.search(line)]
+        words = {line: without_quotes(line.partition(" ")[2]) for line in lines if line[:1] == "/"}
+        return {line for line, said in words.items() if said and self._turns_with(said)}
 
-        Only lines in which `pattern` is found are returned. A line may have been typed in an
-        earlier run of the program, before the chat was resumed.
-        """
+    def _lines(self) -> list[str]:
         try:
-            lines = [one.strip() for one in self._history.lines() if pattern.search(one)]
+            return self._history.lines()
         except OSError:  # erasing them will fail, too, and say so
-            return set()
-        words = {one: without_quotes(one.partition(" ")[2]) for one in lines if one[:1] == "/"}
-        return {one for one, said in words.items() if said and self._turns_with(said)}
+            return []
 
     def _typed(self, target: str) -> tuple[int, int]:
-        """Two numbers of typed lines that match `target`: those of this chat, those of other chats.
-
-        Lines that begin with `/erase` are not counted.
-        """
+        """The numbers of typed lines that match `target`: of this chat, and of other chats."""
         here, anywhere = (
             self._matches(_Request(target, everywhere)) for everywhere in (False, True)
         )
-        try:
-            lines = [one for one in self._history.lines() if not _COMMAND.match(one)]
-        except OSError:  # erasing them will fail, too, and say so
-            lines = []
+        lines = [line for line in self._lines() if not _COMMAND.match(line)]
         mine = sum(map(here, lines))
         return mine, sum(map(anywhere, lines)) - mine
 
@@ -191,7 +172,7 @@ class Erasing:
         if self._turn(target) is None:
             return []
         try:
-            rows = [one.row for one in self._session.why(target)]
+            rows = [rank.row for rank in self._session.why(target)]
         except UsageError:
             return []
         text, marks = "", set[int]()
@@ -200,39 +181,33 @@ class Erasing:
                 marks.update(range(len(text), len(text) + len(row.text)))
             text += row.text
         words = re.finditer(r"\w{3,}", text)
-        return list(dict.fromkeys(w[0] for w in words if marks & set(range(*w.span()))))
+        return list(dict.fromkeys(word[0] for word in words if marks & set(range(*word.span()))))
 
     def _point_out(self, telling: list[str]) -> None:
         """Print which turns still contain the words `telling` after a turn was erased."""
-        found = [
+        named = [
             f"{displayable_line(word)} in {_turns(turns)}"
             for word in telling
             if (turns := self._turns_with(word))
         ]
-        if found:
+        if named:
             self._screen.note(
-                f"words of this turn in other turns: {', '.join(found[:_SHOWN])}; "
+                f"words of this turn in other turns: {', '.join(named[:_MOST_NAMED])}; "
                 "/erase WORD erases a word"
             )
 
 
 @dataclass(frozen=True)
 class _Matches:
-    """A callable that returns whether a typed line must be erased.
+    """A callable that returns whether a typed line must be erased."""
 
-    If `pattern` is None, only a line that equals the message `whole` is erased. If there is a
-    `pattern`, a line is erased if the pattern is found in the line, and if the line also is in
-    `among` or begins with `/erase`. If `among` is None, every line in which the pattern is found is
-    erased.
-    """
-
-    pattern: re.Pattern[str] | None
-    whole: str
-    among: set[str] | None
+    pattern: re.Pattern[str] | None  # None: only a line that equals `message`
+    message: str
+    among: set[str] | None  # lines in which the pattern is searched, beside `/erase`; None: all
 
     def __call__(self, line: str) -> bool:
         if self.pattern is None:
-            return bool(self.whole) and line.strip() == self.whole
+            return bool(self.message) and line.strip() == self.message
         is_meant = self.among is None or line.strip() in self.among or bool(_COMMAND.match(line))
         return is_meant and bool(self.pattern.search(line))
 

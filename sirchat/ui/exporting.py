@@ -34,6 +34,26 @@ FORMATS = {
 }
 _FORCE = re.compile(r"(?:^|\s)--force(?=\s|$)")
 _PANEL_WIDTH = 100  # columns
+_FLAG = "--osc52"
+_SECONDS = 3.0  # a clipboard tool that takes longer has failed
+
+
+class _Tool(NamedTuple):
+    """A program that puts its standard input on the clipboard."""
+
+    command: tuple[str, ...]
+    display: str = ""  # the variable that names its display; "": it uses this machine's clipboard
+    encoding: str = "utf-8"
+
+
+_TOOLS = (
+    _Tool(("wl-copy",), "WAYLAND_DISPLAY"),
+    _Tool(("xclip", "-selection", "clipboard"), "DISPLAY"),
+    _Tool(("xsel", "--clipboard", "--input"), "DISPLAY"),
+    _Tool(("pbcopy",)),
+    _Tool(("clip.exe",), encoding="utf-16-le"),
+    _Tool(("termux-clipboard-set",)),
+)
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -53,10 +73,9 @@ pre {{ overflow-x: auto; padding: .6rem; background: #8882; }}
 
 
 def export_chat(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/export`: write the chat or the panel to a file; `rest` is `FORMAT FILE [--force]`.
+    """Run `/export FORMAT FILE [--force]`: write the chat or the panel to a file.
 
-    Nothing is written, and UsageError is raised, if the format is unknown, if the file exists and
-    `--force` is not given, or if the file can't be written.
+    Raises UsageError, with nothing written, for an unknown format and a file that exists or fails.
     """
     words = _FORCE.sub("", rest)
     format, file = first_name(words)
@@ -94,10 +113,7 @@ def _json(session: Session) -> str:
 
 
 def _page(session: Session) -> str:
-    """The chat as the text of an HTML page, in which replies are drawn as Markdown.
-
-    The page loads no other file and runs no script.
-    """
+    """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
     from markdown_it import MarkdownIt
 
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
@@ -112,16 +128,10 @@ def _page(session: Session) -> str:
 
 
 def _picture(session: Session) -> str:
-    """The large panel (it shows what the cache holds) as the text of an SVG file, in dark colours.
-
-    The file loads no fonts and no other files.
-    """
+    """The large panel as an SVG file, in dark colours, which loads no fonts."""
+    file = io.StringIO()
     console = Console(
-        record=True,
-        width=_PANEL_WIDTH,
-        file=io.StringIO(),
-        color_system="truecolor",
-        no_color=False,
+        record=True, width=_PANEL_WIDTH, file=file, color_system="truecolor", no_color=False
     )
     console.print(draw_panel(session.snapshot(), theme_named("dark", {}), _PANEL_WIDTH))
     drawn = console.export_svg(title="sirchat")
@@ -132,10 +142,7 @@ _AS = {"md": _markdown, "html": _page, "json": _json}
 
 
 def _said(session: Session) -> list[Turn]:
-    """The turns of the chat that have text.
-
-    A turn without text is one that was erased, or a reply that was interrupted at its beginning.
-    """
+    """The turns that have text: were not erased, nor interrupted at their beginning."""
     return [turn for turn in session.turns if turn.text.strip()]
 
 
@@ -144,11 +151,7 @@ def _speaker(turn: Turn) -> str:
 
 
 def _write(name: str, text: str, *, force: bool) -> None:
-    """Write `text` to the file `name`, which only the user may read.
-
-    The file is written completely or not at all. Raises UsageError if that fails, or if the file
-    exists and `force` is false.
-    """
+    """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
     path = path_named(name)
     try:
         if path.is_dir():
@@ -167,13 +170,8 @@ def _write(name: str, text: str, *, force: bool) -> None:
         raise UsageError(f"{name} can't be written: {reason}") from None
 
 
-_FLAG = "--osc52"
-
-
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
-    """Run `/copy` with the arguments `rest`: copy a reply to the clipboard, and print its length.
-
-    Control characters are left out, because they could do harm where the text is pasted.
+    """Run `/copy`: put a reply on the clipboard, without control characters.
 
     Raises UsageError if nothing is copied.
     """
@@ -202,11 +200,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
 
 
 def _text_of(session: Session, target: str) -> str:
-    """The text that `/copy TARGET` must copy.
-
-    For "", this is the last reply; for "code", the last code block of the last reply; for a number
-    N, the Nth reply before the last. Raises UsageError if there is no text of this kind.
-    """
+    """The last reply, for "code" its last code block, for N the Nth reply before it."""
     replies = [turn.text for turn in session.turns if turn.role == "assistant"]
     if not replies:
         raise UsageError("nothing is copied: there is no reply yet")
@@ -229,33 +223,6 @@ def _text_of(session: Session, target: str) -> str:
     return replies[-1 - ago]
 
 
-_SECONDS = 3.0
-"""Maximum number of seconds that a clipboard tool may run; a tool that takes longer has failed."""
-
-
-class _Tool(NamedTuple):
-    """A program that puts its standard input on the clipboard.
-
-    `command` starts the program, and `encoding` is that of its input. If the program needs a
-    display, `display` names the environment variable that must be set. If not, `display` is "", and
-    the program writes to the clipboard of the machine on which it runs.
-    """
-
-    command: tuple[str, ...]
-    display: str = ""
-    encoding: str = "utf-8"
-
-
-_TOOLS = (
-    _Tool(("wl-copy",), "WAYLAND_DISPLAY"),
-    _Tool(("xclip", "-selection", "clipboard"), "DISPLAY"),
-    _Tool(("xsel", "--clipboard", "--input"), "DISPLAY"),
-    _Tool(("pbcopy",)),
-    _Tool(("clip.exe",), encoding="utf-16-le"),
-    _Tool(("termux-clipboard-set",)),
-)
-
-
 class NoClipboardError(UsageError):
     """Raised if no program can reach the user's clipboard; `why` is the reason in a few words."""
 
@@ -267,8 +234,7 @@ class NoClipboardError(UsageError):
 def copy_with_tool(text: str, environ: Mapping[str, str]) -> str:
     """Put a text on the clipboard by a program such as xclip; return the program's name.
 
-    `environ` has the environment variables. Raises NoClipboardError if none of the programs can be
-    used, and UsageError if all programs that can be used fail.
+    Raises NoClipboardError if no program can be used, UsageError if all that can be used fail.
     """
     remote = bool(environ.get("SSH_CONNECTION") or environ.get("SSH_TTY"))
     problems = []
@@ -296,22 +262,17 @@ def osc52(text: str) -> str:
 
 
 def _run(program: str, tool: _Tool, text: str) -> str:
-    """Run a clipboard tool with `text` as its input; return "" if it worked, else what went wrong.
-
-    Some tools stay in the background to serve the text, and would keep an output pipe open: this
-    function would wait for them. So the tool gets no output pipe. It runs in a process group of its
-    own, which Ctrl-C does not reach.
-    """
+    """Run a clipboard tool with `text` as its input; return what went wrong, or ""."""
     try:
         done = subprocess.run(
             [program, *tool.command[1:]],
             input=without_surrogates(text).encode(tool.encoding),
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # no pipe: a tool that stays to serve the text keeps it open
             stderr=subprocess.DEVNULL,
             env=os.environ,
             timeout=_SECONDS,
             check=False,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C does not reach it
         )
     except subprocess.TimeoutExpired:
         return f"did not answer within {_SECONDS:g} seconds"

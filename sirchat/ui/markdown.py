@@ -1,9 +1,7 @@
 """Lays out Markdown as rows of a terminal: by the library rich, but with nothing hidden or padded.
 
-Differences from rich's own `Markdown`: line breaks of the text stay; HTML and reference definitions
-are shown as they are written; an image shows its description and address; a link shows its text and
-address, and is no terminal hyperlink; headings stand on the left; code has no box and no
-background; numbered items keep their dot.
+Line breaks stay, HTML and reference definitions are shown as written, links and images with their
+addresses, headings on the left, code without box or background, numbered items with their dot.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ _STYLES = {
     "link": "underline",
     "s": "strike",
 }
+# A text up to its first asterisk, if this stands within a word, as in 2*3, and is rarely markup.
 _PRODUCT = re.compile(r"\A([^*]*\w)\*(?=\w)")
-"""Matches a text up to its first asterisk, if this stands within a word, as in 2*3.
-
-Such an asterisk is rarely markup.
-"""
 
 _COLOURLESS = {"code": "none", "code_block": "none"}
 _CODE = {
@@ -85,12 +80,10 @@ class MarkdownLayout:
     def rows(
         self, source: str, width: int, *, soft: bool, is_draft: bool = False
     ) -> list[StyledRow]:
-        """Lay out the Markdown text `source` in rows for a window of `width` columns.
+        """Lay out a Markdown text in rows for a window of `width` columns; `soft` as `cut_line`.
 
-        An empty row stands between two blocks. If `soft` is true, the terminal wraps the long lines
-        of paragraphs and code; see `cut_line`. If `is_draft` is true, the text will still grow:
-        emphasis that is open at the end of the text is closed, and a table at the end of the text
-        is shown as the number of its rows.
+        If it will grow (`is_draft`), emphasis that is open at its end is closed, and a table at its
+        end is shown as the number of its rows.
         """
         blocks = self._parse(source)
         if is_draft and blocks and (closer := _open_emphasis(blocks[-1])):
@@ -104,10 +97,9 @@ class MarkdownLayout:
         return rows
 
     def finished_lines(self, source: str) -> int:
-        """Number of lines of `source` that belong to finished blocks (paragraphs, lists, tables).
+        """Number of lines of finished blocks: of all but the last, which may still grow.
 
-        All blocks but the last are finished; the last may still grow. `source` may end within a
-        line. But its last line must not consist only of signs that may be markup.
+        The last line of `source` must not consist only of signs that may be markup.
         """
         last = source.rfind("\n") + 1
         if source[last:].lstrip().startswith("```"):  # code, unless there is another ` in the line
@@ -116,7 +108,6 @@ class MarkdownLayout:
         return (blocks[-1][0].map or [0])[0] if len(blocks) > 1 else 0
 
     def _parse(self, source: str) -> list[list[Token]]:
-        """The blocks of a text, each as a list of Markdown tokens; the latest result is cached."""
         if source != self._parsed[0]:
             self._parsed = (source, parse(source))
         return self._parsed[1]
@@ -155,7 +146,7 @@ class MarkdownLayout:
 
 
 def parse(source: str) -> list[list[Token]]:
-    """Parse a Markdown text; return its blocks (paragraphs, lists, tables), each a list of tokens.
+    """The blocks (paragraphs, lists, tables) of a Markdown text, each a list of tokens.
 
     The attribute `map` of a block's first token has the range of the block's lines.
     """
@@ -174,36 +165,26 @@ def _parser() -> MarkdownIt:
 
 
 def _open_emphasis(block: list[Token]) -> str:
-    """The mark that closes emphasis, code or a link that is open at the end of a block.
-
-    Returns "" if none of these is open.
-    """
+    """The mark that closes emphasis, code or a link that is open at the end of a block, or ""."""
     last = next((token for token in reversed(block) if token.nesting == 0), None)
     if last is None or last.type != "inline":
         return ""
     line = last.content.rpartition("\n")[2]  # emphasis over several lines is mostly a mistake
     line = _PRODUCT.sub(r"\1\\*", line)
-    found: list[tuple[int, str]] = []
+    closers: list[tuple[int, str]] = []  # with the number of marks that they leave open
     for mark in ("`", "``", "**", "***", "*", "__", "_", "~~", ")"):
         if (mark if mark != ")" else "](") in line:
             (inline,) = _parser().parseInline(line + mark)
             children = [c for c in inline.children or [] if c.type != "text" or c.content]
-            if children and _is_marked(children[-1]):
+            last = children[-1] if children else None
+            if last and (last.nesting < 0 or last.type in ("code_inline", "image")):
                 rest = "".join(token.content for token in children if token.type == "text")
-                found.append((sum(rest.count(char) for char in "*_~`("), mark))
-    return min(found, key=lambda one: one[0])[1] if found else ""
-
-
-def _is_marked(token: Token) -> bool:
-    return token.nesting < 0 or token.type in ("code_inline", "image")
+                closers.append((sum(rest.count(char) for char in "*_~`("), mark))
+    return min(closers, key=lambda closer: closer[0])[1] if closers else ""
 
 
 def _open_table_counted(block: list[Token]) -> list[Token]:
-    """The tokens of a block; a table at its end is replaced by a line with the number of its rows.
-
-    The table is not drawn yet because its columns may still change: after each change, every row of
-    the table would have to be written again.
-    """
+    """A block, with the number of rows in place of a table at its end, whose columns may change."""
     ends = [i for i, token in enumerate(block) if token.nesting >= 0]
     opens = [i for i, token in enumerate(block) if token.type == "table_open"]
     closes = [i for i, token in enumerate(block) if token.type == "table_close"]
@@ -211,24 +192,16 @@ def _open_table_counted(block: list[Token]) -> list[Token]:
         return block
     level, rows = block[opens[-1]].level, block[opens[-1] :]
     count = sum(token.type == "tr_open" for token in rows)
-    texts = [
-        Token("address_open", "link_url", 1),
-        Token("text", "", 0, content=f"table, rows: {count:,}"),
-        Token("address_close", "link_url", -1),
-    ]
     paragraph = [
         Token("paragraph_open", "p", 1, level=level),
-        Token("inline", "", 0, children=texts),
+        Token("inline", "", 0, children=_styled("link_url", f"table, rows: {count:,}")),
         Token("paragraph_close", "p", -1, level=level),
     ]
     return [*block[: opens[-1]], *paragraph, *block[closes[-1] + 1 :]]
 
 
 def _shown(tokens: Sequence[Token]) -> list[Token]:
-    """Copy Markdown tokens and change them so that rich hides nothing that the text has.
-
-    Addresses of links and images become text, and line breaks stay line breaks.
-    """
+    """Copies of tokens of which rich hides nothing: addresses become text, line breaks stay."""
     shown = []
     for token in tokens:
         if token.type == "inline":
@@ -251,9 +224,7 @@ def _shown_inline(tokens: Sequence[Token]) -> Iterator[Token]:
             yield Token("address_close", "link", -1)
             yield from _address(*addresses.pop(), text)
         elif token.type == "image":
-            yield Token("address_open", "link", 1)
-            yield Token("text", "", 0, content=token.content or "image")
-            yield Token("address_close", "link", -1)
+            yield from _styled("link", token.content or "image")
             title = str(token.attrs.get("title", ""))
             yield from _address(str(token.attrs.get("src", "")), title, token.content)
         else:
@@ -262,17 +233,20 @@ def _shown_inline(tokens: Sequence[Token]) -> Iterator[Token]:
 
 
 def _address(address: str, title: str, text: str) -> Iterator[Token]:
-    """Yield the tokens that show the address of a link or image in brackets.
-
-    Yields nothing if the text of the link is its address, and the link has no title.
-    """
+    """Tokens that show the address of a link or image in brackets, unless `text` is the same."""
     if address in (text, f"mailto:{text}") and not title:
         return
     yield Token("text", "", 0, content=" (")
-    yield Token("address_open", "link_url", 1)
-    yield Token("text", "", 0, content=f'{address} "{title}"' if title else address)
-    yield Token("address_close", "link_url", -1)
+    yield from _styled("link_url", f'{address} "{title}"' if title else address)
     yield Token("text", "", 0, content=")")
+
+
+def _styled(style: str, text: str) -> list[Token]:
+    return [
+        Token("address_open", style, 1),
+        Token("text", "", 0, content=text),
+        Token("address_close", style, -1),
+    ]
 
 
 def _letters(text: str) -> Counter[str]:
@@ -288,16 +262,12 @@ def _code_styles(colours: bool) -> dict[tuple[str, ...], Style]:
 @cache
 def _parameters(style: Style, colors: ColorSystem) -> str:
     """The numbers of the escape sequence (SGR) that switches `style` on, such as `1;36`."""
-    return (
-        style.render("x", color_system=colors).partition("m")[0].removeprefix("\x1b[").rstrip("x")
-    )
+    rendered = style.render("x", color_system=colors)
+    return rendered.partition("m")[0].removeprefix("\x1b[").rstrip("x")
 
 
 class _Flow(markdown.TextElement):
-    """Draws a paragraph with rich; the base class for drawing a code block.
-
-    `flows` is true for blocks outside lists and quotes: rich then wraps no line.
-    """
+    """A paragraph; if it `flows`, that is, stands in no list or quote, rich wraps no line."""
 
     style_name = "markdown.paragraph"
 

@@ -34,9 +34,8 @@ from sirchat.ui.switching import ModelSwitching
 from sirchat.ui.turn_commands import Retry, edited, editor, made_undoable, retry
 from sirchat.ui.typed_input import Keyboard, LineInput
 
+# Words that end other programs; the first time one is typed, the chat asks whether to leave.
 _LEAVING = ("exit", "quit", ":q", "bye")
-"""Words that end other programs; the first time one is typed, the chat asks whether to leave."""
-
 
 _REVIEW = "k or Enter keeps it, e edits, d drops: "
 
@@ -44,9 +43,13 @@ _REVIEW = "k or Enter keeps it, e edits, d drops: "
 class Chat:
     """A chat at the prompt: reads lines, and runs each as a command or sends it to the model.
 
-    The chat is saved if the setting `save` is on; `store` is the file from which it was resumed, or
-    None. `trusted` are the `module:Class` policies that profiles and saved chats may name. An error
-    in a turn is printed, and the chat goes on; if `debug` is true, unexpected errors are raised.
+    Args:
+        session: what the chat begins with.
+        screen: where everything is shown.
+        entry: keyboard, history and prompt.
+        store: the file from which the chat was resumed, or None.
+        debug: whether unexpected errors are raised; if not, they are printed, and the chat goes on.
+        trusted: the `module:Class` policies that profiles and saved chats may name.
     """
 
     def __init__(
@@ -118,10 +121,7 @@ class Chat:
         self._have_compiled(session)
 
     def greet(self, events: Iterable[Event]) -> None:
-        """Show the events of the session's start; print a line with its model, policy and budget.
-
-        If the session already has turns, the last of these are printed, too.
-        """
+        """Show the events of the session's start, what answers, and the last turns, if any."""
         with LiveView(self._session, self._screen) as view:
             for event in events:
                 view.show(event)
@@ -136,10 +136,7 @@ class Chat:
             greet_again(self._session, self._screen)
 
     def _act_on(self, line: Line) -> bool:
-        """Run `line` as a command or send it as a message, and print any error.
-
-        Returns False if the user leaves the chat. If `debug` is set, unexpected errors are raised.
-        """
+        """Run `line` as a command or send it, and print any error; False if the user leaves."""
         try:
             if line.is_command:
                 return self._do(self._commands.run(line.text), line)
@@ -160,10 +157,7 @@ class Chat:
         return True
 
     def _is_leaving(self) -> bool:
-        """Ask the user whether to leave the chat; return True for y, yes or Ctrl-D.
-
-        The chat asks this only once.
-        """
+        """Ask, only once, whether to leave the chat; True for y, yes or Ctrl-D."""
         self._has_asked_to_leave = True
         self._screen.note("leave? (y/n)")
         answer = self._prompt.read()
@@ -193,11 +187,7 @@ class Chat:
         return True
 
     def _edit(self, changed: str) -> None:
-        """Replace the user's last message by `changed`, and generate a new reply.
-
-        If `changed` is "", the user edits the message first. Summaries that were made after the
-        message are undone, too.
-        """
+        """Replace the last message, which the user edits if `changed` is "", and its reply."""
         text = own_message(self._session)
         changed = changed or self._changed(text)
         if changed.strip() in ("", text.strip()):
@@ -224,11 +214,7 @@ class Chat:
         return self._prompt.edit(text)
 
     def _summarize(self, way: str) -> None:
-        """Make a summary of the chat, show it, and ask the user what to do with it.
-
-        The summary is pinned (never evicted), unless the user drops it. `way` is "extract" or
-        "model", see `WAYS`.
-        """
+        """Make a summary of the chat, show it, and pin it, unless the user drops it."""
         text = ""
 
         def made(stops: Interrupted) -> Iterator[Event]:
@@ -245,10 +231,7 @@ class Chat:
             self._screen.note("no summary is kept; the conversation is unchanged")
 
     def _reviewed(self, text: str) -> str:
-        """Ask the user to keep, edit or drop the summary `text`.
-
-        Returns the summary, with the user's changes, or "" if the user drops it.
-        """
+        """The summary as the user keeps or edits it, or "" if the user drops it."""
         while True:
             self._keyboard.escape_pressed()  # keys that were typed before are for the next prompt
             try:
@@ -261,10 +244,7 @@ class Chat:
                 return changed
 
     def _send(self, text: str, line: Line) -> None:
-        """Send the message `text`, which was made from the typed `line`, and show the turn.
-
-        If the line names files, `text` begins with the texts of the files.
-        """
+        """Send the message `text`, which was made from the typed `line`, and show the turn."""
         if text != line.text:
             self._history.typed_for[without_surrogates(text).strip()] = line.text.strip()
         self._turn(lambda stops: self._session.ask(text, stops), line.is_stopped)
@@ -283,15 +263,12 @@ class Chat:
             self._keyboard.mark_pastes(False)
 
 
-def stop_signal(interrupt: Interrupt, keyboard: Keyboard, wanted: bool) -> Callable[[], bool]:
-    """Return a function that returns True once the reply must stop: after Esc or Ctrl-C.
-
-    If `wanted` is true, the function returns True from the beginning.
-    """
+def stop_signal(interrupt: Interrupt, keyboard: Keyboard, is_stopped: bool) -> Callable[[], bool]:
+    """A function that returns True once the reply must stop: after Esc or Ctrl-C, or at once."""
 
     def stops() -> bool:
-        nonlocal wanted
-        wanted = wanted or keyboard.escape_pressed() or interrupt()
-        return wanted
+        nonlocal is_stopped
+        is_stopped = is_stopped or keyboard.escape_pressed() or interrupt()
+        return is_stopped
 
     return stops

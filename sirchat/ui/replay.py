@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from sirchat.chat.events import Delta, Event, Notice, TurnDone
 from sirchat.chat.plain_reply import PlainReply, describe_excess, hold_all
@@ -17,17 +18,11 @@ from sirchat.ui.status import describe_turn
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How a transcript is replayed.
+    """How a transcript is replayed."""
 
-    Attributes:
-        feed: whether the model reads the transcript's replies; if false, it generates new replies.
-        json: whether to print events as JSON.
-        name: the name of the transcript's file, for error messages.
-    """
-
-    feed: bool = False
-    json: bool = False
-    name: str = "transcript"
+    feed: bool = False  # the model reads the transcript's replies, and generates none
+    json: bool = False  # events are printed as JSON
+    name: str = "transcript"  # of its file, for error messages
 
 
 def replay(
@@ -36,13 +31,10 @@ def replay(
     screen: Screen,
     options: ReplayOptions,
 ) -> None:
-    """Replay the turns of a transcript in a session, and print what happens.
+    """Replay the turns of a transcript in a session, and print events or the dialogue.
 
-    If `options.json` is true, events are printed as JSON; if false, the dialogue as text. Ctrl-C
-    ends the current turn early, and ends the replay.
-
-    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C; all
-    turns before the error have been printed.
+    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C, which
+    ends the current turn early.
     """
     play(session, turns, screen.json if options.json else _Dialogue(screen, session).show, options)
 
@@ -53,10 +45,7 @@ def play(
     show: Callable[[Event], None],
     options: ReplayOptions,
 ) -> None:
-    """Replay the turns of a transcript in a session, and call `show` with each event.
-
-    The events of the session's start and end are included. Raises the same errors as `replay`.
-    """
+    """Replay a transcript, as `replay` does, and call `show` with each event, start and end too."""
     for event in session.start():
         show(event)
     try:
@@ -70,7 +59,10 @@ def _events(
     session: Session, turns: Iterable[TranscriptTurn], options: ReplayOptions
 ) -> Iterator[Event]:
     previous = ""
-    for turn, following in _with_next(turns, look_ahead=options.feed):
+    # A turn is replayed as soon as it is complete, even if the next one is still being typed.
+    pairs = pairwise(chain(turns, (None,))) if options.feed else ((turn, None) for turn in turns)
+    for turn, following in pairs:
+        assert turn is not None  # only the last of all is
         if turn.role == "system":
             yield from _system(session, turn, options.name)
         elif turn.role == "user":
@@ -100,26 +92,6 @@ def _system(session: Session, turn: TranscriptTurn, name: str) -> Iterator[Event
         yield Notice(f"{name}, line {turn.line}: a system turn after the first turn is left out")
     else:
         yield from session.switch(f"{name}, line {turn.line}", system=turn.content)
-
-
-def _with_next(
-    turns: Iterable[TranscriptTurn], *, look_ahead: bool
-) -> Iterator[tuple[TranscriptTurn, TranscriptTurn | None]]:
-    """Yield pairs: a turn, and the turn after it; after the last turn, None.
-
-    If `look_ahead` is false, the second of each pair is None. A turn is then yielded as soon as it
-    is complete, even if the next one is still being typed.
-    """
-    if not look_ahead:
-        yield from ((turn, None) for turn in turns)
-        return
-    previous: TranscriptTurn | None = None
-    for turn in turns:
-        if previous is not None:
-            yield previous, turn
-        previous = turn
-    if previous is not None:
-        yield previous, None
 
 
 class _Dialogue:

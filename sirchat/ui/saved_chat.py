@@ -35,18 +35,21 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import ROLE_NAMES
 
+# The name by which `/switch` finds the original chat, of which all branches are copies.
 _FIRST = "main"
-"""The name by which `/switch` finds the original chat, of which all branches are copies."""
 
+# Settings that can't change in a chat (`FIXED`), but that are taken from a chat that is loaded.
 _OF_THE_SESSION = ("description", "seed")
-"""Settings that can't change in a chat (`FIXED`), but that are taken from a chat that is loaded."""
+
+_TURNS = 4  # of a resumed chat that are shown
+_LENGTH = 200  # characters of a turn
+_ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")  # settings that are named if not the defaults
 
 
 class SavedChat:
     """Saves the current chat to disk if the setting `save` is on, and loads other saved chats.
 
-    If writing fails, for example because the disk is full, an error is printed once, and writing is
-    tried again after each line that the user enters.
+    If writing fails, an error is printed once, and it is tried again after each entered line.
 
     Args:
         session: the current session.
@@ -54,7 +57,7 @@ class SavedChat:
         store: the file from which the session was resumed, or None.
         debug: whether to raise errors of saving, instead of printing them.
         trusted: the `module:Class` policies that saved chats may name.
-        pick: lets the user pick one of several chats; see `Picker.pick`. None: the user can't pick.
+        pick: lets the user pick one of several chats; see `Prompt.pick`. None: the user can't pick.
     """
 
     def __init__(
@@ -85,10 +88,7 @@ class SavedChat:
             )
 
     def _is_written(self) -> bool:
-        """If the setting `save` is on, write the new part of the chat to disk.
-
-        Returns False if the last try to write has failed.
-        """
+        """Write the new part, if the chat is saved; False if the last try to write has failed."""
         try:
             if self._session.profile.save:
                 self._write_new()
@@ -118,10 +118,7 @@ class SavedChat:
         return sessions_dir() / f"{self._saving.id}{SUFFIX}"
 
     def close(self) -> None:
-        """Write the part of the chat that is not saved yet, and release the chat's file.
-
-        If the setting `save` is off, nothing is written. If it is on, the KV cache is saved, too.
-        """
+        """Write what is not saved yet, with the KV cache, and release the chat's file."""
         try:
             if not self._is_written():
                 self._screen.error(f"the end of this chat is not saved: {self._failure}")
@@ -141,10 +138,9 @@ class SavedChat:
             self._screen.remark(f"to continue this chat: sirchat --resume {self._handle}")
 
     def save(self, name: str | None) -> None:
-        """Save the chat now, with its KV cache, and from now on after each turn.
+        """Save the chat now, with its KV cache, under a new `name`, and from now on each turn.
 
-        `name` is a new name for the chat; None changes no name. Raises SessionError, with nothing
-        changed, if the name is invalid, and if the chat can't be written.
+        Raises SessionError, with nothing changed, if the name is invalid or writing fails.
         """
         if name is not None:
             free_name(sessions_dir(), name, self._saving.id)
@@ -156,10 +152,9 @@ class SavedChat:
         self._report_saved(former)
 
     def load(self, ident: str) -> Session | None:
-        """Switch to the saved chat `ident`; return its session, or None if it is open already.
+        """Switch to a saved chat, by id, name or "last"; None if it is open already.
 
-        `ident` is an id, a name, or "last", which is the newest chat that is not damaged. If this
-        fails, raises SessionError or SettingError, and the current chat is unchanged.
+        Raises SessionError or SettingError, with the current chat unchanged.
         """
         path = find_session(sessions_dir(), ident)
         if path.stem == self._saving.id:
@@ -185,8 +180,7 @@ class SavedChat:
     def branch(self, name: str, back: int) -> None:
         """Go on in a copy of this chat, called `name`, without the last `back` user turns.
 
-        The old chat stays on disk unchanged. If SessionError or UndoError is raised, the old chat
-        goes on.
+        If SessionError or UndoError is raised, the old chat goes on.
         """
         name = free_name(sessions_dir(), name, "")
         is_saved = self._session.profile.save
@@ -213,19 +207,18 @@ class SavedChat:
                 self._screen.note(pins)
 
     def switch(self, ident: str) -> Session | None:
-        """Switch to a branch of this chat; return its session, or None if it is open already.
+        """Switch to a branch, by id, name or "main" (the original); None if it is open already.
 
-        `ident` is the branch's id or name, or "main", which means the original chat. Raises
-        SessionError if this chat has no branch `ident`.
+        Raises SessionError if this chat has no such branch.
         """
         branches = self._branches()
-        for one in branches:
-            is_first = ident == _FIRST and one.id == self._saving.family
-            if is_first or one.id == ident or same_name(one.name, ident):
-                return self.load(one.id)
+        for branch in branches:
+            is_first = ident == _FIRST and branch.id == self._saving.family
+            if is_first or branch.id == ident or same_name(branch.name, ident):
+                return self.load(branch.id)
         raise SessionError(
             f"this chat has no branch {format_value(ident)}",
-            hint=nearest(ident, [one.name or one.id for one in branches], "/switch ")
+            hint=nearest(ident, [branch.name or branch.id for branch in branches], "/switch ")
             or "/branches lists the branches; /load opens other chats",
         )
 
@@ -248,12 +241,10 @@ class SavedChat:
         self.update()
 
     def choose(self, words: str) -> str:
-        """The id or name of the chat that `/load` should load; "" if the user picks none.
+        """The id or name of the chat that `/load WORDS` should load; "" if the user picks none.
 
-        `words` is what the user typed after `/load`. An id or a name in `words` is returned. For
-        other words, the user picks one of the chats in which all these words were said; if `words`
-        is "", one of all chats. Without a terminal, the chats are printed, and none is picked.
-        Raises SessionError if no chat is found.
+        Words that are no id or name: the user picks one of the chats in which they were said; no
+        words: one of all. Raises SessionError if no chat is found.
         """
         folder = sessions_dir()
         if not words:
@@ -267,34 +258,30 @@ class SavedChat:
         if words == "last" or begins_an_id(folder, words):
             return words
         try:
-            found = search_sessions(folder, words, self._screen.note)
+            result = search_sessions(folder, words, self._screen.note)
         except SirchatError as error:  # no word to search for, or no index: it may be a name
             try:
                 return find_session(folder, words).stem
             except SessionError:
                 raise error from None
-        if found.named:
-            return found.named[0] if len(found.named) == 1 else words
-        if not found.hits:
-            raise nothing_found(words, found)
-        more = f" (and {found.more:,} that fit less)" if found.more else ""
-        lines = {hit.session.id: hit.line for hit in found.hits}
-        return self._picked([hit.session for hit in found.hits], lines, more)
+        if result.named:
+            return result.named[0] if len(result.named) == 1 else words
+        if not result.hits:
+            raise nothing_found(words, result)
+        more = f" (and {result.more:,} that fit less)" if result.more else ""
+        lines = {hit.session.id: hit.line for hit in result.hits}
+        return self._picked([hit.session for hit in result.hits], lines, more)
 
     def _picked(
         self,
         sessions: Sequence[SavedSession],
-        found: Mapping[str, Sequence[Part]] = MappingProxyType({}),
+        matches: Mapping[str, Sequence[Part]] = MappingProxyType({}),
         more: str = "",
     ) -> str:
-        """Let the user pick one of `sessions`; return its id, or "" if none is picked.
-
-        Without a terminal, the chats are printed, and none is picked. `found` has, by id, the line
-        of each chat that a search has found; `more` is a remark for the user.
-        """
+        """Let the user pick one of `sessions`; without a terminal, print them, and return ""."""
         if not sessions:
             return ""
-        chats = SessionLines(sessions, self._saving.id, found)
+        chats = SessionLines(sessions, self._saving.id, matches)
         if self._pick is None or self._screen.terminal is None:
             self._screen.page(draw_sessions(chats, self._screen.width))
             self._screen.note(f"/load ID opens one of them{more}")
@@ -305,10 +292,9 @@ class SavedChat:
         return "" if number is None else sessions[number].id
 
     def unname(self, text: str, *, whole: bool) -> bool:
-        """Remove the chat's name if it contains `text`, which is about to be erased.
+        """Remove the chat's name if it contains `text`, which is about to be erased; was it so?
 
-        If `whole` is true, `text` is a complete turn, and a name that is a part of `text` is
-        removed, too. Returns whether the name was removed.
+        If `text` is a `whole` turn, a name that is a part of it is removed, too.
         """
         dropped = self._saving.unname(text, whole=whole)
         if dropped:
@@ -319,11 +305,7 @@ class SavedChat:
         return dropped
 
     def _begin(self) -> None:
-        """Switch the setting `save` on, and write all of the chat to disk.
-
-        If the chat's file can't be written, a new file is used. Raises SessionError if that fails,
-        too; `save` is then unchanged.
-        """
+        """Switch the setting `save` on, and write all of the chat, to a new file if need be."""
         session, before = self._session, self._session.profile
         session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
         try:
@@ -338,15 +320,12 @@ class SavedChat:
         except Exception:
             if not self._saving.id:
                 raise
-            self._write_anew()
-
-    def _write_anew(self) -> None:
-        old, new = self._saving, Autosave(self._session)
-        new.begin()
-        old.abandon()
-        self._saving = new
-        self._screen.note(f"cannot write {old.id}; continuing in a new file")
-        self._note_recovery()
+            old, new = self._saving, Autosave(self._session)
+            new.begin()
+            old.abandon()
+            self._saving = new
+            self._screen.note(f"cannot write {old.id}; continuing in a new file")
+            self._note_recovery()
 
     @property
     def _handle(self) -> str:
@@ -354,11 +333,7 @@ class SavedChat:
         return format_value(self._saving.name) if self._saving.name else self._saving.id
 
     def _report_saved(self, former: str) -> None:
-        """Save the KV cache, and print how to find the saved chat.
-
-        `former` is the name that the chat had before, or ""; if the name has changed, the note says
-        so.
-        """
+        """Save the KV cache, and print how to find the chat, which was called `former` before."""
         saving, kept = self._saving, False
         if not saving.id:
             self._screen.note("the chat is still empty; it will be saved after the first reply")
@@ -378,11 +353,7 @@ class SavedChat:
         )
 
     def _resumed(self, store: SessionStore) -> Session:
-        """Open the session saved in `store`, with its saved settings and the present model.
-
-        Most settings that can't change in a chat (`FIXED`) have their present values, not the saved
-        ones.
-        """
+        """The session saved in `store`, with its settings, but most of `FIXED` as they are now."""
         if store.head() is None:
             raise SessionError(f"session {store.id} holds no message yet")
         model, current = self._session.model, self._session.profile
@@ -394,11 +365,7 @@ class SavedChat:
         return session
 
     def _leave(self, otherwise: str) -> None:
-        """If the setting `save` is on, save this chat with its KV cache before another is opened.
-
-        The chat's file stays open. If saving fails, raises SessionError with a message that begins
-        with `otherwise`.
-        """
+        """If the chat is saved, save it before another is opened; or else say `otherwise`."""
         if not self._session.profile.save:
             return
         try:
@@ -411,22 +378,8 @@ class SavedChat:
             ) from error
 
 
-def _name_part(saving: Autosave) -> str:
-    return f", called {format_value(saving.name)}" if saving.name else ""
-
-
-_TURNS = 4
-_LENGTH = 200  # characters of a turn
-_ANSWERS = (*SAMPLING_PARAMETERS, "max_new_tokens")
-"""Settings of replies that `greet_again` names where they differ from their defaults."""
-
-
 def greet_again(session: Session, screen: Screen) -> None:
-    """Print what the user should know of a resumed chat.
-
-    This is its last turns, how many of its tokens are in the cache, and those settings of replies
-    (such as the temperature) that do not have their default values.
-    """
+    """Print a resumed chat's last turns, its tokens, and settings of replies that differ."""
     for turn in session.turns[-_TURNS:]:
         if turn.text.strip():
             text = shorten(displayable_line(turn.text), _LENGTH)
@@ -445,3 +398,7 @@ def greet_again(session: Session, screen: Screen) -> None:
     ]
     if changed:
         screen.note(f"settings that differ from the defaults: {', '.join(changed)}")
+
+
+def _name_part(saving: Autosave) -> str:
+    return f", called {format_value(saving.name)}" if saving.name else ""

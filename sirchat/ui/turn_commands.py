@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from sirchat.chat.state import UndoPoint
 from sirchat.config.profile import Profile
 from sirchat.config.values import parse_value
 from sirchat.errors import UndoError, UsageError, format_value, nearest
+from sirchat.models.progress import Progress
 from sirchat.ui.interrupt import Interrupt, left_to_child
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
@@ -33,18 +34,22 @@ from sirchat.ui.text import displayable_line, shorten
 def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | None:
     """Undo the last user turn and everything after it, and print a note.
 
-    Returns None if `session` can take the turn back. If it can't (after a resume, or if tokens that
-    the turn evicted are no longer archived), a new session reads all earlier turns again, is saved
-    in the same file, and is returned. Raises UndoError, with nothing changed, if there is no user
-    turn.
+    Where that is no longer possible (after a resume, or without an archive), a new session reads
+    the earlier turns again and is returned. Raises UndoError if there is no user turn.
     """
     point = session.undoable[-1] if session.undoable else None
     try:
         events = session.undo()
     except UndoError:
-        if all(turn.role != "user" for turn in session.turns):
+        if not _has_message(session):
             raise
-        return _read_anew(session, screen, saved_chat)
+        text = next(turn.text for turn in reversed(session.turns) if turn.role == "user")
+
+        def say(before: Session) -> None:
+            read = f"; {before.seen:,} tokens of earlier messages were read again"
+            _report(text, before, screen, read)
+
+        return _read_anew(session, read_before_last, say, screen, saved_chat)
     for event in events:
         if isinstance(event, Undone):
             after = "" if point is None else _held_then(session, point)
@@ -53,62 +58,24 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
 
 
 def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    """A session of this chat whose last message can be undone: `session` itself, if possible.
-
-    If not (after a resume, or after words were erased), a new session is returned, which has read
-    all of the chat again, and is saved in the same file. If the chat has no user message, `session`
-    is returned.
-    """
-    if session.undoable or all(turn.role != "user" for turn in session.turns):
+    """A session whose last message can be undone: `session` or, if need be, one that reads anew."""
+    if session.undoable or not _has_message(session):
         return session
-    with loading_bar(screen, session.model.name) as progress:
-        again = read_whole(session, progress)
-    with Interrupt():  # Ctrl-C does not stop it halfway
-        saved_chat.replace_session(again)
-    screen.note(f"{again.seen:,} tokens of earlier messages were read again")
-    if pins := pins_note(again):
-        screen.note(pins)
-    return again
 
+    def say(again: Session) -> None:
+        screen.note(f"{again.seen:,} tokens of earlier messages were read again")
 
-def _held_then(session: Session, point: UndoPoint) -> str:
-    """A note for an undo to `point`: whether as many tokens are in the cache as at that point.
-
-    Returns "" if the budget has not changed since that point.
-    """
-    if session.budget == point.budget:
-        return ""
-    held = len(point.checkpoint.cache.held)
-    how = " as" if held == session.resident else f", not {held:,} as"
-    return f"{how} before that message; the budget of {session.budget:,} stays"
-
-
-def _read_anew(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
-    said = next(turn.text for turn in reversed(session.turns) if turn.role == "user")
-    with loading_bar(screen, session.model.name) as progress:
-        before = read_before_last(session, progress)
-    with Interrupt():  # Ctrl-C does not stop it halfway
-        saved_chat.replace_session(before)
-    _report(said, before, screen, f"; {before.seen:,} tokens of earlier messages were read again")
-    if pins := pins_note(before):
-        screen.note(pins)
-    return before
-
-
-def _report(text: str, session: Session, screen: Screen, how: str = "", after: str = "") -> None:
-    text = shorten(displayable_line(text), 60)
-    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}{after}")
+    return _read_anew(session, read_whole, say, screen, saved_chat)
 
 
 @dataclass(frozen=True)
 class Retry:
-    """What `/retry` asks for: another reply to the user's last message.
+    """What `/retry` asks for: another reply to the user's last message, for this reply alone.
 
     Attributes:
-        settings: sampling settings for this reply alone.
-        full: whether everything that fits the model's context is held for this reply.
-        recall: the retriever (way of search) that recalls tokens for this reply. "": the present
-            one, or the best if recall is off. None: the setting `recall` is not changed.
+        settings: sampling settings.
+        full: whether everything that fits the model's context is held.
+        recall: the retriever that recalls tokens; "": the present one, or the best. None: as set.
     """
 
     settings: dict[str, Any]
@@ -117,10 +84,7 @@ class Retry:
 
 
 def parse_retry(rest: str) -> Retry:
-    """Parse the arguments of `/retry`: `[full|recall [RETRIEVER]]` and sampling settings.
-
-    Raises UsageError for other arguments.
-    """
+    """Parse `[full|recall [RETRIEVER]]` and sampling settings; raises UsageError for others."""
     first, *others = rest.replace("=", " ").split() or [""]
     if first in ("full", "--full"):
         return Retry(sampling_settings(" ".join(others)), full=True)
@@ -131,10 +95,7 @@ def parse_retry(rest: str) -> Retry:
 
 
 def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]:
-    """Undo the last reply, and generate another to the user's message, as `asked` says.
-
-    Yields the events of this turn. `stops` returns whether the reply must stop.
-    """
+    """Undo the last reply, and generate another as `asked` says; yields the events of this turn."""
     undo_summaries(session)
     updates, note = dict[str, Any](), ""
     if asked.full:
@@ -155,34 +116,13 @@ def retry(session: Session, asked: Retry, stops: Interrupted) -> Iterator[Event]
         yield from session.retry(stops)
 
 
-def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
-    """A note about a reply that was generated under other settings than usual.
-
-    Call this while the other settings are in force. `as_usual` is the profile with the usual
-    settings.
-    """
-    if session.profile.recall != as_usual.recall and session.recalled_turns:
-        how = describe_recalled(session.recalled_turns)
-    elif session.profile.recall != "off":
-        how = "recall found nothing to restore"
-    elif session.resident == session.seen:
-        how = f"answered with all {session.seen:,} tokens held"
-    else:
-        how = f"{note}: answered with {session.resident:,} of {session.seen:,} tokens held"
-    usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
-    return f"{how}; the memory is as before: {usual}"
-
-
 def sampling_settings(words: str) -> dict[str, Any]:
-    """Parse sampling settings, such as `--temperature 0.9 --top-p=0.8`; return values by name.
-
-    Raises UsageError for other settings; whether the values are allowed is not checked.
-    """
-    found: dict[str, Any] = {}
+    """Values by name of `--temperature 0.9 --top-p=0.8` and the like; UsageError for others."""
+    values: dict[str, Any] = {}
     parts = iter(words.replace("=", " ").split())
     for flag in parts:
         name, value = flag.removeprefix("--").replace("-", "_"), next(parts, None)
-        allowed = ["--" + one.replace("_", "-") for one in SAMPLING_PARAMETERS]
+        allowed = ["--" + parameter.replace("_", "-") for parameter in SAMPLING_PARAMETERS]
         if name not in SAMPLING_PARAMETERS or not flag.startswith("--"):
             raise UsageError(
                 f"/retry: {format_value(flag)} is not allowed; allowed: full, recall, "
@@ -193,24 +133,23 @@ def sampling_settings(words: str) -> dict[str, Any]:
             raise UsageError(
                 f"/retry: {flag} needs a value", hint="for example: /retry --temperature 0.9"
             )
-        found[name] = parse_value(name, value)
-    return found
+        values[name] = parse_value(name, value)
+    return values
 
 
 def editor() -> list[str]:
     """The words of the user's editor command, from VISUAL or EDITOR; empty if neither is set."""
-    named = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
+    command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
     try:
-        return shlex.split(named)
+        return shlex.split(command)
     except ValueError:  # an open quote
-        return [named]
+        return [command]
 
 
 def edited(command: list[str], text: str) -> str:
     """Open `text` in the user's editor, in a private file; return the text that the user saved.
 
-    `command` starts the editor. Raises UsageError if the editor can't be started or fails, or if
-    its file is not text.
+    Raises UsageError if the editor can't be started or fails, or if its file is not text.
     """
     number, name = tempfile.mkstemp(prefix="sirchat-", suffix=".md")  # 0600
     path = Path(name)
@@ -219,12 +158,11 @@ def edited(command: list[str], text: str) -> str:
             with open(number, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
             code = subprocess.run([*command, name], check=False).returncode
-            if code:
-                raise UsageError(
-                    f"the editor {command[0]!r} failed with exit code {code}: "
-                    "the message is unchanged"
-                )
-            return path.read_text(encoding="utf-8").removesuffix("\n")
+        if code:
+            raise UsageError(
+                f"the editor {command[0]!r} failed with exit code {code}: the message is unchanged"
+            )
+        return path.read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise UsageError(
@@ -237,3 +175,53 @@ def edited(command: list[str], text: str) -> str:
         ) from error
     finally:
         path.unlink(missing_ok=True)
+
+
+def _has_message(session: Session) -> bool:
+    return any(turn.role == "user" for turn in session.turns)
+
+
+def _read_anew(
+    session: Session,
+    read: Callable[[Session, Progress | None], Session],
+    say: Callable[[Session], None],
+    screen: Screen,
+    saved_chat: SavedChat,
+) -> Session:
+    """A new session that `read` makes of this chat, saved in the same file."""
+    with loading_bar(screen, session.model.name) as progress:
+        again = read(session, progress)
+    with Interrupt():  # Ctrl-C does not stop it halfway
+        saved_chat.replace_session(again)
+    say(again)
+    if pins := pins_note(again):
+        screen.note(pins)
+    return again
+
+
+def _held_then(session: Session, point: UndoPoint) -> str:
+    """After a change of the budget: whether as many tokens are held as before that message."""
+    if session.budget == point.budget:
+        return ""
+    held = len(point.checkpoint.cache.held)
+    how = " as" if held == session.resident else f", not {held:,} as"
+    return f"{how} before that message; the budget of {session.budget:,} stays"
+
+
+def _report(text: str, session: Session, screen: Screen, how: str = "", after: str = "") -> None:
+    text = shorten(displayable_line(text), 60)
+    screen.note(f"undone: {text}{how}; holds {session.resident:,}/{session.budget:,}{after}")
+
+
+def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
+    """What a reply under other settings than `as_usual` had; called while these are in force."""
+    if session.profile.recall != as_usual.recall and session.recalled_turns:
+        how = describe_recalled(session.recalled_turns)
+    elif session.profile.recall != "off":
+        how = "recall found nothing to restore"
+    elif session.resident == session.seen:
+        how = f"answered with all {session.seen:,} tokens held"
+    else:
+        how = f"{note}: answered with {session.resident:,} of {session.seen:,} tokens held"
+    usual = f"policy {displayable_line(as_usual.policy)}, budget {as_usual.budget:,}"
+    return f"{how}; the memory is as before: {usual}"

@@ -6,9 +6,12 @@ The replies and the commands are real. The tutorial describes an effect only if 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import yaml
 from prompt_toolkit.input import create_input
 from rich.text import Text
 
@@ -26,29 +29,25 @@ from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
 from sirchat.ui.typed_input import InMemory, Keyboard, prompt_output
 
+# At the tutorial's start: the budget is so small that two messages fill it.
 SETTINGS: Final[dict[str, Any]] = {
     "policy": "sink",
     "budget": 48,
     "temperature": 0.0,
     "panel": "off",
 }
-"""The settings at the tutorial's start: the budget is so small that two messages fill it."""
 
+# Commands allowed in the tutorial: they change or show the chat's memory, and write no file.
 COMMANDS: Final = {
     *("policy", "budget", "decay", "sinks", "recent", "recall", "set", "system"),
     *("show", "panel", "tokens", "stats", "evicted", "why", "pin", "unpin"),
     *("help", "?", "undo", "reset", "clear", "exit", "quit", "bye"),
 }
-"""Commands allowed in the tutorial: they change or show the chat's memory, and write no file."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Where `word` must be, or must not be, after a step of the tutorial.
-
-    `in_reply` is about the model's reply, `in_memory` about the text of the tokens in the cache.
-    True: the word must be there; False: it must not be there; None: this is not checked.
-    """
+    """Whether `word` must be in the reply, or in the text of the held tokens; None: unchecked."""
 
     word: str
     in_reply: bool | None = None
@@ -57,161 +56,47 @@ class Effect:
 
 @dataclass(frozen=True)
 class TutorialStep:
-    """One step of the tutorial.
+    """One step of the tutorial."""
 
-    Attributes:
-        before: text that is shown first.
-        line: the message or command that Enter sends.
-        after: text that is shown after `line` was run, if all effects were observed.
-        effects: what must be true after `line` was run.
-        shows_panel: whether the text `after` explains the compact panel, which is then shown.
-    """
-
-    before: str
-    line: str
-    after: str = ""
+    before: str  # shown first
+    line: str  # what Enter sends
+    after: str = ""  # shown after `line` was run, if all effects were observed
     effects: tuple[Effect, ...] = ()
-    shows_panel: bool = False
+    shows_panel: bool = False  # `after` explains the compact panel
 
 
-WELCOME: Final = (
-    "In three minutes you see what a chat holds, what it evicts, and how to restore that. "
-    "You talk with tiny, a toy model that comes with sirchat and works offline. It really writes "
-    "every reply. Nothing is saved.\n"
-    "Enter sends the line that is shown. You may type something of your own instead; the line is "
-    "then offered again. q or Ctrl-D leaves."
+_SCRIPT = yaml.safe_load(Path(__file__).with_name("tutorial.yaml").read_text(encoding="utf-8"))
+
+STEPS: Final = tuple(
+    TutorialStep(**{**step, "effects": tuple(Effect(**e) for e in step.get("effects", ()))})
+    for step in _SCRIPT["steps"]
 )
-
-STEPS: Final = (
-    TutorialStep(
-        "A model reads text as tokens: words, or pieces of words. It knows only the tokens that "
-        "it holds in memory. Here these are at most 48: the budget. Tell it something.",
-        "My name is Anna.",
-        "The line below the reply counts tokens: how many were read, how many were written, how "
-        "fast, and how many of the 48 places in memory are taken.",
-    ),
-    TutorialStep("One more fact.", "My cat is called Luna."),
-    TutorialStep(
-        "Now some small talk, until the memory is full.",
-        "Tell me a joke.",
-        'Old tokens were "evicted": the line counts them, and names some of your words among them.',
-        (Effect("Anna", in_memory=False),),
-    ),
-    TutorialStep(
-        "A policy decides which tokens are evicted. The policy in use is called sink: it keeps the "
-        "first four tokens of all (they help the model to write well) and the newest. The next "
-        "command shows the memory below each reply; this view is the panel.",
-        "/panel turn",
-    ),
-    TutorialStep(
-        "Does the model still know you?",
-        "What is my name?",
-        "It can't know: the name is no longer in its memory. The lines above are the panel. The "
-        'bar shows how full the memory is. After "turns" is a mark for each message: a full block '
-        "if all tokens of the message are held, a dot if none are. After "
-        '"evicted next" are the words that will be evicted, after "evicted" those that just were. '
-        "The last lines are the text that the model still sees, as much as fits: ⋯ and a number "
-        "stand for that many evicted tokens; you: and model: say who speaks.",
-        (Effect("Anna", in_reply=False, in_memory=False),),
-        shows_panel=True,
-    ),
-    TutorialStep(
-        "Another policy, entropy, keeps the tokens that surprised the model most. Small talk is "
-        "easy to guess; a name is not. Evicted tokens are in an archive, so a new policy "
-        "chooses from everything that was ever read.",
-        "/policy entropy",
-        '"restored" counts tokens that returned from the archive. The name is one of them.',
-        (Effect("Anna", in_memory=True),),
-    ),
-    TutorialStep(
-        "More small talk. Now the policy entropy must evict something, too.",
-        "What is the capital of Italy?",
-        "The cat's name was evicted, too, but not Anna, which had surprised the model more.",
-        (Effect("Anna", in_memory=True), Effect("Luna", in_memory=False)),
-    ),
-    TutorialStep(
-        "The same question as before.",
-        "What is my name?",
-        "It knows, in the same 48 places. The panel now says how much surprise a token needs to "
-        "stay. Surprise is measured in nats: 0 for what was certain, more for what was not "
-        "expected. The first lines of the text are what is left of the first messages.",
-        (Effect("Anna", in_reply=True),),
-        shows_panel=True,
-    ),
-    TutorialStep(
-        "And the cat?",
-        "What is my cat called?",
-        "A budget of 48 is small: below the answer about Italy, Luna was already named as evicted.",
-        (Effect("Luna", in_reply=False, in_memory=False),),
-    ),
-    TutorialStep(
-        "What was evicted can be listed, the most surprising words of each message first.",
-        "/evicted",
-        "Luna is in the list: evicted, and still in the archive.",
-        (Effect("Luna", in_memory=False),),
-    ),
-    TutorialStep(
-        "You can restore a word yourself, with the words beside it.",
-        '/recall "Luna"',
-        "These words are held again, and pinned: every policy except window keeps them. Other "
-        "tokens were evicted to make room, as the memory was full.",
-        (Effect("Luna", in_memory=True),),
-    ),
-    TutorialStep(
-        "And ask again.",
-        "What is my cat called?",
-        "It knows the cat's name again. To make room, Anna was evicted: the text in the panel has "
-        "Luna, but no longer Anna. With 48 places, pinned tokens leave little room for others. "
-        "(With /recall on, sirchat itself restores what fits each message.)",
-        (Effect("Luna", in_reply=True), Effect("Anna", in_memory=False)),
-        shows_panel=True,
-    ),
-)
-
-GOODBYE: Final = (
-    "sirchat alone opens a chat, with 1,024 places and the policy salience, which keeps whole "
-    "words that were surprising. Some commands in a chat:"
-)
-
-MORE: Final = {
-    "/evicted": "lists the evicted words",
-    '/recall "words"': "restores these words",
-    "/branch NAME": "goes on in a copy of the chat",
-    "/edit": "changes your last message, and goes on from there",
-    "@FILE": "in a message, sends the text of a file",
-    "/model NAME": "goes on with another model; sirchat models lists them",
-    "/help": "lists all commands",
-}
-"""Commands, and what they do; listed at the end of the tutorial."""
-
-
-if TYPE_CHECKING:
-    from sirchat.ui.startup import Open
+MORE: Final[dict[str, str]] = _SCRIPT["more"]  # commands, listed at the end
 
 _TOOLBAR = "Enter sends this line, or type your own; q leaves"
 _MOST_COLUMNS = 92  # of explanations; longer lines are hard to read
 
-Read = Callable[[str], Line | None]
-"""Takes the suggested line; returns the line that the user enters, or None if the user leaves."""
+if TYPE_CHECKING:
+    from sirchat.ui.startup import Open
 
+# Takes the suggested line; returns the line that the user enters, or None if the user leaves.
+Read = Callable[[str], Line | None]
+
+# Takes the flag for Ctrl-C; returns a function that says whether to stop the reply.
 Stops = Callable[[Interrupt], Interrupted]
-"""Takes the flag for Ctrl-C; returns a function that says whether to stop the reply."""
 
 
 def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
-    """Load the model and run all steps of the tutorial; return False if an effect was not observed.
+    """Load the model and run all steps; return False if an effect was not observed.
 
-    If `waits` is true, each step waits until the user presses Enter, which needs a terminal. Raises
-    KeyboardInterrupt for Ctrl-C.
+    If `waits`, each step waits for Enter, at a terminal. Raises KeyboardInterrupt for Ctrl-C.
     """
-    if not waits:
+    keys = create_input() if waits else None
+    with Keyboard(keys, screen.terminal) if keys else nullcontext() as keyboard:
         with loading_bar(screen, "tiny") as report:
             session = open_session(report)
-        return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
-    keys = create_input()
-    with Keyboard(keys, screen.terminal) as keyboard:
-        with loading_bar(screen, "tiny") as report:
-            session = open_session(report)
+        if keys is None or keyboard is None:
+            return _Tutorial(session, screen, _echo(screen), lambda interrupt: interrupt).run()
         output = prompt_output(screen)
         prompt = Prompt(keys, output, history=InMemory(), has_colours=lambda: screen.has_colours)
         prompt.serve(SlashCompleter(lambda: session), lambda: _TOOLBAR)
@@ -227,7 +112,7 @@ def run_tutorial(open_session: Open, screen: Screen, *, waits: bool) -> bool:
 
 
 def _echo(screen: Screen) -> Read:
-    """A function of type `Read` without a user: it prints the suggested line, and returns it."""
+    """Without a user: prints the suggested line, and returns it."""
 
     def read(suggested: str) -> Line:
         screen.line(f"> {suggested}")
@@ -246,11 +131,8 @@ class _Tutorial:
         self._has_own_lines = False
 
     def run(self) -> bool:
-        """Run the tutorial's steps until the end, or until the user leaves.
-
-        Returns False if the end is reached and an effect was not observed.
-        """
-        self._explain(WELCOME)
+        """Run the steps; False if the end is reached and an effect was not observed."""
+        self._explain(_SCRIPT["welcome"])
         missing = 0
         try:
             for number, step in enumerate(STEPS, 1):
@@ -284,7 +166,6 @@ class _Tutorial:
             self._has_own_lines = True
 
     def _send(self, line: Line) -> Action | None:
-        """Run a command or a turn; return the action that a command asks for, or None."""
         try:
             if line.is_stopped:
                 raise KeyboardInterrupt
@@ -339,7 +220,7 @@ class _Tutorial:
             self._explain("Evicted, held, and restored.")
         width = max(map(len, MORE))
         rows = [f"{name:<{width}}  {does}" for name, does in MORE.items()]
-        self._explain("\n".join([GOODBYE, *rows]))
+        self._explain("\n".join([_SCRIPT["goodbye"], *rows]))
 
     def _head(self, title: str) -> None:
         self._screen.show(Text(f"\n── {title} ──", self._screen.theme.rest))

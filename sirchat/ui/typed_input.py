@@ -1,4 +1,4 @@
-"""Handles what the user types: the keyboard between two prompts, and the history of typed lines."""
+"""What the user types: the keyboard between two prompts, and the history of typed lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -22,8 +22,17 @@ from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.output.plain_text import PlainTextOutput
 
 from sirchat import paths
-from sirchat.ui.prompt import Prompt
+from sirchat.ui.prompt import ESCAPE_SECONDS, Prompt
 from sirchat.ui.screen import Screen
+
+if sys.platform != "win32":
+    import fcntl
+    import termios
+
+_DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
+_PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_CURSOR_ON = "\x1b[?25h"
+_ERASE_BELOW = "\x1b[J"
 
 
 @dataclass(frozen=True)
@@ -40,24 +49,28 @@ def line_input(screen: Screen) -> Iterator[LineInput]:
     """Context manager: yields keyboard, history and prompt; inside, the terminal echoes no keys."""
     keys = create_input()
     with Keyboard(keys, screen.terminal) as keyboard:
-        history = input_history(screen.note)
-        prompt = Prompt(
-            keys,
-            prompt_output(screen),
-            history=history,
-            has_colours=lambda: screen.has_colours,
-        )
+        history, output = input_history(screen.note), prompt_output(screen)
+        prompt = Prompt(keys, output, history=history, has_colours=lambda: screen.has_colours)
         yield LineInput(keyboard, history, prompt)
 
 
 def prompt_output(screen: Screen) -> Output:
-    """The object by which a prompt writes to the terminal.
-
-    On a terminal without escape sequences, it writes plain text.
-    """
+    """The object by which a prompt writes to the terminal; plain text to a dumb one."""
     if screen.is_dumb:
         return PlainTextOutput(sys.stdout)
     return create_output(always_prefer_tty=True)
+
+
+def input_history(complain: Callable[[str], None]) -> Typed:
+    """The history of typed lines in a file, or in memory if `complain` says that it can't be."""
+    path = paths.history_file()
+    try:
+        paths.private_dir(path.parent)
+        paths.open_private(path, "a").close()
+    except OSError as error:
+        complain(f"the input history is not kept: {error}")
+        return InMemory()
+    return _Private(str(path))
 
 
 class Typed(History):
@@ -65,8 +78,7 @@ class Typed(History):
 
     Attributes:
         typed_now: lines typed since the program began.
-        typed_for: for each message that was sent with a file's text in it, the line that the user
-            typed.
+        typed_for: for each message that was sent with a file's text in it, the line as typed.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -83,59 +95,49 @@ class Typed(History):
         return list(self.load_history_strings())
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        """Erase the lines for which `matches` returns true.
-
-        Raises OSError if the history is in a file that can't be written.
-        """
-        self._loaded_strings = [one for one in self._loaded_strings if not matches(one)]
-        self.typed_now = {one for one in self.typed_now if not matches(one)}
-        self.typed_for = {m: one for m, one in self.typed_for.items() if not matches(one)}
+        """Erase the lines that match. Raises OSError if their file can't be written."""
+        self._loaded_strings = [line for line in self._loaded_strings if not matches(line)]
+        self.typed_now = {line for line in self.typed_now if not matches(line)}
+        self.typed_for = {sent: line for sent, line in self.typed_for.items() if not matches(line)}
 
 
 class InMemory(Typed, InMemoryHistory):
     """A history of typed lines that is lost when the chat ends."""
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        self._storage = [one for one in self._storage if not matches(one)]
+        self._storage = [line for line in self._storage if not matches(line)]
         super().erase(matches)
 
 
 class _Private(Typed, FileHistory):
-    """A history of typed lines in a file that only the user can read.
-
-    If a line can't be added to the file, this is ignored.
-    """
+    """A history in a file that only the user can read; a line that can't be added is ignored."""
 
     def store_string(self, string: str) -> None:
-        with suppress(OSError), _alone(paths.history_file()):
+        with suppress(OSError), _locked(paths.history_file()):
             super().store_string(string)
 
     def erase(self, matches: Callable[[str], bool]) -> None:
-        with _alone(paths.history_file()):
-            self._rewrite([one for one in self.lines() if not matches(one)])
+        with _locked(paths.history_file()):
+            self._rewrite([line for line in self.lines() if not matches(line)])
         super().erase(matches)
 
-    def _rewrite(self, stays: list[str]) -> None:
-        """Replace the history file by one with only the lines `stays`, the newest line first."""
+    def _rewrite(self, lines: list[str]) -> None:
+        new = paths.history_file().with_name("history.new")
         path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
         try:
-            paths.history_file().with_name("history.new").unlink(missing_ok=True)  # or a link
-            paths.open_private(paths.history_file().with_name("history.new"), "x").close()
-            for entry in reversed(stays):
+            new.unlink(missing_ok=True)  # or a link
+            paths.open_private(new, "x").close()
+            for entry in reversed(lines):
                 FileHistory.store_string(self, entry)
             os.replace(self.filename, path)
         finally:
             self.filename = path
-            paths.history_file().with_name("history.new").unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Context manager: locks the history file `path`; inside, no other chat changes it.
-
-    If the system can't lock files, the file is used unlocked. A missing file is made. Raises
-    OSError if the file can't be written.
-    """
+def _locked(path: Path) -> Iterator[None]:
+    """Context manager: inside, no other chat changes the file `path`, where files can be locked."""
     while True:
         with paths.open_private(path, "a") as file:
             if sys.platform != "win32":
@@ -146,41 +148,12 @@ def _alone(path: Path) -> Iterator[None]:
                 return
 
 
-def _is_at(path: Path, opened: int) -> bool:
-    """Whether the open file with the descriptor `opened` is the file that is at `path` now."""
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one that is at `path` now."""
     try:
-        return os.path.samestat(os.fstat(opened), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def input_history(complain: Callable[[str], None]) -> Typed:
-    """The history of typed lines, in a file.
-
-    If the file can't be written, calls `complain` with the reason, and keeps the history in memory.
-    """
-    path = paths.history_file()
-    try:
-        paths.private_dir(path.parent)
-        paths.open_private(path, "a").close()
-    except OSError as error:
-        complain(f"the input history is not kept: {error}")
-        return InMemory()
-    return _Private(str(path))
-
-
-if sys.platform != "win32":
-    import fcntl
-    import termios
-
-_ESCAPE_SECONDS = 0.05
-"""If no byte follows an Esc byte within this time, the user pressed Esc; arrows send more bytes."""
-
-_DROPPED = (Keys.Escape, Keys.CPRResponse, Keys.SIGINT)
-
-_PASTE_ON, _PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
-_CURSOR_ON = "\x1b[?25h"
-_ERASE_BELOW = "\x1b[J"
 
 
 class Keyboard:
@@ -197,7 +170,7 @@ class Keyboard:
         self._marks_pastes = False
         self._typed: list[KeyPress] = []
         self._last = 0.0  # time of the last key, in seconds
-        self._before: list[Any] | None = None
+        self._before: list[Any] | None = None  # the terminal's mode; None where it has none
         self._suspended: Any = None  # the handler of Ctrl-Z before
 
     def __enter__(self) -> Keyboard:
@@ -209,12 +182,7 @@ class Keyboard:
             self._typed = [_as_enter(press) for press in self._keys.read_keys()]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if sys.platform != "win32":
             signal.signal(signal.SIGTSTP, self._suspended)
         self._restore()
@@ -237,13 +205,8 @@ class Keyboard:
         self._write(_PASTE_ON if on else _PASTE_OFF)
 
     def escape_pressed(self) -> bool:
-        """Read the keys typed since the last call; return whether the Esc key was among them.
-
-        All keys that were read are kept for `keep_typed`.
-        """
-        if sys.platform == "win32":
-            return False
-        return self._read_escape(self._keys.read_keys())
+        """Whether Esc is among the keys since the last call; `keep_typed` still gets them all."""
+        return sys.platform != "win32" and self._read_escape(self._keys.read_keys())
 
     def keep_typed(self) -> None:
         """Pass the keys that were typed while no prompt was open to the next prompt."""
@@ -258,7 +221,7 @@ class Keyboard:
         now = time.monotonic()
         if presses:
             self._last = now
-        elif now - self._last > _ESCAPE_SECONDS:
+        elif now - self._last > ESCAPE_SECONDS:
             presses = self._keys.flush_keys()
         self._typed += presses
         return any(press.key == Keys.Escape for press in presses)
@@ -268,18 +231,17 @@ class Keyboard:
             self._out.write(sequence)
             self._out.flush()
 
-    def _quiet(self) -> None:
-        """Switch off the terminal's echo and line buffering; Ctrl-C and Ctrl-Z still send signals.
+    def _write_now(self, sequence: str) -> None:
+        """Write directly: a signal may have interrupted a `write` of the stream."""
+        if self._out is not None:
+            os.write(self._out.fileno(), sequence.encode())
 
-        Enter then gives CR. When Ctrl-C or Ctrl-Z sends a signal, typed keys are not lost. Neither
-        is output that the terminal has not shown yet, such as the part of a frame that puts the
-        cursor back.
-        """
+    def _quiet(self) -> None:
         if sys.platform != "win32" and self._before is not None:
             mode = list(self._before)
-            mode[0] &= ~termios.ICRNL
+            mode[0] &= ~termios.ICRNL  # Enter gives CR
             mode[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
-            mode[3] |= termios.NOFLSH
+            mode[3] |= termios.NOFLSH  # a signal loses neither keys nor output, as half of a frame
             termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, mode)
 
     def _restore(self) -> None:
@@ -288,11 +250,7 @@ class Keyboard:
                 termios.tcsetattr(self._keys.fileno(), termios.TCSANOW, self._before)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Handle Ctrl-Z: restore the terminal, stop, and switch the echo off again afterwards.
-
-        The rows below the cursor are erased; if a panel stood in them, the next frame draws it
-        again.
-        """
+        """Handle Ctrl-Z: erase the panel, restore the terminal, stop, and be quiet afterwards."""
         self._restore()
         self._write_now(_PASTE_OFF + _CURSOR_ON + _ERASE_BELOW)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -301,14 +259,6 @@ class Keyboard:
         self._quiet()
         if self._marks_pastes:
             self._write_now(_PASTE_ON)
-
-    def _write_now(self, sequence: str) -> None:
-        """Write `sequence` to the terminal directly, not by the stream.
-
-        This is for signal handlers: the signal may have interrupted a `write` of the stream.
-        """
-        if self._out is not None:
-            os.write(self._out.fileno(), sequence.encode())
 
 
 def _as_enter(press: KeyPress) -> KeyPress:

@@ -68,7 +68,7 @@ def test_where_there_is_no_terminal_each_chat_is_one_whole_line(folder: Path) ->
 def test_matches_are_marked_in_the_line_that_was_found(folder: Path) -> None:
     path = new(folder, "x")
     parts = (Part("to ", False), Part("Rome", True), Part(" by train", False))
-    (_, line) = SessionLines(list_sessions(folder).sessions, found={path.stem: parts}).of(0, 80)
+    (_, line) = SessionLines(list_sessions(folder).sessions, matches={path.stem: parts}).of(0, 80)
     assert line == [("", "    "), ("", "to "), ("match", "Rome"), ("", " by train")]
 
 
