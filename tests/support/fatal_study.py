@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 from sirchat.errors import SettingError
-from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import RunUnit
+from sirchat.lab.studies.report import Record, Report
+from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 
 
-class Fatal:
+class Fatal(Study):
     """A study whose third unit kills its worker once, and whose last unit may raise an error."""
 
     name = "fatal"
@@ -37,5 +37,5 @@ class Fatal:
 
         return work
 
-    def report(self, found: object) -> None:
+    def report(self, found: object) -> Report:
         raise NotImplementedError

@@ -23,9 +23,8 @@ from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
 from sirchat.lab.studies.attention import eager_attention
 from sirchat.lab.studies.perplexity import round_ids
-from sirchat.lab.studies.report import Plot, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import ExtendedByLimit, RunUnit, fields_of
+from sirchat.lab.studies.report import Plot, Record, Report, Table, Value
+from sirchat.lab.studies.study import NumberedStudy, RunUnit, fields_of
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import KINDS
 from sirchat.lab.synthetic.rounds import Message, Style
@@ -37,7 +36,7 @@ from sirchat.text.template import Template
 
 
 @dataclass(frozen=True)
-class AnchorAttention(ExtendedByLimit):
+class AnchorAttention(NumberedStudy):
     """The study that measures which anchors an answer attends to.
 
     An anchor is a token into which the model compresses a sentence or round.
@@ -60,18 +59,10 @@ class AnchorAttention(ExtendedByLimit):
         if not 2 <= self.facts <= len(KINDS):
             raise SettingError(f"facts is {self.facts}, must be 2 to {len(KINDS)}")
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "anchor-attention"
+    name = "anchor-attention"
 
     def parameters(self) -> Record:
-        """The study's parameters, by name: all that its results depend on, except the model."""
         return fields_of(self) | {"profile": None, "seed": self.profile.seed}
-
-    def keys(self) -> list[str]:
-        """The names of the conversations to run: their numbers as strings, from `0`."""
-        return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that reads the conversation with a given key and returns its record.

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, SettingError
-from sirchat.lab.studies.report import Plot, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import ExtendedByLimit, RunUnit
+from sirchat.lab.studies.report import Plot, Record, Report, Table, Value
+from sirchat.lab.studies.study import NumberedStudy, RunUnit
 from sirchat.lab.synthetic.dialogue import dialogue
 from sirchat.lab.training.probe import SMALL_TALK
 from sirchat.models.model import LoadedModel
@@ -40,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class AttentionStudy(ExtendedByLimit):
+class AttentionStudy(NumberedStudy):
     """The study that measures how much attention tokens of low and of high surprisal receive.
 
     Attributes:
@@ -65,23 +64,15 @@ class AttentionStudy(ExtendedByLimit):
             raise SettingError(f"tokens is {self.tokens}, must be at least {SEGMENTS + 2}")
         _ = self._lines
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "attention"
+    name = "attention"
 
     def parameters(self) -> Record:
-        """The study's parameters, by name: all that its results depend on, except the model."""
         return {
             "limit": self.limit,
             "tokens": self.tokens,
             "text": self.text,
             "seed": self.profile.seed,
         }
-
-    def keys(self) -> list[str]:
-        """The names of the texts to read: their numbers as strings, from `0`."""
-        return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that reads the text with a given key and returns its record.

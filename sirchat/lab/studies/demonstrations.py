@@ -21,8 +21,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies import generated
 from sirchat.lab.studies.choice import Question, most_likely
 from sirchat.lab.studies.reading import anchors_placed, read
-from sirchat.lab.studies.report import Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import Cell, Findings, Grid, RunUnit, mean, refuse_unknown, share
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import CHANCE, EVERY, Per
@@ -57,10 +56,7 @@ class Demonstrations(Grid):
     def __post_init__(self) -> None:
         refuse_unknown("place of anchors", self.places, get_args(Per))
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "demonstrations"
+    name = "demonstrations"
 
     def cells(self) -> list[Cell]:
         """The rows of the table: one for every setting and every number of demonstrations.
@@ -79,10 +75,6 @@ class Demonstrations(Grid):
                     if n and cell.setting.policy == "anchor"
                 ]
         return cells
-
-    def units(self) -> list[str]:
-        """The names of the sets of demonstrations: their numbers as strings, from `0`."""
-        return [str(number) for number in range(self.limit)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that runs the unit (independent run) with a given key, using `model`.

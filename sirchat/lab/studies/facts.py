@@ -18,8 +18,7 @@ from sirchat.engine.sampling import Sampler, Sampling
 from sirchat.engine.types import GeneratedToken, TurnRef
 from sirchat.errors import SettingError
 from sirchat.lab.studies.reading import open_engine, read_ids, read_round
-from sirchat.lab.studies.report import Estimate, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import WITHOUT_SESSION, Cell, Findings, Grid, mean, share_over_seeds
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.rounds import Round, Style
@@ -60,10 +59,7 @@ class Facts(Grid):
             if not 1 <= count <= len(KINDS):
                 raise SettingError(f"facts is {count}, must be 1 to {len(KINDS)}")
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "facts"
+    name = "facts"
 
     def units(self) -> list[str]:
         """The names of the conversations: number of facts and a running number, such as `4 0`."""

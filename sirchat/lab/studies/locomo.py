@@ -36,8 +36,7 @@ from sirchat.lab.studies.long_talk import (
     long_talks,
     read_talk,
 )
-from sirchat.lab.studies.report import Estimate, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Estimate, Record, Report, Table, Value
 from sirchat.lab.studies.study import GREEDY, Cell, Findings, Grid, data_name
 from sirchat.lab.studies.talk_questions import ReadTalk, require_stemmer
 from sirchat.memory.policies import policy_class
@@ -88,7 +87,6 @@ class Locomo(Grid):
                 )
 
     def parameters(self) -> Record:
-        """The study's parameters, by name: all that its results depend on, except the model."""
         return super().parameters() | {"data": data_name(Path(self.data))}
 
     @cached_property
@@ -96,10 +94,7 @@ class Locomo(Grid):
         """All conversations in the file or folder `data`."""
         return long_talks(Path(self.data))
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "locomo"
+    name = "locomo"
 
     def units(self) -> list[str]:
         """The names of the conversations to run: their indices in `talks`, as strings."""

@@ -19,8 +19,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies import generated, paper_tables, sirllm_files
 from sirchat.lab.studies.choice import Question, Scoring, choose, choose_text
 from sirchat.lab.studies.reading import read
-from sirchat.lab.studies.report import Estimate, Plot, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import Cell, Findings, Grid, refuse_unknown, share_over_seeds
 
 _SOURCES = {

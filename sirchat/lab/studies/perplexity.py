@@ -32,8 +32,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.reading import open_engine, read_ids, whole_round
 from sirchat.lab.studies.reading import read as read_round
-from sirchat.lab.studies.report import Plot, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import (
     ON_SCREEN,
     SAMPLING,
@@ -94,14 +93,10 @@ class Perplexity(Grid):
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
     def parameters(self) -> Record:
-        """The study's parameters, by name: all that its results depend on, except the model."""
         data = data_name(Path(self.data)) if self.data else None
         return super().parameters() | {"data": data}
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "perplexity"
+    name = "perplexity"
 
     def units(self) -> list[str]:
         """The names of the readings of the text: their numbers as strings, from `0`."""
@@ -310,14 +305,7 @@ class Context(Grid):
             shown = ",".join(map(str, self.lengths))
             raise SettingError(f"lengths is {shown}, must be ascending numbers, each at least 2")
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "context"
-
-    def units(self) -> list[str]:
-        """The names of the conversations to run: their numbers as strings, from `0`."""
-        return [str(number) for number in range(self.limit)]
+    name = "context"
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
         """Read a conversation; the record has two numbers for each context length.

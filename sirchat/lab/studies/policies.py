@@ -17,10 +17,9 @@ from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
-from sirchat.lab.studies.report import Report
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record, Report
 from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.lab.studies.study import Grid, RunUnit, fields_of, refuse_unknown, without
+from sirchat.lab.studies.study import Grid, RunUnit, Study, fields_of, refuse_unknown, without
 from sirchat.models.model import LoadedModel
 
 PARTS = ("ablation", "grocery", "rock-paper-scissors", "facts")
@@ -31,7 +30,7 @@ _EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
 
 
 @dataclass(frozen=True)
-class Policies:
+class Policies(Study):
     """The study that compares policies, in several parts; each part is a study of its own.
 
     Attributes:
@@ -70,10 +69,7 @@ class Policies:
             )
         _ = self.studies
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "policies"
+    name = "policies"
 
     @cached_property
     def studies(self) -> dict[str, Grid]:
@@ -99,7 +95,6 @@ class Policies:
         return {part: one for part, one in asked.items() if one.settings}
 
     def parameters(self) -> Record:
-        """Every field of the study, by name: all that its results depend on, except the model."""
         return fields_of(self) | {
             "settings": [one.model_dump(mode="json") for one in self.settings]
         }

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,11 +24,12 @@ from sirchat import __version__
 from sirchat.chat.settings import has_effect
 from sirchat.config.profile import Profile
 from sirchat.config.values import as_typed, short
-from sirchat.lab.studies.results_log import Record
 from sirchat.memory.policies import policy_class
 from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import fingerprint
+
+Record = dict[str, Any]  # the results of one unit of a study, or another JSON object
 
 
 @dataclass(frozen=True)

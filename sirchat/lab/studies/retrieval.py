@@ -33,12 +33,10 @@ from sirchat.lab.studies import generated, paper_tables
 from sirchat.lab.studies.choice import choose
 from sirchat.lab.studies.needle import TASKS, NeedleDialogue, dialogues_of_file, needle_dialogue
 from sirchat.lab.studies.reading import read, switch
-from sirchat.lab.studies.report import Estimate, Plot, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import (
-    ExtendedByLimit,
+    NumberedStudy,
     RunUnit,
-    fields_of,
     mean,
     refuse_unknown,
     share,
@@ -75,7 +73,7 @@ class RecallVariant:
 
 
 @dataclass(frozen=True)
-class Retrieval(ExtendedByLimit):
+class Retrieval(NumberedStudy):
     """The study of how well recall restores evicted tokens; the module docstring describes it.
 
     Attributes:
@@ -128,10 +126,6 @@ class Retrieval(ExtendedByLimit):
             )
         )
         return tuple(one for one in combinations if one.makes_sense)
-
-    def parameters(self) -> Record:
-        """Every field of the study, by name: all that its results depend on, except the model."""
-        return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
 
     @cached_property
     def file_dialogues(self) -> list[NeedleDialogue]:
@@ -300,7 +294,7 @@ def is_answered(session: Session, one: NeedleDialogue) -> bool:
 
 
 @dataclass(frozen=True)
-class Privacy(ExtendedByLimit):
+class Privacy(NumberedStudy):
     """The study of how much recall reveals of an old turn; the module docstring describes it.
 
     Attributes:
@@ -324,18 +318,7 @@ class Privacy(ExtendedByLimit):
         if self.profile.recall == "off":
             raise SettingError("recall is off, must be a retriever, such as --recall on")
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "privacy"
-
-    def parameters(self) -> Record:
-        """Every field of the study, by name: all that its results depend on, except the model."""
-        return fields_of(self) | {"profile": self.profile.model_dump(mode="json")}
-
-    def keys(self) -> list[str]:
-        """The names of the conversations to run: their numbers as strings, from `0`."""
-        return [str(number) for number in range(self.limit)]
+    name = "privacy"
 
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that runs the conversation with a given key and returns its record.

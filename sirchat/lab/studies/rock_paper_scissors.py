@@ -22,8 +22,7 @@ from sirchat.chat.session import Session
 from sirchat.lab.studies import paper_tables
 from sirchat.lab.studies.choice import Question, Scoring, choose
 from sirchat.lab.studies.reading import ask
-from sirchat.lab.studies.report import Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.sirllm_files import MOVES_OF, find, move_files, moves, no_files
 from sirchat.lab.studies.study import Cell, Findings, Grid, mean, refuse_unknown
 from sirchat.lab.synthetic.rounds import BEATS, game_opening, game_round, outcome
@@ -80,10 +79,7 @@ class RockPaperScissors(Grid):
             raise no_files(self.data, [name for one in PLAYERS for name in move_files(one)])
         return found
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "rock-paper-scissors"
+    name = "rock-paper-scissors"
 
     def units(self) -> list[str]:
         """The names of the matches to play: player and number, such as `rock 0`."""

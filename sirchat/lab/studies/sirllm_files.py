@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sirchat.errors import SettingError
 from sirchat.lab.studies.choice import Question
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record
 from sirchat.text.text_file import read_regular
 
 COMMONSENSE, GROCERY, DIALOGUE = "commonsense", "grocery", "dialogue"

@@ -36,7 +36,7 @@ from sirchat.chat.session import Session
 from sirchat.errors import SettingError
 from sirchat.lab.studies.long_talk import ADVERSARIAL, LongTalk, TalkQuestion
 from sirchat.lab.studies.reading import switch
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record
 from sirchat.memory.key_values import Positions
 
 

@@ -17,8 +17,7 @@ import torch
 
 from sirchat.chat.session import Session
 from sirchat.lab.studies.reading import read
-from sirchat.lab.studies.report import Plot, Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Plot, Record, Report, Table, Value
 from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, Cell, Findings, Grid
 from sirchat.lab.synthetic.rounds import quiz
 from sirchat.memory.policies import policy_class
@@ -40,10 +39,7 @@ class Uniformity(Grid):
 
     without_effect = (*ON_SCREEN, *SAMPLING)
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "uniformity"
+    name = "uniformity"
 
     def cells(self) -> list[Cell]:
         """The table's settings, each with all seeds, or with one if its policy is not random."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from sirchat.errors import SirchatError, UsageError
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record
 from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 

@@ -27,7 +27,7 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import (
 from sirchat.lab.studies.facts_in_dialogue.kinds import KINDS
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue, asked, says, spans
 from sirchat.lab.studies.reading import open_engine, read, read_ids, switch, whole_round
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record
 from sirchat.models.load import load_model
 from sirchat.text.detokenizer import TokenTexts
 from sirchat.text.template import Template

@@ -62,7 +62,7 @@ def test_differences_from_sink_are_those_of_the_paper(
         (MultipleChoice((SINK,), 1, shots=(1,)), ["SirLLM, Table 2", "SirLLM, Table 4"]),
         (RockPaperScissors((SINK,), 1, rounds=2), ["SirLLM, Table 3"]),
         (
-            Retrieval(Profile(), "stories-3", 1, counts=(10,), retrievers=("mips",)),
+            Retrieval(Profile(), 1, "stories-3", counts=(10,), retrievers=("mips",)),
             ["Retrieval-Augmented StreamingLLM, Table 1, one reply each"],
         ),
     ],

@@ -54,7 +54,7 @@ def test_the_unit_of_a_dead_process_is_run_again_and_an_error_is_raised(
     refuse: bool, endless: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     study, load = Fatal(str(tmp_path / "died"), refuse), partial(load_model, endless, device="cpu")
-    units = run_in_processes(study, study.keys(), load, 2)  # type: ignore[arg-type]
+    units = run_in_processes(study, study.keys(), load, 2)
     if refuse:
         with pytest.raises(SettingError, match="the sixth is refused"):
             list(units)
@@ -74,7 +74,7 @@ def test_processes_that_keep_dying_are_given_up() -> None:
 def test_a_process_that_can_not_load_its_model_says_so_in_one_line() -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model folder '/nowhere/model' does not exist"):
-        list(run_in_processes(study, ["0"], load, 2))  # type: ignore[arg-type]
+        list(run_in_processes(study, ["0"], load, 2))
 
 
 def listening(pids: set[int]) -> set[str]:

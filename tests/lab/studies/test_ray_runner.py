@@ -50,7 +50,7 @@ def test_a_dead_workers_unit_is_run_again_and_an_error_is_reported(
 ) -> None:
     study = Fatal(str(tmp_path / "died"), refuse=True)
     load, alone = partial(load_model, endless, device="cpu"), replace(two, workers=1)
-    units = run_on_ray(study, [*"0123465"], load, alone)  # type: ignore[arg-type]
+    units = run_on_ray(study, [*"0123465"], load, alone)
     found = {int(key): one["square"] for key, one in islice(units, 6)}
     assert found == {number: number**2 for number in (0, 1, 2, 3, 4, 6)}
     with pytest.raises(SettingError, match="the sixth is refused"):
@@ -63,11 +63,11 @@ def test_a_dead_workers_unit_is_run_again_and_an_error_is_reported(
 def test_a_cluster_that_is_not_there_is_refused_at_once(address: str) -> None:
     study = Fatal("", refuse=False)
     with pytest.raises(UsageError, match="no Ray cluster"):
-        list(run_on_ray(study, ["0"], babbler, Cluster(address, 2)))  # type: ignore[arg-type]
+        list(run_on_ray(study, ["0"], babbler, Cluster(address, 2)))
 
 
 @pytest.mark.slow
 def test_a_worker_that_can_not_load_its_model_says_so_in_one_line(two: Cluster) -> None:
     study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
     with pytest.raises(SirchatError, match="model folder '/nowhere/model' does not exist"):
-        list(run_on_ray(study, ["0"], load, two))  # type: ignore[arg-type]
+        list(run_on_ray(study, ["0"], load, two))

@@ -23,8 +23,7 @@ from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity
 from sirchat.lab.studies.policies import Policies
-from sirchat.lab.studies.report import Report
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record, Report
 from sirchat.lab.studies.retrieval import Privacy, Retrieval
 from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors
 from sirchat.lab.studies.run import run_units
@@ -37,7 +36,7 @@ SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
 
 
-class Squares:
+class Squares(Study):
     """A study that squares whole numbers, and can be interrupted at one of them."""
 
     name = "squares"

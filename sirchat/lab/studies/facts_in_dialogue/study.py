@@ -35,8 +35,7 @@ from sirchat.lab.studies.facts_in_dialogue.dialogue import (
 )
 from sirchat.lab.studies.intervals import clustered_mean, paired_interval
 from sirchat.lab.studies.reading import read, switch, whole_round
-from sirchat.lab.studies.report import Report, Table, Value
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record, Report, Table, Value
 from sirchat.lab.studies.study import (
     GREEDY,
     Cell,
@@ -83,13 +82,9 @@ class FactsInDialogue(Grid):
             raise SettingError(f"length is {min(self.lengths)}, must be 200 or more")
         refuse_unknown("summary", self.summary, WAYS)
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "facts-in-dialogue"
+    name = "facts-in-dialogue"
 
     def parameters(self) -> Record:
-        """The study's parameters, by name: all that its results depend on, except the model."""
         found = super().parameters() | {"data": data_name(Path(self.data))}
         return found if self.summary else without(found, ("summary",))  # as in older results
 

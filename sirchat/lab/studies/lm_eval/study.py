@@ -26,14 +26,13 @@ from sirchat.config.values import short
 from sirchat.errors import SettingError, SirchatError, UsageError, format_value, nearest
 from sirchat.lab.studies.lm_eval.adapter import TextReader, language_model
 from sirchat.lab.studies.lm_eval.text import TextEncoder
-from sirchat.lab.studies.report import Report, Table, Value, setting_names
-from sirchat.lab.studies.results_log import Record
-from sirchat.lab.studies.study import RunUnit, setting_key, without
+from sirchat.lab.studies.report import Record, Report, Table, Value, setting_names
+from sirchat.lab.studies.study import RunUnit, Study, setting_key, without
 from sirchat.models.model import LoadedModel
 
 
 @dataclass(frozen=True)
-class LmEval:
+class LmEval(Study):
     """The study that runs tasks of lm-eval under several settings.
 
     Attributes:
@@ -58,16 +57,9 @@ class LmEval:
             _refuse_without_effect(setting, self.piece)
         self.harness.check(self.tasks)
 
-    @property
-    def name(self) -> str:
-        """The study's name; the names of its result files begin with it."""
-        return "lm-eval"
+    name = "lm-eval"
 
     def parameters(self) -> Record:
-        """The study's parameters, by name: all that its results depend on, except the model.
-
-        They are the fields, and lm-eval's version.
-        """
         return {
             "settings": [one.model_dump(mode="json") for one in self.settings],
             "tasks": list(self.tasks),

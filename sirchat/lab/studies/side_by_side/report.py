@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.lab.studies.results_log import Record
+from sirchat.lab.studies.report import Record
 from sirchat.lab.studies.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
 
 Safe = Callable[[str], str]
