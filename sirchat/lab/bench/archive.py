@@ -25,37 +25,22 @@ _ROUND = 2_000  # tokens read between two measurements
 
 @dataclass(frozen=True)
 class ArchiveUse:
-    """The peak memory and disk space of an archive of evicted tokens, from one measurement.
+    """The peak memory and disk space of an archive of evicted tokens, from one measurement."""
 
-    Attributes:
-        place: where the archive was stored, `ram` or `disk`.
-        tokens: number of tokens that the model read.
-        limit: the largest allowed size of the archive in bytes.
-        archive: the largest measured size of the keys and values in the archive, in bytes.
-        disk: the largest measured size of the archive's files, in bytes.
-        memory: how many bytes the memory of the process grew at most after the archive was half
-            full; None if this could not be measured.
-        archived: number of tokens in the archive at the end.
-        seconds: duration of the whole measurement.
-    """
-
-    place: str
-    tokens: int
-    limit: int
-    archive: int
-    disk: int
+    place: str  # where the archive was stored, `ram` or `disk`
+    tokens: int  # number of tokens that the model read
+    limit: int  # the largest allowed size of the archive in bytes
+    archive: int  # the largest measured size of the keys and values in the archive, in bytes
+    disk: int  # the largest measured size of the archive's files, in bytes
+    # how many bytes the memory of the process grew at most after the archive was half full; None if
+    # this could not be measured
     memory: int | None
-    archived: int
-    seconds: float
+    archived: int  # number of tokens in the archive at the end
+    seconds: float  # duration of the whole measurement
 
 
 def bench_archive(model: LoadedModel, tokens: int, limit: int) -> Iterator[ArchiveUse]:
-    """Measure the memory and disk space that an archive takes while a model reads `tokens` tokens.
-
-    The tokens are random, and are read under the policy entropy with a budget of 1,024 tokens.
-    Yields two results: first for an archive in memory, then for an archive on disk. Each archive
-    may take `limit` bytes.
-    """
+    """Measure what an archive takes, in RAM and then on disk, while a model reads tokens."""
     for place in ("ram", "disk"):
         with tempfile.TemporaryDirectory() as folder:
             yield _read(model, tokens, limit, Path(folder) if place == "disk" else None)

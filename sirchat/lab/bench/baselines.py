@@ -39,12 +39,7 @@ class _Clock(BaseStreamer):  # type: ignore[misc]  # transformers is untyped the
 
 
 def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time transformers' greedy generation with a static cache; yields seconds per token, forever.
-
-    Each value comes from one call of `generate`, which fills the static cache. The times of the
-    prompt and of the first token do not count. On a GPU, transformers compiles the decode step by
-    itself.
-    """
+    """Time transformers' generation with a static cache; yields seconds per token, forever."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
     config = GenerationConfig(
         max_new_tokens=options.block + 1,
@@ -73,12 +68,7 @@ _TURN = TurnRef(turn=0, round=0)
 def repeated_blocks(
     model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
 ) -> Iterator[float]:
-    """Time replies that repeat a text just read; yields the seconds per token of each, forever.
-
-    `engine` must be new. It first reads the text, which fills a quarter of the cache. `lookup` says
-    whether prompt lookup is on: it finds the last tokens in earlier text and guesses that the same
-    tokens follow.
-    """
+    """Time replies that repeat a text just read; yields the seconds per token of each, forever."""
     text = some_ids(model, options.cache // 4)
     for _ in engine.prefill(text, [Role.USER] * len(text), _TURN):
         pass
@@ -111,11 +101,7 @@ _COLUMNS = 1024
 
 
 def weight_bytes(model: LoadedModel) -> int:
-    """The size in bytes, as stored in memory, of the model's weights that a decode step reads.
-
-    The embeddings count only if the output head shares them. All other weights count, also those of
-    every expert in a mixture-of-experts model.
-    """
+    """The size in bytes, as stored in memory, of the model's weights that a decode step reads."""
     module = model.module
     head = module.get_output_embeddings()
     in_head = set() if head is None else set(_sizes(head))
@@ -124,20 +110,13 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def _sizes(module: nn.Module) -> dict[int, int]:
-    """The size in bytes of each parameter and buffer of a module, by the tensor's address.
-
-    Tensors at the same address share their memory, and appear once.
-    """
+    """The size in bytes of each parameter and buffer of a module, by the tensor's address."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     return {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
 
 
 def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time how long the model's device takes to read `size` bytes of memory once.
-
-    Yields the mean seconds of several reads, forever. A read is the product of a float32 matrix of
-    this size and a vector.
-    """
+    """Time how long the model's device takes to read `size` bytes of memory once."""
     rows = max(1, size // (4 * _COLUMNS))
     matrix = torch.ones(rows, _COLUMNS, device=model.device)
     vector = torch.ones(_COLUMNS, device=model.device)

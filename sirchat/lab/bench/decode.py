@@ -1,9 +1,4 @@
-"""Compares the speed of sirchat's decode and prefill with a plain loop of transformers.
-
-All of sirchat's features are on: it computes surprisal, updates the ledger (the table of all
-tokens), evicts tokens to the archive and, if the model has a tokenizer, flags sentence ends and
-decodes ids to text. The plain loop only picks the next id.
-"""
+"""Compares the speed of sirchat's decode and prefill with a plain loop of transformers."""
 
 from __future__ import annotations
 
@@ -45,21 +40,7 @@ def bench_decode(
     peer: LlamaCpp | None = None,
     sirllm: SirLLM | None = None,
 ) -> Iterator[Ratio]:
-    """Compare the times of sirchat's decode and prefill with other ways to do the same work.
-
-    Yields one ratio of times for each comparison. For example, decode is compared with plain loops
-    of transformers, with reading the model's weights once, and with decode without an archive.
-    Decode late in a stream is also compared with decode early in the stream: the first number in
-    `options.seen` is the number of tokens read before the early decode, each further number that of
-    a late one.
-
-    Args:
-        model: the model that is measured.
-        options: sizes of the benchmark.
-        bare: the model for the plain loop; None for `model`.
-        peer: llama.cpp with the same model; None to leave out the comparisons with llama.cpp.
-        sirllm: SirLLM's released code; None to leave out the comparison with SirLLM.
-    """
+    """Compare the times of sirchat's decode and prefill with other ways to do the same work."""
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
     if sirllm is not None:  # loaded first, so that its errors appear at once
         sirllm.load(plain, options.cache)
@@ -129,11 +110,7 @@ def bench_decode(
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
-    """Run the timed blocks with the compiled decode step switched off; yield the time of each.
-
-    `step` is the model's decode step. `blocks` is an iterator that runs a block and yields its
-    time.
-    """
+    """Run the timed blocks with the compiled decode step switched off; yield the time of each."""
     while True:
         program, step.compiled = step.compiled, None
         try:
@@ -144,11 +121,7 @@ def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
 
 
 def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
-    """Compare the time of a decode step with the time to read the model's weights once.
-
-    Reading its weights is about the least that a decode step must do. Returns the ratio of the two
-    times.
-    """
+    """Compare the time of a decode step with the time to read the model's weights once."""
     size = weight_bytes(model)
     measured = compare(
         "decode against reading the weights once",
@@ -189,11 +162,7 @@ def generated_blocks(
     archive: int = _ARCHIVE,
     policy: Policy = _POLICY,
 ) -> Iterator[float]:
-    """Time sirchat's decoding in blocks of tokens; yields the seconds per token of each, forever.
-
-    First, `seen` tokens are read (0: twice as many as the cache holds). In each block the cache is
-    full once, and tokens are evicted by `policy`. `archive` is the limit of the archive in bytes.
-    """
+    """Time sirchat's decoding after `seen` tokens; yields seconds per token, forever."""
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
     for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
@@ -219,10 +188,7 @@ def generated_blocks(
 
 
 def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time a plain greedy decoding loop of transformers; yields seconds per token, forever.
-
-    Each value is that of one block of tokens, at the end of which the cache is full.
-    """
+    """Time a plain greedy decoding loop of transformers; yields seconds per token, forever."""
     prompt = torch.tensor([some_ids(model, options.cache - options.block)], device=model.device)
 
     while True:
@@ -243,10 +209,7 @@ def _bare(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> Iterator[float]:
-    """Time how sirchat reads `count` ids into an empty cache; yields seconds per token, forever.
-
-    If `count` is 0, it reads `options.cache` ids.
-    """
+    """Time how sirchat reads `count` ids into an empty cache; yields seconds per token, forever."""
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
@@ -259,10 +222,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time how sirchat reads short turns into a full cache; yields seconds per token, forever.
-
-    Each value is that of one block of turns.
-    """
+    """Time how sirchat reads short turns into a full cache; yields seconds per token, forever."""
     engine, number = _engine(model, options), 0
 
     def read(count: int) -> None:
@@ -280,10 +240,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 
 
 def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-    """Time how one plain forward pass of transformers reads ids; yields seconds per token, forever.
-
-    The pass reads `options.cache` ids into an empty cache.
-    """
+    """Time how one plain forward pass reads ids; yields seconds per token, forever."""
     prompt = torch.tensor([some_ids(model, options.cache)], device=model.device)
     while True:
         argument = cache_argument(model.module, DynamicCache(config=model.module.config))
@@ -298,11 +255,7 @@ def _bare_prefill(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 def reply_times(
     model: LoadedModel, options: BenchOptions, count: int, length: int
 ) -> tuple[float, float]:
-    """Time a reply: read `count` ids into an empty cache, then generate 1 + `length` tokens.
-
-    Returns two times: the seconds from the start to the first generated token, and the mean seconds
-    for each further token.
-    """
+    """Time a reply: read `count` ids into an empty cache, then generate 1 + `length` tokens."""
     engine, ids = _engine(model, options), some_ids(model, count)
 
     def generate(most: int) -> None:
@@ -332,9 +285,7 @@ def _engine(
 def bench_attention(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
     """Compare the time of decode under policies with attention weights and without them.
 
-    Yields three ratios: the times under three policies that use attention weights, divided by the
-    time under the policy entropy, which uses none. Raises ModelError if the model does not expose
-    its attention weights.
+    Raises ModelError if the model does not expose its attention weights.
     """
     if not model.exposes_attention:
         raise ModelError(no_attention_reason(model), hint="try another model")

@@ -21,10 +21,7 @@ _ARCHIVED, _RETRIEVERS = 4_000, ("words", "hybrid")
 def bench_everything(profile: Profile, rounds: int, llama_cpp: str | None) -> dict[str, object]:
     """Run the benchmarks of start, decode, prefill and recall for the model of a profile.
 
-    Each time is measured `rounds` times. If the model is a GGUF file, llama.cpp is measured, too:
-    `llama_cpp` is the path of a Python with llama-cpp-python; None for this Python, if it has the
-    package. Returns one record with all measurements and a description of the machine. Raises
-    ModelError if the model can't be loaded.
+    Raises ModelError if the model can't be loaded.
     """
     use_threads(profile.threads)  # llama.cpp gets as many threads
     options = BenchOptions(rounds=rounds, seen=_SEEN)

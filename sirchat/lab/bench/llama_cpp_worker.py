@@ -1,11 +1,7 @@
 """A program that runs llama.cpp; `peers.py` starts it in another process, to measure its speed.
 
 The program imports nothing of sirchat, so that any Python with llama-cpp-python can run it. It
-reads commands from stdin, one JSON list per line, and answers each command with a number. The
-answer to three commands is the time that they took, in seconds: ["load", path, threads, rows,
-rearranges] loads a model, as the function `load` does; ["read", ids] reads ids into an empty cache;
-["decode", ids] reads ids one by one, after the ids in the cache. The answer to ["resident"] is the
-memory of the process in bytes, and to ["peak"] the highest memory since its start.
+reads commands from stdin, one JSON list per line, and answers each command with a number.
 """
 
 import json
@@ -16,11 +12,7 @@ from typing import Any
 
 
 def load(path: str, threads: int, rows: int, rearranges: bool) -> Any:
-    """Load the GGUF file `path` with llama.cpp, and return the model.
-
-    The model computes with `threads` threads, and its cache has room for `rows` tokens.
-    `rearranges` says whether llama.cpp stores the weights in another order, for faster kernels.
-    """
+    """Load the GGUF file `path` with llama.cpp, and return the model."""
     # No module of this folder may be imported instead of one that llama_cpp needs.
     sys.path[:] = [one for one in sys.path if one != str(Path(__file__).parent)]
     import llama_cpp

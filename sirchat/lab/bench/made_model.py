@@ -18,34 +18,28 @@ from sirchat.errors import SettingError
 from sirchat.models.gguf.header import BLOCKS, FOUR_BIT
 from sirchat.paths import tiny_dir
 
-CONTEXT = 8192
-"""The context length, in tokens, that a written GGUF file states."""
+CONTEXT = 8192  # the context length, in tokens, that a written GGUF file states
 
 _HEAD = "Q6_K"  # type of embeddings and output head, as in most four-bit files
+# The scale factors for random weights, by GGUF block type. For each type, the keys are the offsets
+# of the block's float16 factors in bytes, and the values are the factors
 _FACTORS = {
     "Q4_0": {0: 0.0043},
     "Q4_1": {0: 0.0043, 2: -0.0325},
     "Q4_K": {0: 8e-5, 2: 6e-4},
     "Q6_K": {208: 1.5e-5},
 }
-"""The scale factors for random weights, by GGUF block type.
-
-For each type, the keys are the offsets of the block's float16 factors in bytes, and the values are
-the factors. If all other bits of a block are random, its weights then have about mean 0 and
-standard deviation 0.02."""
 _PART = 1 << 24  # bytes that are written at once
 
+# The sizes of a model, by the names that they have in a config of transformers
 Shape = Mapping[str, Any]
-"""The sizes of a model, by the names that they have in a config of transformers."""
 
 
 def write_model(path: Path, shape: Shape, kind: str = "Q4_K") -> Path:
     """Write a GGUF file with random weights for a model of the sizes `shape`; returns `path`.
 
-    `kind` is the GGUF block type in which matrices are stored. The model has the tokenizer and the
-    chat template of the bundled model `tiny`; unused tokens fill its vocabulary up to the size in
-    `shape`. Raises SettingError if `kind` is not allowed, the package gguf is not installed, or the
-    file can't be written.
+    Raises SettingError if `kind` is not allowed, the package gguf is not installed, or the file
+    can't be written.
     """
     if kind not in FOUR_BIT:
         raise SettingError(f"--type {kind!r} is none of {', '.join(FOUR_BIT)}")
@@ -120,10 +114,7 @@ def _head_dim(shape: Shape) -> int:
 
 
 def _tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield the name, the shape and the GGUF type of each tensor of a model, in the file's order.
-
-    The model has the sizes `shape`. Its matrices have the type `kind`, its norms float32.
-    """
+    """The name, the shape and the GGUF type of each tensor, in the file's order."""
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], _head_dim(shape)
     queries, keys = (head * shape[f"num_{one}_heads"] for one in ("attention", "key_value"))
     matrices = {
@@ -152,10 +143,7 @@ def _tensors(shape: Shape, kind: str) -> Iterator[tuple[str, tuple[int, ...], st
 def _parts(
     sizes: tuple[int, ...], kind: str, random: np.random.Generator
 ) -> Iterator[NDArray[np.generic]]:
-    """Yield the data of one tensor of the shape `sizes`, in parts that fit into memory.
-
-    A norm (`kind` F32) has ones, and a matrix has random blocks of the GGUF type `kind`.
-    """
+    """Yield the data of one tensor of the shape `sizes`, in parts that fit into memory."""
     if kind == "F32":
         yield np.ones(sizes, "<f4")
         return

@@ -17,29 +17,20 @@ from sirchat.models.model import LoadedModel
 
 @dataclass(frozen=True)
 class MemoryMeasure:
-    """The stated and the measured memory of a part of a model, in bytes.
+    """The stated and the measured memory of a part of a model, in bytes."""
 
-    Attributes:
-        name: the name of the part: weights, KV cache, or both.
-        said: the memory that `sirchat models fit` states for the part.
-        tensors: the sum of the sizes of the part's tensors.
-        grew: how much the memory of the process grew when the part was loaded or filled.
-    """
-
-    name: str
-    said: int
-    tensors: int
-    grew: int
+    name: str  # the name of the part: weights, KV cache, or both
+    said: int  # the memory that `sirchat models fit` states for the part
+    tensors: int  # the sum of the sizes of the part's tensors
+    grew: int  # how much the memory of the process grew when the part was loaded or filled
 
 
 @torch.inference_mode()
 def bench_memory(profile: Profile) -> list[MemoryMeasure]:
     """Measure the memory that the weights and the full KV cache of a profile's model take.
 
-    The model is loaded in this process, and its cache is filled to the length of the model's
-    context. Returns three measures: of the weights, of the cache, and of both together. Raises
-    ModelError if the model is not on this machine or can't be loaded, and UsageError if its files
-    do not state its sizes.
+    Raises ModelError if the model is not on this machine or can't be loaded, and UsageError if its
+    files do not state its sizes.
     """
     said = fit_of(find_model(profile.model), profile, None).choices[0]
     budget, cache_said = max(said.caches.items())
@@ -65,9 +56,6 @@ def bench_memory(profile: Profile) -> list[MemoryMeasure]:
 
 
 def _tensor_bytes(model: LoadedModel) -> int:
-    """The size in bytes of all parameters and buffers of a model, as stored in memory.
-
-    Tensors that share their memory count once.
-    """
+    """The size in bytes of all parameters and buffers of a model, as stored in memory."""
     tensors = (*model.module.parameters(), *model.module.buffers())
     return sum({one.data_ptr(): one.numel() * one.element_size() for one in tensors}.values())

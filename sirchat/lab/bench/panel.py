@@ -1,8 +1,7 @@
 """Measures how much slower decoding is while the live panel, which shows the memory, is drawn.
 
 Decoding with the panel is compared with decoding without it. Both show an endless reply on a
-terminal of 120 columns whose output is thrown away. The measured time is the time from one token to
-the next, drawing included.
+terminal of 120 columns whose output is thrown away.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from sirchat.models.model import LoadedModel
 from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
 
+# Width and height of the terminal on which the panel is drawn, in characters
 COLUMNS, ROWS = 120, 40
-"""Width and height of the terminal on which the panel is drawn, in characters."""
 
+# Shortest duration of a timed block, in seconds; the panel is drawn several times in a block
 BLOCK_SECONDS = 1.0
-"""Shortest duration of a timed block, in seconds; the panel is drawn several times in a block."""
 
 
 def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
     """Compare the time of decoding a token with the live panel and without it; yields one ratio.
 
-    The ratio's `note` says how many kB per second each of the two wrote to the terminal. Raises
-    UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
+    Raises UsageError if the terminal is too plain for a panel, or the model has no tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"the panel shows text, and {model.name} has no tokenizer")
@@ -55,11 +53,7 @@ def bench_panel(model: LoadedModel, options: BenchOptions) -> Iterator[Ratio]:
 def _blocks(
     model: LoadedModel, options: BenchOptions, screen: Screen, panel: str
 ) -> Iterator[float]:
-    """Show an endless reply on `screen`, and yield the seconds per token of each block of it.
-
-    A block is a part of the reply that takes at least BLOCK_SECONDS. `panel` is the setting of the
-    live panel, `live` or `off`.
-    """
+    """Show an endless reply on `screen`, and yield the seconds per token of each block of it."""
     settings: dict[str, Any] = {"panel": panel, "budget": options.cache, "policy": "entropy"}
     session = Session(model, Profile(**settings, decay=0.9, temperature=1.0, max_new_tokens=10**9))
     session.stop_ids = frozenset()

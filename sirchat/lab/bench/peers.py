@@ -1,9 +1,7 @@
 """Runs and times the programs that sirchat is compared with: llama.cpp and SirLLM's released code.
 
 Each program runs in its own process, with the Python of sirchat or another Python. llama.cpp loads
-the same GGUF file as sirchat, through llama-cpp-python. SirLLM's code (arXiv 2405.12528,
-github.com/Zoeyyao27/SirLLM) needs transformers 4.33. Only SirLLM's reading is compared: it reads
-whole turns, computes the surprisal of each token, and evicts tokens before each turn.
+the same GGUF file as sirchat, through llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -31,10 +29,6 @@ class Worker:
 
     A command is a JSON list on one line. The worker is a context manager, which ends the process at
     the end of the block. Raises SettingError if the program can't be started.
-
-    Args:
-        python: path of the Python that runs the program.
-        program: the file of the program.
     """
 
     def __init__(self, python: str, program: Path) -> None:
@@ -95,21 +89,7 @@ class LlamaCpp(Worker):
     """A process in which llama.cpp has loaded a model; a context manager, which ends the process.
 
     Some builds of llama.cpp crash on CPUs with matrix instructions (AMX) if they rearrange the
-    model's weights for these instructions. After such a crash, the model is loaded without
-    rearranged weights, and `note` says so.
-
-    Args:
-        path: path of the model's GGUF file.
-        rows: number of tokens for which llama.cpp's cache has room.
-        python: path of a Python that has llama-cpp-python.
-        tries: ways to load the model, which are tried in order until one works: True rearranges the
-            weights, False does not.
-
-    Raises SettingError if llama-cpp-python can't be run.
-
-    Attributes:
-        note: a text that says what is unusual about the process; empty if nothing is.
-        load: seconds that loading the model took.
+    model's weights for these instructions. Raises SettingError if llama-cpp-python can't be run.
     """
 
     def __init__(
@@ -146,11 +126,7 @@ class LlamaCpp(Worker):
         return LlamaCpp(*self._made, tries=[self._rearranges])
 
     def decoding(self, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
-        """Time how llama.cpp decodes a block of tokens; yields seconds per token, forever.
-
-        Before each block, llama.cpp reads so many ids that the block ends with `options.cache`
-        tokens in the cache.
-        """
+        """Time how llama.cpp decodes a block of tokens; yields seconds per token, forever."""
         ids = some_ids(model, options.cache)
         start, block = ids[: -options.block], ids[-options.block :]
         while True:
@@ -173,13 +149,7 @@ def gguf_of(name: str) -> Path | None:
 
 
 def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager[LlamaCpp | None]:
-    """Context manager: yields a process of llama.cpp with the model `name`, or None.
-
-    `python` is the path of a Python with llama-cpp-python; None for the Python that runs sirchat.
-    `rows` is the number of tokens that must fit into llama.cpp's cache. If `python` is None and the
-    model is not a GGUF file, or llama-cpp-python is not installed, the context manager yields None.
-    If `python` is given and the model is not a GGUF file, SettingError is raised.
-    """
+    """Context manager: yields a process of llama.cpp with the model `name`, or None."""
     path = gguf_of(name) if name not in SHAPES else None
     if python is None and (path is None or find_spec("llama_cpp") is None):
         return nullcontext()
@@ -192,6 +162,7 @@ def peer_for(name: str, python: str | None, rows: int) -> AbstractContextManager
 
 DECAY = 0.9
 _SIRLLM_PROGRAM = Path(__file__).with_name("sirllm_worker.py")
+# The fields of a model's config on which its speed depends, and which transformers 4.33 has
 _SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -202,17 +173,12 @@ _SIZES = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""The fields of a model's config on which its speed depends, and which transformers 4.33 has."""
 
 
 class SirLLM(Worker):
     """A process that runs SirLLM's released code; a context manager, which ends the process.
 
     The model in the process has random weights, because the time does not depend on the weights.
-
-    Args:
-        python: path of a Python in which transformers 4.33 and a checkout of SirLLM are installed.
-
     Raises SettingError if this Python can't be run.
     """
 
@@ -223,8 +189,7 @@ class SirLLM(Worker):
     def load(self, model: LoadedModel, held: int) -> None:
         """Let SirLLM's process make a model of the same shape and on the same device as `model`.
 
-        The cache of the new model holds at most `held` tokens. Raises SettingError if `model` is
-        not a Llama, or SirLLM's code can't be run.
+        Raises SettingError if `model` is not a Llama, or SirLLM's code can't be run.
         """
         config = model.module.config
         if config.model_type != "llama":

@@ -1,10 +1,7 @@
 """Compares the speed of two sides: sirchat ("ours"), and another way to do the same work.
 
 The work is divided into blocks. Both sides run in one process, in turn, block by block, so that a
-change of the machine's speed affects both. For each pair of blocks, our time is divided by the time
-of the other side. The result is the median of these ratios (below 1: sirchat is faster).
-
-A model may have random weights, to measure the speed of sizes that are not bundled.
+change of the machine's speed affects both.
 """
 
 from __future__ import annotations
@@ -32,43 +29,27 @@ class Ratio:
     """The result of a comparison: sirchat's time divided by the time of the other side.
 
     Both sides were timed for several pairs of blocks, and each pair has a ratio.
-
-    Attributes:
-        name: name of the comparison.
-        ours_ms: sirchat's median time in milliseconds per `unit`.
-        other_ms: the other side's median time in milliseconds per `unit`.
-        median: median of the pairs' ratios.
-        low: lower quartile of the pairs' ratios.
-        high: upper quartile of the pairs' ratios.
-        pairs: number of pairs.
-        note: a text with further measurements; empty if there are none.
-        unit: the unit of work that the times refer to: a token, a turn or a search.
     """
 
-    name: str
-    ours_ms: float
-    other_ms: float
-    median: float
-    low: float
-    high: float
-    pairs: int
-    note: str = ""
-    unit: str = "token"
+    name: str  # name of the comparison
+    ours_ms: float  # sirchat's median time in milliseconds per `unit`
+    other_ms: float  # the other side's median time in milliseconds per `unit`
+    median: float  # median of the pairs' ratios
+    low: float  # lower quartile of the pairs' ratios
+    high: float  # upper quartile of the pairs' ratios
+    pairs: int  # number of pairs
+    note: str = ""  # a text with further measurements; empty if there are none
+    unit: str = "token"  # the unit of work that the times refer to: a token, a turn or a search
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The sizes of a benchmark: of the cache, of the timed work, and of the text before it.
+    """The sizes of a benchmark: of the cache, of the timed work, and of the text before it."""
 
-    Attributes:
-        cache: number of tokens that the cache holds while decoding.
-        rounds: number of pairs of blocks that are timed.
-        seen: numbers of tokens that are read before decode is timed. The time of decode after each
-            further number is compared with the time after the first number.
-    """
-
-    cache: int = 1024
-    rounds: int = 15
+    cache: int = 1024  # number of tokens that the cache holds while decoding
+    rounds: int = 15  # number of pairs of blocks that are timed
+    # numbers of tokens that are read before decode is timed. The time of decode after each further
+    # number is compared with the time after the first number
     seen: tuple[int, ...] = (2_000, 100_000)
 
     @property
@@ -100,12 +81,9 @@ def compare(
     make_other: Callable[[], Iterator[float]],
     options: BenchOptions,
 ) -> Ratio:
-    """Time two ways to do the same work in turn, block by block, and return the ratio of the times.
+    """Time two ways to do the same work in turn, block by block.
 
-    `make_ours` starts sirchat's side, and `make_other` the other side. Both return an iterator; its
-    `next` runs one block of work and returns the seconds per token (or turn, or search) of the
-    block. `options.rounds` pairs of blocks are timed. One more pair comes first, as a warm-up, and
-    does not count.
+    `next` of each side runs one block and returns seconds per token, turn or search.
     """
     ours, other = make_ours(), make_other()
     pairs: list[tuple[float, float]] = []
@@ -149,6 +127,8 @@ def timed(block: Callable[[], None], model: LoadedModel) -> float:
     return time.perf_counter() - start
 
 
+# The shapes of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B, by short names. A model of
+# such a shape is built with random weights
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
         "model_type": "llama",
@@ -192,9 +172,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The shapes of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B, by short names.
-
-A model of such a shape is built with random weights."""
 
 
 def bench_model(
@@ -204,12 +181,7 @@ def bench_model(
     quantize: Quantize = "auto",
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load the model for a benchmark, or build it with random weights.
-
-    If `name` is the name of a shape in SHAPES, the model has this shape and random weights. Any
-    other name is loaded by `load_model`. If `for_hub` is true, the loaded model is always a module
-    of transformers, also if sirchat has a decoder of its own for it.
-    """
+    """Load the model for a benchmark, or build it with random weights."""
     if name not in SHAPES:
         return load_model(name, device=device, dtype=dtype, quantize=quantize, for_hub=for_hub)
     where = pick_device(device)
@@ -224,11 +196,7 @@ def bench_model(
 
 
 def unpacked(model: LoadedModel, profile: Profile) -> LoadedModel | None:
-    """Load the profile's model in float32 as a module of transformers, for the plain loop.
-
-    The plain loop is the side that sirchat is compared with. Returns None if this loop can use
-    `model` itself, because `model` is such a module already, or because it is not on the CPU.
-    """
+    """Load the profile's model in float32 as a module of transformers, for the plain loop."""
     is_one = model.precision == "float32" and not isinstance(model.module, Decoder)
     if model.device.type != "cpu" or is_one:
         return None

@@ -1,9 +1,6 @@
 """Measures what recall costs: the time of its search, and of a turn with and without recall.
 
-Recall restores the archived tokens that fit a message. Here it searches long chats that no model
-has read: their texts and ids are those of generated dialogues, but their surprisals are random
-numbers, and their keys and values are zero. A retriever that compares words takes the same time for
-such a chat as for a real one.
+Recall restores the archived tokens that fit a message.
 """
 
 from __future__ import annotations
@@ -43,9 +40,7 @@ def bench_recall(
 ) -> Iterator[Ratio]:
     """Compare the time of a turn with recall and without it, in chats of several lengths.
 
-    Yields one ratio for each pair of a length in `sizes`, in tokens, and a name in `retrievers`.
-    The ratio's note has the median time of the search alone. Raises UsageError for a model without
-    a tokenizer.
+    Raises UsageError for a model without a tokenizer.
     """
     if model.tokenizer is None:
         raise UsageError(f"recall compares text, and {model.name} has no tokenizer")
@@ -65,10 +60,7 @@ def bench_recall(
 
 
 def _turns(session: Session, asked: list[str], name: str, options: BenchOptions) -> Ratio:
-    """Measure turns with the retriever `name` and without recall; returns the ratio of their times.
-
-    The turns are the user messages `asked`. After each reply the turn is undone.
-    """
+    """Measure turns with the retriever `name` against turns without recall."""
     searches: list[float] = []
 
     def seconds(recall: str) -> Iterator[float]:
@@ -96,20 +88,13 @@ def _turns(session: Session, asked: list[str], name: str, options: BenchOptions)
 
 
 def _question(number: int) -> str:
-    """Generate user message number `number` for the turns that are timed.
-
-    It is from a conversation that is not part of the long chat.
-    """
+    """Generate user message number `number` for the turns that are timed."""
     said = dialogue(Random(f"question/{_QUESTION_SEED}/{number}"), 8, _MIX)
     return [message.text for message in said if message.role == "user"][-1]
 
 
 def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
-    """Make a session that looks like a chat of about `tokens` tokens, which no model has read.
-
-    Its text is that of generated dialogues. The cache holds the newest tokens, half as many as the
-    budget allows; all older tokens are archived.
-    """
+    """Make a session that looks like a chat of about `tokens` tokens, which no model has read."""
     session = Session(model, profile)
     as_text = cache(session.template.as_text)
     frame = {"user": session.template.user("a"), "assistant": session.template.assistant("a")}
@@ -142,10 +127,7 @@ def long_chat(model: LoadedModel, profile: Profile, tokens: int) -> Session:
 
 
 def _said() -> Iterator[tuple[str, str]]:
-    """Yield the turns of 300 generated conversations, again and again, as pairs of role and text.
-
-    User turns and replies alternate.
-    """
+    """The roles and texts of 300 generated conversations, again and again."""
     said: list[tuple[str, str]] = []
     for number in range(300):
         for message in dialogue(Random(f"long chat/{number}"), 30, _MIX):

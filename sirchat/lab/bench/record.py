@@ -15,8 +15,8 @@ from sirchat.errors import UsageError
 from sirchat.models.devices import physical_cores
 from sirchat.models.measuring import cpuinfo, processor
 
+# CPU instruction sets that make matrix products and attention faster, the newest first
 _FEATURES = ("amx_tile", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2")
-"""CPU instruction sets that make matrix products and attention faster, the newest first."""
 
 
 class TwoValues(NamedTuple):
@@ -75,22 +75,14 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def compare_records(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[TwoValues]:
-    """Yield each measurement of two records, with its values in both.
-
-    The measurements of the first record come first, in its order. Measurements that only the second
-    record has follow.
-    """
+    """Yield each measurement of two records, with its values in both."""
     ours, theirs = dict(values(first)), dict(values(second))
     for name in dict.fromkeys([*ours, *theirs]):
         yield TwoValues(name, ours.get(name, float("nan")), theirs.get(name, float("nan")))
 
 
 def values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the name and the value of each measurement in a record.
-
-    The value is the median ratio. If a measurement has no median ratio, it is sirchat's own value,
-    and the name ends with its unit.
-    """
+    """Yield the name and the value of each measurement in a record."""
     for command, measured in record.get("benchmarks", {}).items():
         for one in measured.get("results", ()):
             value = one.get("median", one.get("ours"))

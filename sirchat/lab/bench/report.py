@@ -23,11 +23,7 @@ from sirchat.models.model import LoadedModel
 def print_ratios(
     measured: Iterable[Ratio], model: LoadedModel, options: BenchOptions, *, as_json: bool
 ) -> None:
-    """Run a benchmark that yields ratios of times, and print the ratios to stdout.
-
-    `measured` is the running benchmark. Each ratio is also printed to stderr as soon as it is
-    measured.
-    """
+    """Run a benchmark that yields ratios of times, and print the ratios to stdout."""
     notes = Console(stderr=True, highlight=False)
     results = []
     with notes.status("measuring", spinner="line"):

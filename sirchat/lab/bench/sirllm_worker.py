@@ -1,13 +1,7 @@
 """A program that runs SirLLM's released code; `peers.py` starts it, to measure its speed.
 
 It runs in a process and a Python of its own, imports nothing of sirchat, and contains no code of
-SirLLM. It reads commands from stdin, one JSON list per line, and answers each command with the
-seconds that the command took. ["load", configuration, device, dtype, threads, tokens held, decay]
-makes a model. ["read", turns] reads turns into the model's cache, after the tokens that are already
-in it; a turn is a list of ids.
-
-Reading does the same as SirLLM's function `streaming_inference_token_entropy` if each question has
-only one option.
+SirLLM.
 """
 
 import json
@@ -17,17 +11,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+# Number of sinks (first tokens that are never evicted), as SirLLM's program has it by default
 START = 4
-"""Number of sinks (first tokens that are never evicted), as SirLLM's program has it by default."""
 
 
 class Loop:
     """SirLLM's way to read turns, with a Llama model of random weights.
 
     Before each turn, SirLLM evicts tokens of low entropy to make room, and multiplies the stored
-    entropies by `decay`. `configuration` has the arguments of transformers' LlamaConfig. `dtype` is
-    the name of a number type in torch, such as `float32`. `held` is the number of tokens in the
-    full cache.
+    entropies by `decay`. `configuration` has the arguments of transformers' LlamaConfig.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ from sirchat.lab.bench.peers import LlamaCpp
 from sirchat.lab.bench.ratio import SHAPES
 from sirchat.lab.bench.start_worker import StartFigures
 
+# Number of tokens in the short message that is read first, and in the reply to the long text
 SHORT, REPLY = 32, 64
-"""Number of tokens in the short message that is read first, and in the reply to the long text."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,14 @@ class StartMeasure:
 
     Each start of sirchat is paired with a start of llama.cpp, and each pair has a ratio: sirchat's
     value divided by llama.cpp's value.
-
-    Attributes:
-        name: what was measured.
-        unit: the unit of the values: s, ms or MiB.
-        ours: median of sirchat's values.
-        other: median of llama.cpp's values; None if llama.cpp was not measured.
-        ratio: median of the pairs' ratios; None if llama.cpp was not measured.
-        low, high: lower and upper quartile of the ratios; None if there are fewer than two.
     """
 
-    name: str
-    unit: str
-    ours: float
-    other: float | None
-    ratio: float | None
+    name: str  # what was measured
+    unit: str  # the unit of the values: s, ms or MiB
+    ours: float  # median of sirchat's values
+    other: float | None  # median of llama.cpp's values; None if llama.cpp was not measured
+    ratio: float | None  # median of the pairs' ratios; None if llama.cpp was not measured
+    # lower and upper quartile of the ratios; None if there are fewer than two
     low: float | None = None
     high: float | None = None
 
@@ -75,11 +68,7 @@ def bench_start(
 ) -> list[StartMeasure]:
     """Measure `rounds` starts of sirchat with a profile's model, each in a new process.
 
-    If `peer` is given, each start is followed by a start of llama.cpp. One more start of each comes
-    first, which fills the disk's cache and does not count. After each start, a text of `long`
-    tokens is read. If `with_chat` is true, the start of a chat is timed, too, unless the system has
-    no pseudo-terminals or the model no tokenizer. Returns one measure for each time and each amount
-    of memory. Raises ModelError, with a message of one line, if the model can't be started.
+    Raises ModelError, with a message of one line, if the model can't be started.
     """
     ours, other = list[StartFigures](), list[StartFigures]()
     model, how = profile.model, (profile.device, profile.dtype, profile.quantize)

@@ -21,8 +21,8 @@ from typing import TypedDict
 from sirchat.errors import ModelError
 from sirchat.paths import models_dir
 
+# The key that is typed. It appears nowhere else on the screen, and triggers no completion
 _KEY = b"%"
-"""The key that is typed. It appears nowhere else on the screen, and triggers no completion."""
 
 _KEYS_APART = 0.05  # seconds from one key to the next
 _PATIENCE = 600.0  # the most seconds that each wait may take
@@ -33,29 +33,19 @@ _FLAGS = ("--quiet", "--no-save", "--no-markdown", "--panel=off", "--max-new-tok
 
 
 class PromptFigures(TypedDict):
-    """The times of one start of a chat, in seconds.
+    """The times of one start of a chat, in seconds."""
 
-    Attributes:
-        prompt: time from the start of the process until the prompt is shown.
-        ready: time from the start of the process until the model is loaded.
-        reply: time from the start of the process until the first text of the reply appears.
-        echo: median time from a key press until the typed key appears on the screen.
-        echo_most: longest time from a key press until the typed key appears on the screen.
-    """
-
-    prompt: float
-    ready: float
-    reply: float
-    echo: float
-    echo_most: float
+    prompt: float  # time from the start of the process until the prompt is shown
+    ready: float  # time from the start of the process until the model is loaded
+    reply: float  # time from the start of the process until the first text of the reply appears
+    echo: float  # median time from a key press until the typed key appears on the screen
+    echo_most: float  # longest time from a key press until the typed key appears on the screen
 
 
 def time_prompt(settings: Sequence[str]) -> PromptFigures:
     """Start a chat with the command-line flags `settings`, and time what appears on its screen.
 
-    Keys are typed while the model loads. The typed line is sent as soon as the model is loaded, and
-    the chat is ended when the first text of the reply appears. Raises ModelError, with a message of
-    one line, if the chat ends by itself.
+    Raises ModelError, with a message of one line, if the chat ends by itself.
     """
     with TemporaryDirectory() as home:
         if models_dir().exists():
@@ -125,8 +115,8 @@ class _Chat:
     def until(self, condition: Callable[[], object]) -> float:
         """Read the chat's output until a call of `condition` returns true.
 
-        Returns the seconds since the chat's process began. Raises ModelError if the chat ends
-        first, or if the condition is still false after _PATIENCE seconds.
+        Raises ModelError if the chat ends first, or if the condition is still false after _PATIENCE
+        seconds.
         """
         end = time.perf_counter() + _PATIENCE
         while not condition():

@@ -12,27 +12,17 @@ from typing import TypedDict
 
 
 class StartFigures(TypedDict):
-    """The times, in seconds, and the memory, in bytes, of one start of a model in a new process.
+    """The times, in seconds, and the memory, in bytes, of one start of a model in a new process."""
 
-    Attributes:
-        load: time to load the model.
-        first: time from the start of the process to the first token of the reply to a short
-            message.
-        paste: time to read a long text and generate the first token of a reply.
-        decode: mean time for each further token of the reply to the long text.
-        resident: memory of the process after the first token of the reply to the short message.
-        peak: the highest memory of the process until the first token of the reply to the short
-            message.
-        most: the highest memory of the process until its end.
-    """
-
-    load: float
+    load: float  # time to load the model
+    # time from the start of the process to the first token of the reply to a short message
     first: float
-    paste: float
-    decode: float
-    resident: int
+    paste: float  # time to read a long text and generate the first token of a reply
+    decode: float  # mean time for each further token of the reply to the long text
+    resident: int  # memory of the process after the first token of the reply to the short message
+    # the highest memory of the process until the first token of the reply to the short message
     peak: int
-    most: int
+    most: int  # the highest memory of the process until its end
 
 
 def main() -> None:

@@ -19,17 +19,11 @@ from sirchat.models.model import LoadedModel
 
 Mask = Literal["none", "dense", "blocks"]
 
-_SEQUENCE = 20
-"""Distance from one anchor token to the next in a training row, in tokens."""
+_SEQUENCE = 20  # distance from one anchor token to the next in a training row, in tokens
 
 
 def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> Iterator[Ratio]:
-    """Compare the time of training steps with the attention mask of anchors and without a mask.
-
-    Yields one ratio of times: with a dense mask against no mask. On a GPU, yields a second ratio:
-    with a block mask against the dense mask. A step trains on one row of `tokens` ids, with forward
-    and backward pass in bfloat16, and AdamW in float32.
-    """
+    """Compare the time of training steps with the attention mask of anchors and without a mask."""
     model.module.float()  # as in `sirchat train anchor`
     on_gpu = model.device.type == "cuda"
     pairs: list[tuple[Mask, Mask]] = [("dense", "none")]
@@ -48,10 +42,7 @@ def bench_training(model: LoadedModel, options: BenchOptions, tokens: int) -> It
 
 
 def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
-    """Time one training step after another; yields the seconds per token of each step, forever.
-
-    A step trains on one row of `tokens` ids under an attention mask of the kind `mask`.
-    """
+    """Time one training step after another; yields the seconds per token of each step, forever."""
     module = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.0)
     ids = torch.tensor([some_ids(model, tokens)], device=model.device)
@@ -76,10 +67,7 @@ def _steps(model: LoadedModel, tokens: int, mask: Mask) -> Iterator[float]:
 
 
 def _peak(model: LoadedModel, tokens: int, mask: Mask) -> int:
-    """The highest amount of GPU memory that one training step takes, in bytes.
-
-    The step trains on one row of `tokens` ids under an attention mask of the kind `mask`.
-    """
+    """The highest amount of GPU memory that one training step takes, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     next(_steps(model, tokens, mask))
     return torch.cuda.max_memory_allocated()

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from sirchat.lab.bench.ratio import BenchOptions, Ratio
     from sirchat.models.model import LoadedModel
 
+# Flags that `sirchat bench` once had, and the subcommands that replace them
 _MOVED = {
     "--panel": "panel",
     "--attention": "attention",
     "--limits": "archive --tokens N",
     "--training": "training --tokens N",
 }
-"""Flags that `sirchat bench` once had, and the subcommands that replace them."""
 
 
 class _BenchGroup(TyperGroup):
@@ -368,10 +368,7 @@ def training(
 
 
 def _profile(model: str, device: str, dtype: str) -> Profile:
-    """The user's default settings, with the given model, device and dtype (number type).
-
-    Raises SettingError if a value is not allowed.
-    """
+    """The user's default settings, with the given model, device and dtype (number type)."""
     return resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
 
 

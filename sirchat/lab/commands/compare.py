@@ -130,10 +130,7 @@ def has_evicted(found: "Comparison") -> bool:
 def _settings(
     profile: Profile, policies: str, budgets: str | None, decays: str | None, sweep: list[str]
 ) -> tuple[Profile, ...]:
-    """Make the settings to compare from the command's flags; returns one profile for each.
-
-    The first profile has the policy `full`, which evicts nothing; the others follow from the flags.
-    """
+    """Make the settings to compare from the command's flags; returns one profile for each."""
     budgets = str(profile.budget) if budgets is None else budgets
     decays = as_typed(profile.decay) if decays is None else decays
     for flag, key, values in (("--budgets", "budget", budgets), ("--decays", "decay", decays)):
@@ -143,10 +140,7 @@ def _settings(
 
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
-    """Read the transcript in `file`; `-` stands for standard input.
-
-    Returns the rounds of the transcript, and the name of the file as error messages show it.
-    """
+    """Read the transcript in `file`; `-` stands for standard input."""
     from sirchat.lab.studies.side_by_side.compared import rounds_of
     from sirchat.text.text_file import read_regular
     from sirchat.text.transcript import one_conversation, parse_transcript
@@ -163,10 +157,7 @@ def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
 def _run(
     model: "LoadedModel", settings: tuple[Profile, ...], rounds: "Rounds", name: str, own: bool
 ) -> "tuple[Comparison, bool]":
-    """Replay the transcript's rounds under each setting, and show a progress bar meanwhile.
-
-    Returns the comparison, and whether Ctrl-C ended it early.
-    """
+    """Replay the transcript's rounds under each setting, and show a progress bar meanwhile."""
     from rich.console import Console
     from rich.progress import Progress
 

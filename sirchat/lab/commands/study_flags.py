@@ -94,11 +94,7 @@ def study(
     former: str = "",
     **fixed: object,
 ) -> Callable[[Callable[..., None]], None]:
-    """Decorator: registers a study as the command `name` of `app`, with the parameters as flags.
-
-    `of` names what makes the study, such as `facts:Facts`. It gets the flags' values, `fixed`, and
-    either what is compared (as fields of `Grid`) or, without `compares`, the profile.
-    """
+    """Decorator: registers a study as the command `name` of `app`, with the parameters as flags."""
 
     def register(declared: Callable[..., None]) -> None:
         flags_of_study = inspect.signature(declared).parameters
@@ -146,7 +142,6 @@ def settings_of(
 ) -> tuple[Profile, ...]:
     """One profile for each combination of a policy, a budget, a decay and swept values.
 
-    A profile gets only the settings and options that its policy uses; equal ones are returned once.
     Raises SettingError for what is not allowed, and for what none of the policies has.
     """
     swept = dict(_swept(one) for one in sweep)

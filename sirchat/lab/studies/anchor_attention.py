@@ -1,11 +1,7 @@
 """Measures which anchors an answer attends to (Anchor-based LLMs, appendix A.5, Figure 5).
 
 An anchor is a token into which the model was trained to compress the sentence or round before it.
-The user states several facts, each in its own round, and asks for one of them. The conversation is
-read in one forward pass under the paper's attention mask (equation 4): of earlier rounds, a token
-sees only the anchors. The tokens of the question and its answer pay some of their attention to
-anchors. The study measures which share of this attention goes to the anchors of the round that
-stated the fact.
+The user states several facts, each in its own round, and asks for one of them.
 """
 
 from __future__ import annotations
@@ -39,21 +35,15 @@ from sirchat.text.template import Template
 class AnchorAttention(NumberedStudy):
     """The study that measures which anchors an answer attends to.
 
-    An anchor is a token into which the model compresses a sentence or round.
-
-    Attributes:
-        profile: the settings; their seed draws the conversations.
-        limit: number of conversations.
-        facts: number of facts in each conversation.
-
-    Raises SettingError for fewer than two facts, and for more facts than there are kinds of fact.
+    An anchor is a token into which the model compresses a sentence or round. Raises SettingError
+    for fewer than two facts, and for more facts than there are kinds of fact.
     """
 
     needs_hub: ClassVar[bool] = True
 
-    profile: Profile
-    limit: int = 50
-    facts: int = 5
+    profile: Profile  # the settings; their seed draws the conversations
+    limit: int = 50  # number of conversations
+    facts: int = 5  # number of facts in each conversation
 
     def __post_init__(self) -> None:
         if not 2 <= self.facts <= len(KINDS):
@@ -67,8 +57,7 @@ class AnchorAttention(NumberedStudy):
     def worker(self, model: LoadedModel) -> RunUnit:
         """Create a function that reads the conversation with a given key and returns its record.
 
-        The record has, for each layer, the share of the attention to anchors that goes to each
-        round's anchors. Raises SettingError for a model without anchors.
+        Raises SettingError for a model without anchors.
         """
         if model.anchors is None:
             raise SettingError(
@@ -78,11 +67,7 @@ class AnchorAttention(NumberedStudy):
         return lambda key: _read(model, *self.conversation(int(key)))
 
     def conversation(self, number: int) -> tuple[list[tuple[Message, Message]], int]:
-        """The rounds of conversation `number`, and the index of the round whose fact is asked for.
-
-        A round is a user message with its reply. In the last round the user asks for the fact, and
-        the reply is the right answer.
-        """
+        """The rounds of a conversation, and the index of the one whose fact is asked for."""
         rng = Random(f"anchor attention/{self.profile.seed}/{number}")
         talk, style = Dialogue(rng, SMALL_TALK), Style()
         facts = [draw_fact(rng, kind, style) for kind in rng.sample(KINDS, self.facts)]
@@ -91,12 +76,7 @@ class AnchorAttention(NumberedStudy):
         return [*rounds, talk.ask((facts[target].kind.key, facts[target].subject))], target
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Two tables and a plot of the attention that question and answer pay to anchors.
-
-        The first table and the plot show, for each layer, the share of this attention that goes to
-        the round with the fact. The second table is for the first conversation: the attention that
-        each token pays to the anchors of each round.
-        """
+        """Two tables and a plot of the attention that question and answer pay to anchors."""
         right = np.array([np.array(one["shares"])[:, one["which"]] for one in found.values()])
         layers = right.mean(0)  # [L]
         rows: list[tuple[Value, ...]] = [
@@ -125,10 +105,6 @@ class AnchorAttention(NumberedStudy):
 
 
 def _first_conversation(one: Record) -> Table:
-    """A table for one conversation, from its record: a row for each token of question and answer.
-
-    A row has the attention that the token pays to the anchors of each round.
-    """
     columns = ("token", *one["rounds"])
     rows = tuple(
         (token, *shares) for token, shares in zip(one["tokens"], one["by_token"], strict=True)

@@ -1,10 +1,7 @@
 """Studies whether surprising tokens receive more attention (SirLLM, section 3.2, Figure 3).
 
 The first tokens of many texts are read without a cache. The tokens of each text, except the first
-and the last, are divided into four segments by surprisal, lowest first. The first token is left out
-because it is a sink: it receives much attention in any text. The last token receives no attention.
-The attention that a token receives is the mean weight over all later tokens and all heads; the
-attention of a segment is the mean over its tokens.
+and the last, are divided into four segments by surprisal, lowest first.
 """
 
 from __future__ import annotations
@@ -42,21 +39,16 @@ Floats = NDArray[np.float64]
 class AttentionStudy(NumberedStudy):
     """The study that measures how much attention tokens of low and of high surprisal receive.
 
-    Attributes:
-        profile: the settings; their seed draws the texts.
-        limit: number of texts.
-        tokens: number of tokens to read of each text.
-        text: a UTF-8 file with one text on each line; None for synthetic conversations.
-
     Raises SettingError if `tokens` is too small, and if the file can't be read or has too few
     lines.
     """
 
     needs_hub: ClassVar[bool] = True
 
-    profile: Profile
-    limit: int = 256
-    tokens: int = 40
+    profile: Profile  # the settings; their seed draws the texts
+    limit: int = 256  # number of texts
+    tokens: int = 40  # number of tokens to read of each text
+    # a UTF-8 file with one text on each line; None for synthetic conversations
     text: str | None = None
 
     def __post_init__(self) -> None:
@@ -75,20 +67,11 @@ class AttentionStudy(NumberedStudy):
         }
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """Create a function that reads the text with a given key and returns its record.
-
-        The record has a list for each layer: the attention that the first token and each segment of
-        tokens receive, as `mean_by_segment` returns it.
-        """
+        """Create a function that reads the text with a given key and returns its record."""
         return lambda key: _read(model, self._ids(model, int(key)))
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of the attention that each segment of tokens receives.
-
-        The table has a segment's attention weight and its rank by this weight, both as means over
-        all layers, and the share of layers in which the segment ranks first. The plot shows the
-        weight in each layer.
-        """
+        """A table and a plot of the attention that each segment of tokens receives."""
         layers = np.mean([one["weights"] for one in found.values()], axis=0)  # [L, 1 + SEGMENTS]
         first, weights = layers[:, 0], layers[:, 1:]
         ranks = 1 + (-weights).argsort(axis=1).argsort(axis=1)  # 1 receives most
@@ -146,8 +129,6 @@ class AttentionStudy(NumberedStudy):
 def mean_by_segment(received: Floats, nats: Floats) -> Floats:
     """The attention [1 + SEGMENTS] that the first token and each segment of tokens receive.
 
-    The tokens between the first and the last are sorted by surprisal and divided into SEGMENTS
-    segments of nearly equal size. The attention of a segment is the mean over its tokens.
     `received` [n] is the attention that each token receives, `nats` [n] its surprisal in nats.
     """
     inner = np.argsort(nats[1:-1], kind="stable") + 1
@@ -158,8 +139,7 @@ def mean_by_segment(received: Floats, nats: Floats) -> Floats:
 def attention_received(weights: Tensor) -> Tensor:
     """The attention [n - 1] that each token, except the last, receives from all later tokens.
 
-    It is the mean weight over the later tokens and over all heads. `weights` [H, n, n] are the
-    attention weights of the H heads of one layer.
+    `weights` [H, n, n] are the attention weights of the H heads of one layer.
     """
     mean = weights.float().mean(0)  # [n, n]
     later_tokens = torch.arange(len(mean) - 1, 0, -1)

@@ -11,38 +11,28 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import ContinuationScore
 from sirchat.lab.studies.reading import ask
 
+# How an option is chosen. - `paper` (SirLLM, section 4.1): the option with the most likely reply,
+# by the sum of its tokens' log-probabilities; where options are listed by letters, the reply is the
+# letter. - `text`: as `paper`, but the replies are the options' own texts, and the question does
+# not list them (the cloze form of lm-evaluation-harness). Small models do not know what a letter
+# stands for. - `released`: as in SirLLM's released code, the option whose reply equals the greedy
+# output
 Scoring = Literal["paper", "text", "released", "reply"]
-"""How an option is chosen.
-
-- `paper` (SirLLM, section 4.1): the option with the most likely reply, by the sum of its tokens'
-  log-probabilities; where options are listed by letters, the reply is the letter.
-- `text`: as `paper`, but the replies are the options' own texts, and the question does not list
-  them (the cloze form of lm-evaluation-harness). Small models do not know what a letter stands for.
-- `released`: as in SirLLM's released code, the option whose reply equals the greedy output. If no
-  reply does, the options are compared by the first token in which their replies differ.
-- `reply`: the option that a generated reply names; none if the reply names no option.
-"""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A multiple-choice question with a reply for each of its options.
+    """A multiple-choice question with a reply for each of its options."""
 
-    Attributes:
-        text: the question, with its options if they are listed.
-        replies: a reply for each option; none is a prefix of another. If there is only one reply,
-            the conversation continues with it, and the model does not choose.
-        right: index of the right reply.
-        group: name of the group of questions in whose results this question is counted.
-        stem: the question without the list of options, used by the scoring `text`; may be empty.
-        texts: the replies to the stem, one for each option; empty if the stem is empty.
-    """
-
-    text: str
+    text: str  # the question, with its options if they are listed
+    # a reply for each option; none is a prefix of another. If there is only one reply, the
+    # conversation continues with it, and the model does not choose
     replies: tuple[str, ...]
-    right: int
-    group: str
+    right: int  # index of the right reply
+    group: str  # name of the group of questions in whose results this question is counted
+    # the question without the list of options, used by the scoring `text`; may be empty
     stem: str = ""
+    # the replies to the stem, one for each option; empty if the stem is empty
     texts: tuple[str, ...] = ()
 
     @property
@@ -62,12 +52,7 @@ class Question:
 
 
 def choose(session: Session, question: Question, scoring: Scoring) -> int | None:
-    """Ask a question, and return the index of the option that the model chooses.
-
-    The conversation continues with the reply of the chosen option. Under the scoring `reply` it
-    continues with the reply that the model generated. If the generated reply names no option, the
-    result is None.
-    """
+    """Ask a question, and return the index of the option that the model chooses."""
     if scoring == "text":
         return choose_text(session, question)[0]
     if scoring == "reply" and len(question.replies) > 1:
@@ -79,13 +64,7 @@ def choose(session: Session, question: Question, scoring: Scoring) -> int | None
 
 
 def choose_text(session: Session, question: Question) -> tuple[int, int]:
-    """Ask a question without listing its options, and continue with the chosen option's text.
-
-    Returns the indices of two options. The first index is that of the chosen option, whose text has
-    the greatest sum of the tokens' log-probabilities. The second index is that of the option whose
-    text has the greatest mean of the tokens' log-probabilities; a mean does not favour short
-    options.
-    """
+    """Ask a question without listing its options, and continue with the chosen option's text."""
     asked = question.unlisted
     scores = _scores(session, asked)
     means = [sum(one.log_probabilities) / len(one.ids) for one in scores]
@@ -96,11 +75,7 @@ def choose_text(session: Session, question: Question) -> tuple[int, int]:
 
 
 def _scores(session: Session, question: Question) -> Sequence[ContinuationScore]:
-    """Read a question in the session; returns a score for each of its replies.
-
-    A score has the log-probabilities of the reply's tokens. A single reply is not scored by the
-    model, since there is no choice: it gets a log-probability of 0.
-    """
+    """Read a question in the session; returns a score for each of its replies."""
     for _ in session.read_user(question.text):
         pass
     if len(question.replies) == 1:

@@ -1,11 +1,7 @@
 """Asks questions after demonstrations that are read once (Anchor-based LLMs, section 5, Table 1).
 
 Demonstrations are questions of the project's question bank with their answers. They are read once,
-and their tokens in the cache are reused for every question. The table has the paper's columns: Acc
-is the share of right answers. C is the share of the demonstrations' tokens that were evicted. T is
-the speed-up of an answer, given twice: compared with reading the demonstrations again for each
-question, and compared with the full cache. MaxKV (`max` in the records) is the largest number of
-tokens held during an answer.
+and their tokens in the cache are reused for every question.
 """
 
 from __future__ import annotations
@@ -41,16 +37,13 @@ class Demonstrations(Grid):
     """The study of demonstrations (questions with answers) that are read once for many questions.
 
     `limit` is the number of sets of demonstrations.
-
-    Attributes:
-        shots: numbers of demonstrations in a set; the table has a row for each number and setting.
-        questions: number of questions asked after each set.
-        places: ways to place anchor tokens among the demonstrations (the paper's section 7.1),
-            compared with the places that the model was trained with.
     """
 
+    # numbers of demonstrations in a set; the table has a row for each number and setting
     shots: tuple[int, ...] = (0, 5)
-    questions: int = 4
+    questions: int = 4  # number of questions asked after each set
+    # ways to place anchor tokens among the demonstrations (the paper's section 7.1), compared with
+    # the places that the model was trained with
     places: tuple[Per, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,11 +52,7 @@ class Demonstrations(Grid):
     name = "demonstrations"
 
     def cells(self) -> list[Cell]:
-        """The rows of the table: one for every setting and every number of demonstrations.
-
-        A setting with the policy `anchor` also has a row for each of the `places` where anchor
-        tokens can be put, unless the number of demonstrations is 0.
-        """
+        """The rows of the table: one for every setting and every number of demonstrations."""
         cells: list[Cell] = []
         for n in self.shots:
             for cell in super().cells():
@@ -89,12 +78,7 @@ class Demonstrations(Grid):
         return super().worker(model)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read one set of demonstrations, then ask and undo each of its questions.
-
-        The record has, for each question, whether the answer was right and how many seconds it
-        took. It also has three numbers of tokens: those of the demonstrations, those held after the
-        demonstrations were read, and the most that were held during an answer.
-        """
+        """Read one set of demonstrations, then ask and undo each of its questions."""
         rng = Random(f"demonstrations/{self.seed}/{unit}")
         every = [
             generated.question(rng, OPTIONS, "") for _ in range(max(self.shots) + self.questions)
@@ -139,10 +123,7 @@ class Demonstrations(Grid):
         )
 
     def _of_full(self, findings: list[Findings], cell: Cell) -> Findings | None:
-        """The results of the policy `full` with as many demonstrations as in the table row `cell`.
-
-        Returns None if `full` was not run.
-        """
+        """The results of `full` with as many demonstrations as `cell` has."""
         for other, one in zip(self.cells(), findings, strict=True):
             if other.setting.policy == "full" and other.shots == cell.shots:
                 return one
@@ -151,10 +132,7 @@ class Demonstrations(Grid):
     def _uncached_seconds(
         self, session: Session, shots: list[Question], questions: list[Question]
     ) -> list[float]:
-        """The seconds that each question takes if the demonstrations are read again before it.
-
-        The seconds include the reading of the demonstrations.
-        """
+        """The seconds that each question takes if the demonstrations are read again before it."""
         seconds = []
         for one in questions:
             session.reset()

@@ -33,17 +33,13 @@ KINDS = tuple(PROBED)
 class Facts(Grid):
     """The study in which the user states facts and asks for them after some small talk.
 
-    `limit` is the number of questions for each table cell.
-
-    Attributes:
-        facts: numbers of facts to test; the facts of a conversation are of different kinds.
-        between: distances to test: numbers of rounds of small talk between the last fact and the
-            questions.
-
-    Raises SettingError for a number of facts or a distance out of range.
+    `limit` is the number of questions for each table cell. Raises SettingError for a number of
+    facts or a distance out of range.
     """
 
+    # numbers of facts to test; the facts of a conversation are of different kinds
     facts: tuple[int, ...] = (1, 4, 8)
+    # distances to test: numbers of rounds of small talk between the last fact and the questions
     between: tuple[int, ...] = (20, 60)
 
     without_effect = WITHOUT_SESSION
@@ -70,11 +66,7 @@ class Facts(Grid):
         ]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`: read its rounds, and ask for each fact at each distance.
-
-        The record has, for each distance, a list of booleans: whether the answer for each fact was
-        right.
-        """
+        """Run conversation `unit`: read its rounds, and ask for each fact at each distance."""
         count, number = map(int, unit.split())
         return _run(session.model, cell, self.conversation(count, number), self.between)
 
@@ -90,11 +82,7 @@ class Facts(Grid):
         return FactsDialogue(statements, small_talk, questions)
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """Two tables with a row for each setting: right answers, and perplexity.
-
-        The first table has the share of right answers for each number of facts and each distance.
-        The second has the perplexity of the text that follows the facts.
-        """
+        """Two tables with a row for each setting: right answers, and perplexity."""
         findings = self.findings(found)
         tokens = [one["tokens"] for one in found.values()] or [0]
         header = (
@@ -137,12 +125,7 @@ class FactsDialogue:
 
 
 def share_right(findings: Findings, count: int, between: int) -> Estimate:
-    """The share of right answers, with its 95 % interval, in conversations with `count` facts.
-
-    Only the questions that were asked `between` rounds after the facts count. Questions of one
-    conversation are not independent, so the interval covers both Wilson's interval over questions
-    and Student's interval over conversations.
-    """
+    """The share of right answers, with its 95 % interval, in conversations with `count` facts."""
     records = [one for one in findings.records if one["facts"] == count]
     return share_over_seeds([one["right"][str(between)] for one in records])
 

@@ -1,8 +1,6 @@
 """Conversations like those of SirLLM's released files, generated from the project's question bank.
 
-The conversations use only words that the bundled model knows. In questions and replies the letter
-stands after its option, as in `library (B)`, because a small model can copy only text that follows
-a word.
+The conversations use only words that the bundled model knows.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ def dailydialog(seed: int, number: int) -> list[Question]:
 
 
 def grocery(seed: int, number: int) -> list[Question]:
-    """Conversation `number` of the Grocery Shopping task, as a list of questions.
-
-    The conversation begins with a request to buy an item. After 20 questions about other things,
-    the last question asks which of four items was to be bought.
-    """
+    """Conversation `number` of the Grocery Shopping task, as a list of questions."""
     rng = Random(f"grocery/{seed}/{number}")
     choices = rng.sample(WORDS["groceries"], 4)
     target = rng.randrange(4)
@@ -43,11 +37,7 @@ def grocery(seed: int, number: int) -> list[Question]:
 
 
 def question(rng: Random, count: int, group: str) -> Question:
-    """Draw a multiple-choice question with `count` options from the project's question bank.
-
-    If the question has fewer options in the bank, it gets all of them. `group` is the group of
-    questions in whose results this question is counted.
-    """
+    """Draw a multiple-choice question with `count` options from the project's question bank."""
     text, right, wrong = bank_question(rng)
     options = [right, *rng.sample(wrong, min(len(wrong), count - 1))]
     rng.shuffle(options)

@@ -1,9 +1,7 @@
 """95 % intervals of a share, of a mean, and of means over questions grouped by conversation.
 
 Questions of one conversation are not independent, so a bootstrap sample draws whole conversations
-with replacement. The random numbers are seeded: the same values give the same interval. With few
-conversations an interval is only a rough guide: four conversations can't show how different a fifth
-might be.
+with replacement. The random numbers are seeded: the same values give the same interval.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of `values` with its 95 % interval by Student's t: (mean, low, high).
-
-    The interval is infinite for fewer than two values, and the mean of no values is NaN. The
-    quantile of Student's t is computed by expansion 26.7.5 of Abramowitz and Stegun, accurate to
-    0.005 for six values or more.
-    """
+    """The mean of `values` with its 95 % interval by Student's t: (mean, low, high)."""
     if not values:
         return math.nan, -math.inf, math.inf
     mean = sum(values) / len(values)
@@ -58,12 +51,7 @@ RESAMPLES = 2000
 
 
 def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its 95 % bootstrap interval; NaN values are left out.
-
-    `values_by_cluster` has a list of values for each cluster, for example for each conversation. A
-    bootstrap sample draws whole clusters. The interval is infinite for fewer than two clusters, and
-    the mean of no values is NaN.
-    """
+    """The mean of all values, with its 95 % bootstrap interval; NaN values are left out."""
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster]
     clusters = [one[~np.isnan(one)] for one in clusters]
     sums = np.array([one.sum() for one in clusters if len(one)])
@@ -83,11 +71,7 @@ def clustered_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 def paired_interval(
     values: Sequence[Sequence[float]], others: Sequence[Sequence[float]]
 ) -> Estimate:
-    """The mean of the differences `values` - `others`, with its 95 % bootstrap interval.
-
-    Both arguments have a list of values for each conversation, in the same order. A bootstrap
-    sample draws whole conversations.
-    """
+    """The mean of the differences `values` - `others`, with its 95 % bootstrap interval."""
     return clustered_mean(
         [
             [a - b for a, b in zip(one, other, strict=True)]
@@ -97,15 +81,7 @@ def paired_interval(
 
 
 def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
-    """The mean of all values, with its 95 % interval from the hierarchical bootstrap.
-
-    `values_by_cluster` has a list of values for each cluster, for example for each conversation. A
-    sample of the hierarchical bootstrap (Davison and Hinkley, Bootstrap Methods and their
-    Application, 1997, section 3.8) draws clusters, then values in each drawn cluster. This suits a
-    small number of clusters whose values are themselves a sample: even a single cluster gives an
-    interval. To compare two settings, pass the differences of their values. The interval of fewer
-    than two values is infinite, and the mean of no values is NaN.
-    """
+    """The mean of all values, with its 95 % interval from the hierarchical bootstrap."""
     clusters = [np.asarray(one, np.float64) for one in values_by_cluster if len(one)]
     values = np.concatenate(clusters) if clusters else np.empty(0)
     if len(values) < 2:
@@ -115,10 +91,7 @@ def hierarchical_mean(values_by_cluster: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _drawn_twice(clusters: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """The means [RESAMPLES] of all samples of the hierarchical bootstrap.
-
-    A sample draws clusters, then values in each drawn cluster.
-    """
+    """The means [RESAMPLES] of all samples of the hierarchical bootstrap."""
     rng = np.random.default_rng(0)
     sums, counts = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
     for drawn in rng.integers(len(clusters), size=(len(clusters), RESAMPLES)):

@@ -1,15 +1,7 @@
 """The study of conversations over weeks, and of questions about them, from LoCoMo and Realtalk.
 
 LoCoMo is by Maharana et al. 2024, https://arxiv.org/abs/2402.17753, and Realtalk by Lee et al.
-2025, https://arxiv.org/abs/2502.13270. A conversation is read once under each setting. Then each of
-its questions is asked and undone. The study measures the score of the reply and the surprisal of
-the right answer. The evidence of a question is the turns that contain the answer. The study also
-measures the share of the evidence that is still held, and the share of the missing evidence that
-each retriever would restore. The files are not part of sirchat; `long_talk` names them.
-
-The tables show means over questions; with several seeds, a question's value is its mean over the
-seeds. Intervals are from `intervals.hierarchical_mean`: it resamples conversations, then questions
-in each. Adversarial questions have no right answer and count only in their own column.
+2025, https://arxiv.org/abs/2502.13270. A conversation is read once under each setting.
 """
 
 from __future__ import annotations
@@ -44,24 +36,15 @@ from sirchat.memory.policies import policy_class
 
 @dataclass(frozen=True)
 class Locomo(Grid):
-    """The LoCoMo study; `limit` is the number of questions drawn for each conversation.
+    """The LoCoMo study; `limit` is the number of questions drawn for each conversation."""
 
-    Attributes:
-        data: path of the LoCoMo file, of one Realtalk file, or of the Realtalk folder.
-        conversations: indices of the conversations to run, from 0; empty for all.
-        reply_tokens: largest number of tokens in a reply; 0 for no replies, and so no F1.
-        retrievers: names of retrievers, which are compared after all questions were answered.
-        counts: numbers of tokens that a retriever restores; each number is measured.
-
-    Raises SettingError for data that can't be read, for the number of a conversation that does not
-    exist, for an unknown retriever, and for a count of more tokens than recall may restore with the
-    given settings.
-    """
-
-    data: str = ""
+    data: str = ""  # path of the LoCoMo file, of one Realtalk file, or of the Realtalk folder
+    # indices of the conversations to run, from 0; empty for all
     conversations: tuple[int, ...] = ()
-    reply_tokens: int = 24
+    reply_tokens: int = 24  # largest number of tokens in a reply; 0 for no replies, and so no F1
+    # names of retrievers, which are compared after all questions were answered
     retrievers: tuple[str, ...] = ()
+    # numbers of tokens that a retriever restores; each number is measured
     counts: tuple[int, ...] = (100, 200, 400)
 
     extends: ClassVar[tuple[str, ...]] = ("settings", "repeats", "conversations")
@@ -112,13 +95,7 @@ class Locomo(Grid):
         return sorted(drawn, key=lambda one: one.number)
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the conversation named `unit`, and ask questions about it.
-
-        The record has `fits`, which is false if the policy evicts nothing and the conversation is
-        longer than the model's context. If `fits` is true, the record also has the number of
-        `tokens` read, the `seconds` for `reading` and `asking`, and a record for each of the
-        `questions`; see `ReadTalk`.
-        """
+        """Read the conversation named `unit`, and ask questions about it."""
         talk, start = self.talks[int(unit)], time.perf_counter()
         session.switch("eval", temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         try:
@@ -142,11 +119,7 @@ class Locomo(Grid):
         return [each | {"back": back.get(each["number"], {})} for each in answers]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A report with a header and the tables that `tables_of` makes of the results.
-
-        The tables show F1, surprisal and held evidence by setting, differences between settings,
-        and the evidence that retrievers restore.
-        """
+        """A report with a header and the tables that `tables_of` makes of the results."""
         findings = self.findings(found)
         fit = [one for one in found.values() if one["fits"]]
         tokens = [one["tokens"] for one in fit] or [0]
@@ -182,14 +155,12 @@ def _count(conversations: Sized) -> str:
     return f"{len(conversations)} conversation" + "s" * (len(conversations) != 1)
 
 
+# A value for each question; a key is (index of its conversation, number of the question)
 Values = Mapping[tuple[int, int], float]
-"""A value for each question; a key is (index of its conversation, number of the question)."""
 
+# A function that takes one value from a question's record. The function returns None if the record
+# has no such value
 Measured = Callable[[Record], float | None]
-"""A function that takes one value from a question's record.
-
-The function returns None if the record has no such value.
-"""
 
 
 def tables_of(
@@ -200,9 +171,7 @@ def tables_of(
 ) -> tuple[Table, ...]:
     """The tables of the study's report: answers, differences, categories and restored evidence.
 
-    `settings[n]` is the setting of `findings[n]`. If there are no replies, no table shows F1. If
-    there is only one setting, there is no table of differences. If there are no `retrievers`, there
-    is no table of restored evidence.
+    `settings[n]` is the setting of `findings[n]`.
     """
     measured = {
         "token F1": f1,
@@ -262,20 +231,12 @@ def f1(question: Record) -> float | None:
 
 
 def held(question: Record) -> float | None:
-    """The share of a question's evidence that is held, from the question's record.
-
-    The evidence is the tokens of the turns that contain the answer. None for a question without
-    evidence and for an adversarial question.
-    """
+    """The share of a question's evidence that is held, from the question's record."""
     return None if question["category"] == ADVERSARIAL else question["held"]
 
 
 def abstains(question: Record) -> float | None:
-    """1 if the reply to an adversarial question says that nothing was mentioned, else 0.
-
-    The value is taken from the question's record. None for any other question, and if there is no
-    reply.
-    """
+    """1 if the reply to an adversarial question says that nothing was mentioned, else 0."""
     value: float | None = question["abstains"]
     return value
 
@@ -310,11 +271,7 @@ def _mean(values: Values) -> Estimate:
 def _differences(
     name: str, findings: Sequence[Findings], settings: Sequence[Profile], measured: Measured
 ) -> Table:
-    """A table of the mean differences between each setting and up to three reference settings.
-
-    The references are the first setting, `sink` at the same budget, and `full`; `sink` and `full`
-    are left out if they were not run. `measured` takes the compared value from a question's record.
-    """
+    """A table of the mean differences between each setting and up to three reference settings."""
     values = [per_question(one, measured) for one in findings]
     columns: dict[str, list[int | None]] = {f"less {findings[0].name}": [0] * len(settings)}
     for policy in ("sink", "full"):
@@ -329,10 +286,7 @@ def _differences(
 
 
 def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
-    """The index of the first setting with this policy and budget; None if there is none.
-
-    For the policy `full`, the budget may be any.
-    """
+    """The index of the first setting with this policy and budget; None if there is none."""
     for at, one in enumerate(settings):
         if one.policy == policy and (one.budget == budget or policy == "full"):
             return at
@@ -340,11 +294,7 @@ def _row(settings: Sequence[Profile], policy: str, budget: int) -> int | None:
 
 
 def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | None:
-    """The mean, over questions, of the values in row `at` minus the values in row `other`.
-
-    `values[n]` has the values of row n, by question. Returns None if `other` is None, if both rows
-    are the same, and if they have no question in common.
-    """
+    """The mean, over questions, of the values in row `at` minus the values in row `other`."""
     if other is None or other == at:
         return None
     mine, theirs = values[at], values[other]
@@ -353,11 +303,7 @@ def _less(values: Sequence[Values], at: int, other: int | None) -> Estimate | No
 
 
 def _by_category(name: str, findings: Sequence[Findings], measured: Measured) -> Table:
-    """A table with a row for each setting and a column for each category of questions.
-
-    A cell is the mean of the values that `measured` takes from the questions' records. Adversarial
-    questions are left out.
-    """
+    """A table with a row for each setting and a column for each category of questions."""
 
     def of(category: int) -> Measured:
         return lambda question: measured(question) if question["category"] == category else None
@@ -372,11 +318,7 @@ def _by_category(name: str, findings: Sequence[Findings], measured: Measured) ->
 
 
 def _back(findings: Sequence[Findings], retrievers: Sequence[str], counts: Sequence[int]) -> Table:
-    """A table of the missing evidence that is restored, for each setting and retriever.
-
-    The evidence of a question is the tokens of the turns with the answer. The missing evidence is
-    those of these tokens that are not held.
-    """
+    """A table of the missing evidence that is restored, for each setting and retriever."""
 
     def of(retriever: str, n: int, key: str) -> Measured:
         return lambda question: (

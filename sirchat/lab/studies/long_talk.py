@@ -1,17 +1,7 @@
 """Reads the files of LoCoMo and Realtalk: conversations over weeks, and questions about them.
 
 LoCoMo (https://arxiv.org/abs/2402.17753) is one file, `locomo10.json`, with a list of
-conversations. Realtalk (https://arxiv.org/abs/2502.13270) has a file `Chat_*.json` for each
-conversation; a folder of these files can also be read. Both name, for each question, the turns that
-contain the evidence for its answer. If a turn has a picture, its text includes the picture's
-caption from the file.
-
-A conversation becomes rounds of a chat: the person who speaks first is the user, and anyone else
-gives the replies. Successive messages of the same side make one turn, with a line for each message.
-Every message begins with its speaker's name, because questions name people. The first turn of a
-session begins with the session's date, since questions ask for dates. A session is a whole number
-of rounds: if the other side speaks first, the user's first turn is only the date; if the user
-speaks last, the last reply is empty.
+conversations.
 """
 
 from __future__ import annotations
@@ -39,8 +29,8 @@ from sirchat.memory.key_values import Positions
 from sirchat.text.detokenizer import tokens_spelling
 from sirchat.text.text_file import read_regular
 
+# Kinds of question, by LoCoMo's numbers; Realtalk has only 1 to 3, and calls 3 commonsense
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
-"""Kinds of question, by LoCoMo's numbers; Realtalk has only 1 to 3, and calls 3 commonsense."""
 
 ADVERSARIAL = 5
 
@@ -64,23 +54,17 @@ class TalkSession:
 
 @dataclass(frozen=True)
 class TalkQuestion:
-    """A question about a conversation, with the right answer.
+    """A question about a conversation, with the right answer."""
 
-    Attributes:
-        number: the question's index in the file, from 0.
-        text: the question.
-        answer: the right answer; in category 1 several answers, separated by commas; '' for an
-            adversarial question, which has no right answer.
-        category: a key of CATEGORIES.
-        evidence: ids of the messages that contain the answer; ids that no message has are left out.
-        adversarial: the wrong answer that an adversarial question suggests; '' for any other.
-    """
-
-    number: int
-    text: str
+    number: int  # the question's index in the file, from 0
+    text: str  # the question
+    # the right answer; in category 1 several answers, separated by commas; '' for an adversarial
+    # question, which has no right answer
     answer: str
-    category: int
+    category: int  # a key of CATEGORIES
+    # ids of the messages that contain the answer; ids that no message has are left out
     evidence: tuple[str, ...]
+    # the wrong answer that an adversarial question suggests; '' for any other
     adversarial: str = ""
 
 
@@ -101,8 +85,8 @@ class LongTalk:
 def long_talks(path: Path) -> list[LongTalk]:
     """The conversations in a file, or in all files `Chat_*.json` of a folder.
 
-    The files of a folder are sorted by the numbers in their names. Raises SettingError if there are
-    no conversations, and if a file can't be read or has neither LoCoMo's nor Realtalk's format.
+    Raises SettingError if there are no conversations, and if a file can't be read or has neither
+    LoCoMo's nor Realtalk's format.
     """
     files = [path]
     if path.is_dir():
@@ -131,11 +115,7 @@ def _of_file(path: Path) -> list[LongTalk]:
 
 
 def _talk(entry: Mapping[str, Any], stem: str) -> LongTalk:
-    """Read the conversation in one JSON object of a file; the object has sessions and questions.
-
-    The conversation's name is the object's `sample_id`; if there is none, the name is `stem`.
-    LoCoMo has the sessions under the key `conversation`, Realtalk at the top level of the object.
-    """
+    """Read the conversation in one JSON object of a file; the object has sessions and questions."""
     said = entry.get("conversation", entry)
     names = sorted(filter(re.compile(r"session_\d+").fullmatch, said), key=_numbers)
     sessions = tuple(
@@ -173,12 +153,7 @@ def _question(number: int, one: Mapping[str, Any], ids: Sequence[str]) -> TalkQu
 
 
 def _evidence(given: Sequence[str], ids: Sequence[str]) -> tuple[str, ...]:
-    """The ids of the messages that a question names as evidence, in the conversation's order.
-
-    `given` has the ids as the file spells them, `ids` the ids of all messages. The files spell some
-    ids carelessly (`D8:6; D9:17`, `D:11:26`, `D30:05`, `D5:3.`), and Realtalk names runs of
-    messages (`D12:3-D12:5`), which stay within one session. Each id is returned once.
-    """
+    """The ids of the messages that a question names as evidence, in the conversation's order."""
     order = {one: at for at, one in enumerate(ids)}
     found: set[str] = set()
     for text in given:
@@ -199,10 +174,7 @@ def _same_session(first: str, last: str) -> bool:
 
 
 def _in_words(date: str) -> str:
-    """Turn Realtalk's `29.12.2023, 22:42:04` into `22:42 on 29 December, 2023`.
-
-    A date in any other format is returned unchanged.
-    """
+    """Turn Realtalk's `29.12.2023, 22:42:04` into `22:42 on 29 December, 2023`."""
     try:
         at = datetime.strptime(date, "%d.%m.%Y, %H:%M:%S")
     except ValueError:
@@ -273,11 +245,6 @@ def _rounds(session: TalkSession, user: str) -> Iterator[TalkRound]:
 def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
     """Read a whole conversation; returns the stream positions of each message, by its id.
 
-    After the first round, each user turn and its reply are read in one piece, which takes a third
-    of the time of reading turn by turn. Nothing is recalled while reading. Afterwards the session
-    is in the same state as if the turns had been read one by one, except that they can't be undone.
-    The positions of a message leave out the speaker's name and a date before the message.
-
     Raises ContextFullError if the policy evicts nothing and the conversation does not fit.
     """
     first, *rest = rounds_of(talk)
@@ -296,10 +263,7 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
 
 
 def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
-    """Read `rounds` in a separate engine that continues `session`; load its state into `session`.
-
-    This is faster than reading turn by turn in the session.
-    """
+    """Read rounds in an engine that continues the session; load its state into the session."""
     engine, template, now = _continued(session), session.template, session.conversation
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):
@@ -327,11 +291,7 @@ def _continued(session: Session) -> Engine:
 
 
 def message_positions(side: Side, rows: list[TokenRow]) -> dict[str, Positions]:
-    """The stream positions of each message of a turn; `rows` are the turn's tokens, in order.
-
-    A token with parts of two messages belongs to both. If a message is not found, because the
-    tokenizer changed the text, it gets the positions of all tokens of the turn.
-    """
+    """The stream positions of each message of a turn; `rows` are the turn's tokens, in order."""
     text = "".join(row.text for row in rows)
     at = np.array([row.position for row in rows], np.int64)
     ends = np.cumsum([len(row.text) for row in rows])

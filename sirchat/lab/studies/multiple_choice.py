@@ -1,9 +1,7 @@
 """SirLLM's multiple-choice tasks: DailyDialog (section 4.2.1) and Grocery Shopping (4.2.2, 5.1).
 
 Every conversation starts with an empty cache. The questions come from SirLLM's released files, or
-from the project's own question bank. The table also has few-shot rows, as the paper's Table 4. In
-the row `n-shot` the cache is emptied before every question, and only the n previous questions with
-their right answers are read into the cache.
+from the project's own question bank. The table also has few-shot rows, as the paper's Table 4.
 """
 
 from __future__ import annotations
@@ -38,23 +36,18 @@ _COLUMNS = {
 class MultipleChoice(Grid):
     """The multiple-choice study; `limit` is the number of conversations for each setting.
 
-    Attributes:
-        task: `dailydialog` or `grocery`.
-        scoring: how an option is chosen; see `choice.Scoring`.
-        shots: numbers of shots (examples before each question); each number adds a few-shot row
-            below the rows of the settings.
-        data: a folder with the released files, or a file in their format; None for generated
-            conversations.
-        answered: if true, the model does not answer questions of general knowledge: each is
-            followed by its right reply, and is not scored.
-
     Raises SettingError for an unknown scoring, or when the files can't be read.
     """
 
-    task: str = "grocery"
-    scoring: Scoring = "paper"
+    task: str = "grocery"  # `dailydialog` or `grocery`
+    scoring: Scoring = "paper"  # how an option is chosen; see `choice.Scoring`
+    # numbers of shots (examples before each question); each number adds a few-shot row below the
+    # rows of the settings
     shots: tuple[int, ...] = ()
+    # a folder with the released files, or a file in their format; None for generated conversations
     data: str | None = None
+    # if true, the model does not answer questions of general knowledge: each is followed by its
+    # right reply, and is not scored
     answered: bool = False
 
     extends = ("settings", "limit", "repeats", "shots")
@@ -82,11 +75,7 @@ class MultipleChoice(Grid):
         return [list(map(_with_answer, one)) for one in found] if self.answered else found
 
     def cells(self) -> list[Cell]:
-        """The rows of the table: one for each setting, then one for each number of shots.
-
-        A shot is an example that is read before a question. Rows with shots run under the policy
-        `full`, which evicts nothing.
-        """
+        """The rows of the table: one for each setting, then one for each number of shots."""
         full = changed(self.settings[0], self.name, policy="full")
         return super().cells() + [
             Cell(f"{n}-shot", full, (full.seed,), shots=n) for n in self.shots
@@ -97,12 +86,7 @@ class MultipleChoice(Grid):
         return [str(number) for number in range(len(self.conversations))]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Run conversation `unit`; the record says which of the chosen options were right.
-
-        The record has a list of booleans for each `Question.group`. Under the scoring `text`, it
-        also has, in `right by mean`, whether the option with the highest mean log-probability per
-        token was right.
-        """
+        """Run conversation `unit`; the record says which of the chosen options were right."""
         questions = self.conversations[int(unit)]
         found: dict[str, list[bool]] = {}
         by_mean: dict[str, list[bool]] = {}
@@ -126,11 +110,7 @@ class MultipleChoice(Grid):
         return {"right": found, **means, "tokens": session.seen}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A report on the share of right options by setting, with the paper's tables.
-
-        If `sink` was run, the table also has the difference between each share and the share under
-        `sink`. If several decays are compared, there is also a plot of the shares by decay.
-        """
+        """A report on the share of right options by setting, with the paper's tables."""
         findings = self.findings(found)
         groups = [g for g in _COLUMNS if any(g in one["right"] for one in found.values())]
         sink = next((one for one in findings if one.name.startswith("sink")), None)
@@ -163,10 +143,7 @@ class MultipleChoice(Grid):
         return (paper_tables.grocery(), *([paper_tables.few_shot()] if self.shots else []))
 
     def _plots(self, findings: list[Findings], groups: list[str]) -> tuple[Plot, ...]:
-        """A plot of the share of right options at each decay; no plot if there is only one decay.
-
-        Rows under `full`, rows with shots and the decay `auto` are left out.
-        """
+        """A plot of the share of right options by decay, if there are several."""
         lines: dict[str, list[tuple[float, float]]] = {}
         for cell, one in zip(self.cells(), findings, strict=True):
             setting = cell.setting
@@ -181,10 +158,7 @@ class MultipleChoice(Grid):
 
 
 def _with_answer(one: Question) -> Question:
-    """A copy of the question with only its right reply, if it is about general knowledge.
-
-    Any other question is returned unchanged.
-    """
+    """A copy of the question with only its right reply, if it is about general knowledge."""
     if one.group != sirllm_files.COMMONSENSE:
         return one
     return replace(one, replies=(one.answer,), right=0)

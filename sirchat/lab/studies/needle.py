@@ -1,10 +1,7 @@
 """Needle tasks: conversations that state something (the needle) and ask for it at the end.
 
 The tasks `stories` and `lines` follow Retrieval-Augmented StreamingLLM (section 3); the tasks
-`facts` and `items` take facts from the generator of synthetic dialogue. A file of tasks is JSONL:
-each object is a conversation whose `turns` are user messages, and the last message is the question.
-The answer is the first text in `reference`. If there is no `reference`, the answer is the text of
-the newest turn that mentions the name or number in the question.
+`facts` and `items` take facts from the generator of synthetic dialogue.
 """
 
 from __future__ import annotations
@@ -22,6 +19,9 @@ from sirchat.lab.synthetic.rounds import Style
 from sirchat.lab.training.probe import PROBED, SMALL_TALK
 from sirchat.text.text_file import read_regular
 
+# The size of each needle task, by the task's name. For stories it is the number of stories; for
+# facts, the number of rounds of small talk after the fact; for items, the number of facts in a row;
+# for lines, the number of lines
 TASKS = {
     "stories-3": 3,
     "stories-10": 10,
@@ -30,11 +30,6 @@ TASKS = {
     "items-10": 10,
     "lines-10": 10,
 }
-"""The size of each needle task, by the task's name.
-
-For stories it is the number of stories; for facts, the number of rounds of small talk after the
-fact; for items, the number of facts in a row; for lines, the number of lines.
-"""
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
@@ -42,26 +37,15 @@ _NUMBERED = "In story"
 
 @dataclass(frozen=True)
 class NeedleDialogue:
-    """A conversation that states something, and the question that asks for it at the end.
+    """A conversation that states something, and the question that asks for it at the end."""
 
-    Attributes:
-        rounds: user message and reply of each round, in order.
-        question: the last user message.
-        answer: the right reply.
-        substring: whether a reply is right if it contains the answer; see `is_right`.
-    """
-
-    rounds: tuple[tuple[str, str], ...]
-    question: str
-    answer: str
-    substring: bool = False
+    rounds: tuple[tuple[str, str], ...]  # user message and reply of each round, in order
+    question: str  # the last user message
+    answer: str  # the right reply
+    substring: bool = False  # whether a reply is right if it contains the answer; see `is_right`
 
     def is_right(self, reply: str) -> bool:
-        """Whether a reply to the conversation's question is right.
-
-        If `substring` is true, the reply must contain the answer. Otherwise the scored part of the
-        reply must equal the scored part of the answer; see `scored_part`.
-        """
+        """Whether a reply to the conversation's question is right."""
         if self.substring:
             return _normalised(self.answer) in _normalised(reply)
         return scored_part(reply) == scored_part(self.answer)
@@ -109,11 +93,7 @@ def dialogues_of_file(path: Path) -> list[NeedleDialogue]:
 
 
 def scored_part(text: str) -> str:
-    """The part of an answer, or of the beginning of an answer, that is scored.
-
-    An answer about a story is scored from the hero's name on. The story's number stands before the
-    hero, and is not scored, because the bundled model copies only text that follows a word.
-    """
+    """The part of an answer, or of the beginning of an answer, that is scored."""
     text = text.strip()
     if not (text.startswith(_NUMBERED) or _NUMBERED.startswith(text)):
         return text
@@ -122,11 +102,7 @@ def scored_part(text: str) -> str:
 
 
 def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
-    """A conversation of numbered stories, each with a hero; the user asks for one of the stories.
-
-    Of three stories, the second is asked for, as in the paper; of more than three, a random story
-    that is not among the last two.
-    """
+    """Numbered stories; of three the second is asked for, as in the paper."""
     stories: dict[str, tuple[str, str]] = {}
     while len(stories) < count:
         fact = draw_fact(talk.rng, STORY, Style())
@@ -139,10 +115,7 @@ def _stories(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _items(talk: Dialogue, count: int) -> NeedleDialogue:
-    """A conversation of facts of different kinds; the user asks for one of them.
-
-    The last two facts are never asked for.
-    """
+    """A conversation of facts of different kinds; the user asks for one of them."""
     style = Style.draw(talk.rng)
     facts = [draw_fact(talk.rng, PROBED[kind], style) for kind in talk.rng.sample(_FACTS, count)]
     rounds = [talk.tell_one(fact, style) for fact in facts]
@@ -152,10 +125,7 @@ def _items(talk: Dialogue, count: int) -> NeedleDialogue:
 
 
 def _lines(rng: Random, count: int) -> NeedleDialogue:
-    """A conversation of lines such as `Line 3: 270328`; the user asks for the number in a line.
-
-    The last two lines are never asked for.
-    """
+    """A conversation of lines such as `Line 3: 270328`; the user asks for the number in a line."""
     numbers = [str(rng.randrange(2_000, 1_000_000)) for _ in range(count)]
     target = rng.randrange(count - 2)
     return NeedleDialogue(
@@ -167,11 +137,7 @@ def _lines(rng: Random, count: int) -> NeedleDialogue:
 
 
 def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue | None:
-    """The conversation in one line of a file; None if the answer is in no turn before the question.
-
-    `turns` has the user messages, and the last message is the question. `reference` has the answer;
-    if it is None, the answer is searched in the turns.
-    """
+    """The conversation in a line of a file; None if no turn before the question has the answer."""
     *lines, question = turns
     answer = str(reference[0]) if reference else _answer(question, lines)
     if not answer or not any(answer in line for line in lines):
@@ -180,11 +146,7 @@ def _dialogue(turns: list[str], reference: list[str] | None) -> NeedleDialogue |
 
 
 def _answer(question: str, lines: list[str]) -> str:
-    """The text of the newest line that mentions the name or number in the question.
-
-    If that line has a colon, only the text after its last colon is returned. Returns '' if no line
-    mentions the name or number.
-    """
+    """The text of the newest line that mentions the name or number in the question."""
     sentence = re.split(r"[.?] ", question)[0].partition(" ")[2]
     names = re.findall(r"\b[A-Z]\w+(?: \d+)?", sentence)
     if not names or len(lines) < 2:

@@ -81,11 +81,7 @@ def dailydialog() -> Table:
 
 
 def grocery() -> Table:
-    """SirLLM's results for Grocery Shopping (the paper's Table 2): right answers by policy.
-
-    The budget is 1,024 tokens, 4 of them sinks (first tokens, which are never evicted); the decay
-    is 1.
-    """
+    """SirLLM's results for Grocery Shopping (the paper's Table 2): right answers by policy."""
     rows: list[tuple[Value, ...]] = []
     for model, every in _GROCERY.items():
         for policy, both in zip(_POLICIES, every, strict=True):
@@ -121,11 +117,7 @@ def rock_paper_scissors() -> Table:
 
 
 def retrieval() -> Table:
-    """Table 1 of the paper Retrieval-Augmented StreamingLLM, with Llama 2.
-
-    Rows are retrievers, columns are numbers of restored tokens. The paper has one reply for each
-    cell: the cell is 1 if the reply was right, else 0.
-    """
+    """Table 1 of the paper Retrieval-Augmented StreamingLLM, with Llama 2."""
     return Table(
         "Published: Retrieval-Augmented StreamingLLM, Table 1, one reply each",
         ("tokens restored", "20", "50", "200"),

@@ -1,19 +1,4 @@
-"""Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5).
-
-There are three kinds of text: a file, which is read without a chat template in rounds of 64 tokens;
-synthetic dialogue, which is read as a chat; and real talk, which a session reads turn by turn, with
-recall if the setting switches it on. The surprisal of a token depends on the tokens held when it
-was read. `full` reads on beyond the context length of the model, as in the paper. Anchor tokens are
-inserted for a model that was trained with them; their own surprisal is left out of the results.
-
-Some parts of a text are harder than others. Several readings even this out: each reading starts
-later in the same text and ends with the part before its start, so that each part is read at
-different places.
-
-The study `Context` measures the perplexity by the length of the context (Anchor-based LLMs,
-appendix A.1, Table 4): synthetic conversations are read from their beginning, and the perplexity at
-a length is that of all tokens up to that length.
-"""
+"""Perplexity of long text under a budget (SirLLM, section 5.2, Figure 5)."""
 
 from __future__ import annotations
 
@@ -59,17 +44,13 @@ _ROUNDS = 40
 class Perplexity(Grid):
     """The perplexity study; `limit` is the number of tokens to read, not counting anchor tokens.
 
-    Attributes:
-        text: path of a UTF-8 text; None to read dialogue.
-        data: path of real conversations; None for synthetic dialogue, if `text` is None too.
-        readings: number of readings, each from another start in the text.
-
     Raises SettingError when a file can't be read, or if both `text` and `data` are given.
     """
 
-    text: str | None = None
+    text: str | None = None  # path of a UTF-8 text; None to read dialogue
+    # path of real conversations; None for synthetic dialogue, if `text` is None too
     data: str | None = None
-    readings: int = 1
+    readings: int = 1  # number of readings, each from another start in the text
 
     extends = ("settings", "repeats")  # a reading depends on its length
 
@@ -85,11 +66,7 @@ class Perplexity(Grid):
 
     @property
     def without_effect(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of the settings that change nothing in this study.
-
-        Settings of the screen and settings for replies change nothing. Unless real conversations
-        are read, settings of a chat session change nothing either.
-        """
+        """Names of the settings that change nothing in this study."""
         return (*ON_SCREEN, *SAMPLING) if self.data else WITHOUT_SESSION
 
     def parameters(self) -> Record:
@@ -133,21 +110,14 @@ class Perplexity(Grid):
         return self._nats(found[_is_text([i for ids in rounds for i in ids], model)])
 
     def _nats(self, found: np.ndarray) -> Record:
-        """The record of one reading: the mean surprisal in each hundredth of the text.
-
-        `found` [n] has the surprisals of all tokens in nats.
-        """
+        """The record of one reading: the mean surprisal in each hundredth of the text."""
         size = max(1, self.limit // _POINTS)
         parts = np.split(found, range(size, len(found), size))
         nats = [float(np.nanmean(part)) for part in parts if not np.isnan(part).all()]
         return {"nats": nats, "tokens": len(found)}
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of the mean surprisal, by setting.
-
-        The table has the means of the whole text, of its second tenth and of its last tenth, and
-        the ratio of the last tenth to the second.
-        """
+        """A table and a plot of the mean surprisal, by setting."""
         findings = self.findings(found)
         columns = ("setting", "nats a token", "second tenth", "last tenth", "last / second")
         size = max(1, self.limit // _POINTS)
@@ -215,11 +185,7 @@ T = TypeVar("T")
 
 
 def _rotated(parts: Sequence[T], reading: int, readings: int) -> list[T]:
-    """The parts of a text in the order in which one of several readings takes them.
-
-    Each of the `readings` starts at another part. It goes on to the end of the text, and then takes
-    the parts before its start.
-    """
+    """The parts of a text in the order in which one of several readings takes them."""
     start = reading * len(parts) // readings
     return [*parts[start:], *parts[:start]]
 
@@ -235,10 +201,7 @@ def _count(ids: Sequence[int], model: LoadedModel) -> int:
 
 
 def _first(ids: list[int], count: int, model: LoadedModel) -> list[int]:
-    """The beginning of `ids` that has `count` ids, not counting anchor tokens.
-
-    Anchor tokens right after the last of these ids are included.
-    """
+    """The beginning of `ids` that has `count` ids, not counting anchor tokens."""
     return ids[: int(np.searchsorted(_is_text(ids, model).cumsum(), count, side="right"))]
 
 
@@ -290,13 +253,10 @@ def _load_text(path: str) -> str:
 class Context(Grid):
     """The study of perplexity by context length; `limit` is the number of conversations.
 
-    Attributes:
-        lengths: context lengths in tokens, ascending.
-
     Raises SettingError for lengths that do not ascend.
     """
 
-    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)  # context lengths in tokens, ascending
 
     without_effect = WITHOUT_SESSION
 
@@ -308,11 +268,7 @@ class Context(Grid):
     name = "context"
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read a conversation; the record has two numbers for each context length.
-
-        They are the sum of the surprisals, in nats, of all tokens up to that length, and the number
-        of these tokens. Anchor tokens do not count.
-        """
+        """Read a conversation; the record has two numbers for each context length."""
         model = session.model  # a length may exceed the context that the model was trained for
         model = replace(model, context_length=max(model.context_length, self.lengths[-1]))
         rounds = list(self._rounds(model, unit))

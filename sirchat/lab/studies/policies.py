@@ -1,8 +1,7 @@
 """Compares policies in four studies: facts, SirLLM's shopping lists and games, and an ablation.
 
 The study `facts` runs with every policy and every budget, and also measures the perplexity of the
-text after the facts. The other studies run with one budget only. In the ablation, each policy runs
-several times, each time with another of its switches (boolean options) turned off.
+text after the facts. The other studies run with one budget only.
 """
 
 from __future__ import annotations
@@ -33,30 +32,21 @@ _EXTENDS = ("settings", "limit", "repeats", "parts", "facts", "at")
 class Policies(Study):
     """The study that compares policies, in several parts; each part is a study of its own.
 
-    Attributes:
-        settings: profiles, one for each row of a table.
-        limit: number of questions for each table cell, and number of rounds in all games together.
-        seed: random seed of conversations and moves.
-        repeats: number of seeds that a setting is run with, if its policy chooses at random.
-        parts: which of `PARTS` to run.
-        facts: numbers of facts told in a conversation.
-        between: numbers of rounds between the facts and the questions.
-        at: budget, in tokens, of all parts except the part `facts`.
-        data: a folder with SirLLM's released files, or one file, if only one part needs a file;
-            None for generated shopping lists and random moves.
-
     Raises SettingError for an unknown part, for an `at` that is not a budget of the settings, and
     any error that the parts raise.
     """
 
-    settings: tuple[Profile, ...]
+    settings: tuple[Profile, ...]  # profiles, one for each row of a table
+    # number of questions for each table cell, and number of rounds in all games together
     limit: int
-    seed: int = 0
-    repeats: int = 1
-    parts: tuple[str, ...] = PARTS
-    facts: tuple[int, ...] = (1, 4, 8)
-    between: tuple[int, ...] = (20, 60)
-    at: int = 128
+    seed: int = 0  # random seed of conversations and moves
+    repeats: int = 1  # number of seeds that a setting is run with, if its policy chooses at random
+    parts: tuple[str, ...] = PARTS  # which of `PARTS` to run
+    facts: tuple[int, ...] = (1, 4, 8)  # numbers of facts told in a conversation
+    between: tuple[int, ...] = (20, 60)  # numbers of rounds between the facts and the questions
+    at: int = 128  # budget, in tokens, of all parts except the part `facts`
+    # a folder with SirLLM's released files, or one file, if only one part needs a file; None for
+    # generated shopping lists and random moves
     data: str | None = None
 
     def __post_init__(self) -> None:

@@ -37,9 +37,8 @@ def read_ids(
 ) -> None:
     """Let an engine read token ids [n] as round `number`, with room for `to_come` more ids.
 
-    Before it reads, the engine evicts tokens as the setting `evict` says. The round stays open: the
-    caller closes it. `roles` [n] are the roles of the ids; by default all have the role of the
-    user. Raises ContextFullError if the policy evicts nothing and the ids do not fit.
+    `roles` [n] are the roles of the ids; by default all have the role of the user. Raises
+    ContextFullError if the policy evicts nothing and the ids do not fit.
     """
     turn = TurnRef(number, number)
     for _ in engine.residency.make_room_for_turn(len(ids), to_come, turn):
@@ -56,12 +55,7 @@ def read_round(engine: Engine, template: Template, user: str, reply: str, number
 
 
 def read_system(engine: Engine, template: Template, user: str, setting: Profile) -> TurnIds:
-    """Read the setting's system prompt; returns the ids of the first user turn, with text `user`.
-
-    The user turn is not read. The prompt is pinned (never evicted) if the setting says so. If the
-    setting has no prompt, nothing is read, and the chat template may put a default prompt into the
-    user turn.
-    """
+    """Read the setting's system prompt; returns the ids of the first user turn."""
     system, turn = template.opening(user, setting.system)
     if system is not None:
         pinned = setting.pin_system

@@ -44,8 +44,8 @@ class Estimate:
     high: float
 
 
+# The content of a table cell; None for an empty cell, NaN if there was no data for the cell
 Value = Estimate | float | int | str | None
-"""The content of a table cell; None for an empty cell, NaN if there was no data for the cell."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,12 @@ class Plot:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a study.
+    """The results of a study."""
 
-    Attributes:
-        header: short texts that say what was run, for the first line of the report.
-        tables, plots: the results.
-        details: further entries of the JSON record, such as the study's parameters.
-    """
-
-    header: tuple[str, ...]
-    tables: tuple[Table, ...]
+    header: tuple[str, ...]  # short texts that say what was run, for the first line of the report
+    tables: tuple[Table, ...]  # the results
     plots: tuple[Plot, ...] = ()
+    # further entries of the JSON record, such as the study's parameters
     details: Record = field(default_factory=dict)
 
 
@@ -116,11 +111,7 @@ def revision(model: LoadedModel) -> str:
 
 
 def setting_names(settings: Sequence[Profile]) -> list[str]:
-    """A short name for each setting, such as `entropy 256 decay 0.8`.
-
-    A name has the policy, its budget, decay and options, and other values in which the settings
-    differ.
-    """
+    """A short name for each setting, such as `entropy 256 decay 0.8`."""
     differ = [
         key
         for key in Profile.model_fields
@@ -176,11 +167,7 @@ def print_report(report: Report, head: Record) -> None:
 
 
 def _widths(columns: list[list[str]], room: int | None) -> list[int]:
-    """The widths of table columns, in characters, so that rows fit into `room` if possible.
-
-    `room` is a width, or None for no limit. Words, numbers and the rows' names are never broken, so
-    rows may still be wider than `room`.
-    """
+    """The widths of table columns, in characters, so that rows fit into `room` if possible."""
     most = [max(map(cell_len, cells)) for cells in columns]
     if room is None:
         return most
@@ -307,11 +294,7 @@ def _csv(table: Table) -> str:
 def _with_bounds(
     row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
 ) -> list[Value]:
-    """A table row for a CSV file, in which a column with intervals becomes three columns.
-
-    `wide` has the indices of the columns with intervals. `expand` returns, for the value in such a
-    column, the three values that take its place.
-    """
+    """A table row for a CSV file, in which a column with intervals becomes three columns."""
     return [
         one
         for number, value in enumerate(row)

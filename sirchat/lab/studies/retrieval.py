@@ -1,17 +1,7 @@
 """Two studies: how well recall restores evicted tokens, and how much privacy this costs.
 
-The base budget is the budget without the restored tokens.
-
-In the study `Retrieval`, a conversation is read once under `sink` with the base budget. Then its
-question is asked and undone for every cell of the table: with n tokens recalled by a retriever,
-with the base budget alone, with n more recent tokens in place of recalled ones, and with all tokens
-restored. For comparison, the same conversation is also read under `full`.
-
-In the study `Privacy` (Retrieval-Augmented StreamingLLM, section 1), an old turn states something
-private, and is then evicted. The more tokens are recalled, the more of the private text can be
-extracted from the model. Privacy is measured by asking for the private answer: its surprisal in
-nats per token, and how often the model generates it word for word. Utility is how often the model
-chooses the right option of a question that needs no memory, with the same n recalled tokens.
+The base budget is the budget without the restored tokens. In the study `Retrieval`, a conversation
+is read once under `sink` with the base budget.
 """
 
 from __future__ import annotations
@@ -76,31 +66,23 @@ class RecallVariant:
 class Retrieval(NumberedStudy):
     """The study of how well recall restores evicted tokens; the module docstring describes it.
 
-    Attributes:
-        profile: the settings that all table cells share.
-        task: the conversations, one of TASKS.
-        limit: number of conversations; every cell gets the same ones.
-        bases: base budgets (without the recalled tokens), in tokens.
-        counts: numbers of recalled tokens.
-        retrievers, weights, spans, soft: values to combine of the settings `recall`,
-            `recall_weight`, `recall_span` and `recall_soft`; combinations that a retriever can't
-            use are left out.
-        data: a file with conversations, used instead of those of `task`; see the module `needle`.
-
     Raises SettingError for an unknown task, retriever or weight, and for a file that can't be read.
     """
 
-    profile: Profile
-    task: str = "facts-12"
-    limit: int = 200
-    bases: tuple[int, ...] = (72,)
-    counts: tuple[int, ...] = (10, 20, 50, 100, 200)
+    profile: Profile  # the settings that all table cells share
+    task: str = "facts-12"  # the conversations, one of TASKS
+    limit: int = 200  # number of conversations; every cell gets the same ones
+    bases: tuple[int, ...] = (72,)  # base budgets (without the recalled tokens), in tokens
+    counts: tuple[int, ...] = (10, 20, 50, 100, 200)  # numbers of recalled tokens
+    # values to combine of the settings `recall`, `recall_weight`, `recall_span` and `recall_soft`;
+    # combinations that a retriever can't use are left out
     retrievers: tuple[str, ...] = (
         *("mips", "cosine", "cosine-pairwise", "attention", "bm25", "hybrid", "random"),
     )
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)
     soft: tuple[bool, ...] = (False, True)
+    # a file with conversations, used instead of those of `task`; see the module `needle`
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -147,11 +129,7 @@ class Retrieval(NumberedStudy):
         return [str(number) for number in range(count)]
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """Create a function that runs the conversation with a given key and returns its record.
-
-        The record says, for each cell of the table, whether the answer was right. It also has the
-        number of `tokens` of the conversation.
-        """
+        """Create a function that runs the conversation with a given key and returns its record."""
         session = Session(model, changed(self.profile, "eval", max_new_tokens=64, policy="sink"))
         every = cells(self)
         return lambda key: _run(session, self.conversation(int(key)), self, every)
@@ -196,19 +174,12 @@ class Retrieval(NumberedStudy):
 
 @dataclass(frozen=True)
 class RetrievalCell:
-    """A cell of the table of the study `Retrieval`.
+    """A cell of the table of the study `Retrieval`."""
 
-    Attributes:
-        row: name of the table row.
-        base: the base budget (without the recalled tokens), in tokens.
-        count: number of tokens above the base budget.
-        settings: the session settings under which the question is asked.
-    """
-
-    row: str
-    base: int
-    count: int
-    settings: dict[str, object]
+    row: str  # name of the table row
+    base: int  # the base budget (without the recalled tokens), in tokens
+    count: int  # number of tokens above the base budget
+    settings: dict[str, object]  # the session settings under which the question is asked
 
     @property
     def key(self) -> str:
@@ -297,20 +268,14 @@ def is_answered(session: Session, one: NeedleDialogue) -> bool:
 class Privacy(NumberedStudy):
     """The study of how much recall reveals of an old turn; the module docstring describes it.
 
-    Attributes:
-        profile: its `recall`, `recall_weight` and `recall_span` say how tokens are recalled.
-        task: the conversations, one of TASKS.
-        limit: number of conversations.
-        base: the base budget (without the recalled tokens), in tokens.
-        counts: numbers of recalled tokens; 0 for no recall.
-
     Raises SettingError for an unknown task, and for a profile without recall.
     """
 
-    profile: Profile
-    task: str = "facts-12"
-    limit: int = 100
-    base: int = 72
+    profile: Profile  # its `recall`, `recall_weight` and `recall_span` say how tokens are recalled
+    task: str = "facts-12"  # the conversations, one of TASKS
+    limit: int = 100  # number of conversations
+    base: int = 72  # the base budget (without the recalled tokens), in tokens
+    # numbers of recalled tokens; 0 for no recall
     counts: tuple[int, ...] = (0, 10, 20, 50, 100, 200)
 
     def __post_init__(self) -> None:
@@ -321,11 +286,7 @@ class Privacy(NumberedStudy):
     name = "privacy"
 
     def worker(self, model: LoadedModel) -> RunUnit:
-        """Create a function that runs the conversation with a given key and returns its record.
-
-        The function reads the conversation, then asks the questions with each number of recalled
-        tokens.
-        """
+        """Create a function that runs the conversation with a given key and returns its record."""
         session = Session(model, changed(self.profile, "eval", policy="sink", budget=self.base))
 
         def work(key: str) -> Record:
@@ -337,12 +298,7 @@ class Privacy(NumberedStudy):
         return work
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table and a plot of what recall reveals, by number of recalled tokens.
-
-        The table has three results: the surprisal of the private answer; how often the model gives
-        the private answer word for word; and how often it chooses the right answer to a question
-        that needs no memory. The plot has the last two.
-        """
+        """A table and a plot of what recall reveals, by number of recalled tokens."""
         columns = ("tokens restored", "nats a token", "said word for word", "quizzes right")
         rows: list[tuple[Value, ...]] = []
         word_for_word, quiz = list[tuple[float, float]](), list[tuple[float, float]]()

@@ -1,10 +1,6 @@
 """Long games of rock-paper-scissors (SirLLM, section 4.2.3), to see if the model learns habits.
 
-Each of three players prefers one move, with the probabilities of the paper's Table 7. In every
-round the user states the player's last move and the outcome, and the model chooses a move; the
-cache is never reset. The messages have a wording that the bundled model knows. The model's move is
-the most likely of the three replies, as in the paper, or the move that a generated reply names. If
-`data` is given, the players' moves come from SirLLM's released files.
+Each of three players prefers one move, with the probabilities of the paper's Table 7.
 """
 
 from __future__ import annotations
@@ -41,17 +37,13 @@ REPLIES = tuple(f"I choose {move}." for move in MOVES)
 class RockPaperScissors(Grid):
     """The rock-paper-scissors study; `limit` is the number of matches against each player.
 
-    Attributes:
-        rounds: number of rounds of each match.
-        scoring: how the model's move is chosen; see `choice.Scoring`.
-        data: a folder with the released files of players (a player without a file is left out), or
-            one such file, named after its player; None for moves drawn at random.
-
     Raises SettingError for an unknown scoring, and when no file can be read.
     """
 
-    rounds: int = 300
-    scoring: Scoring = "paper"
+    rounds: int = 300  # number of rounds of each match
+    scoring: Scoring = "paper"  # how the model's move is chosen; see `choice.Scoring`
+    # a folder with the released files of players (a player without a file is left out), or one such
+    # file, named after its player; None for moves drawn at random
     data: str | None = None
 
     longest_reply = 16
@@ -125,12 +117,7 @@ class RockPaperScissors(Grid):
         return None if chosen is None else MOVES[chosen]
 
     def report(self, found: Mapping[str, Record]) -> Report:
-        """A table of the share of rounds that the model won, and SirLLM's table beside it.
-
-        There is a row for each setting, and a column for each player. One more column compares each
-        setting with the setting of the last row: the mean difference between their shares, over
-        pairs of matches in which the player makes the same moves.
-        """
+        """A table of the share of rounds that the model won, and SirLLM's table beside it."""
         findings = self.findings(found)
         columns = (
             "setting",

@@ -42,8 +42,7 @@ def run(
 ) -> None:
     """Run a study, and print its report to stdout, or also write it to the folder `out`.
 
-    Units that an earlier run finished there are not run again. Raises SettingError if the folder
-    holds results of a run with other parameters.
+    Raises SettingError if the folder holds results of a run with other parameters.
     """
     found = run_units(study, model, out, remote)
     report, head = study.report(found), provenance(model, study.name, command)

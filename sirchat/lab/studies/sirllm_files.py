@@ -2,11 +2,6 @@
 
 The files may be in the authors' folders (github.com/Zoeyyao27/SirLLM, `data/`) or side by side in
 one folder. The path of a single file can also be given.
-
-A line is a JSON object `{"id", "question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}`.
-In DailyDialog an id is `CONVERSATION_TURN`. In Grocery Shopping the line with the id `key_N` names
-the item to buy, the next lines are other questions with ids that end in `_N`, and the line with the
-id `answer_N` asks which item it was. In rock-paper-scissors `user_choice` is the player's move.
 """
 
 from __future__ import annotations
@@ -38,12 +33,7 @@ def move_files(player: str) -> tuple[str, ...]:
 
 
 def find(data: str, names: Sequence[str]) -> Path | None:
-    """The path of the file to read: `data` itself, unless it is a folder.
-
-    In a folder, it is the first of the files `names` that exists. The folder's subfolder `data/`,
-    which exists in a copy of the authors' repository, is searched, too. Returns None if the folder
-    has none of the files.
-    """
+    """The path of the file to read: `data` itself, unless it is a folder."""
     path = Path(os.path.expanduser(data))
     if not path.is_dir():
         return path
@@ -105,10 +95,7 @@ def _conversations(
 
 
 def _question(line: Record, group: str) -> Question:
-    """The question in a line of a file; its replies are the letters of the listed options.
-
-    If there is only one option, its text is the reply, and it is not listed in the question.
-    """
+    """The question in a line of a file; its replies are the letters of the listed options."""
     choices = line["question"]["choices"]
     labels = [one["label"] for one in choices]
     texts = tuple(one["text"].strip() for one in choices)
@@ -121,11 +108,7 @@ def _question(line: Record, group: str) -> Question:
 
 
 def _lines(path: Path, needed: str) -> Iterator[Record]:
-    """Yield the JSON objects of a file, one per line.
-
-    Raises SettingError, which names the line, for a line that is not an object with two keys:
-    `question`, and the key whose name is `needed`.
-    """
+    """Yield the JSON objects of a file, one per line."""
     try:
         text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,21 +1,7 @@
 """Asks about a conversation that a session has read, scores the answer, and undoes the turn.
 
 A reply is generated greedily, and scored by LoCoMo's token F1. The surprisal of the right answer is
-measured without generating. An adversarial question has no right answer, so only its reply is
-scored: as in LoCoMo, the question lists two options, and one of them says that nothing was
-mentioned.
-
-Token F1 is computed as in `task_eval/evaluation.py` of https://github.com/snap-research/LoCoMo.
-Texts are put in lower case, without punctuation and the words a, an, the, and; words are reduced to
-stems by Porter's algorithm; precision and recall are over stems, counted as often as they occur.
-The parts of a multi-hop answer are scored one by one; of an open-domain answer only the part before
-a semicolon counts; a reply to an adversarial question is right if it says that nothing was
-mentioned.
-
-The stems may differ from LoCoMo's: LoCoMo uses NLTK's variant of Porter's algorithm, and this
-module the original algorithm, from the package snowballstemmer (plain Python, no dependencies).
-With both, words of one or two letters are not stemmed. Reply and answer are stemmed in the same
-way, so few scores differ: for example, only NLTK gives `hope` and `hopefully` the same stem.
+measured without generating.
 """
 
 from __future__ import annotations
@@ -53,18 +39,7 @@ class ReadTalk:
         return [self.positions[one] for one in question.evidence]
 
     def answer(self, question: TalkQuestion, seed: int, *, generate: bool) -> Record:
-        """Ask a question, score the answer, and undo the turn.
-
-        If `generate` is false, only surprisal and held tokens are measured. Returns a record, in
-        which a value that the question does not have is None:
-            number, category: the question's number and category.
-            held: share of the evidence's tokens that are held after the question has been read.
-            nats, answer_tokens: surprisal of the right answer in nats, and its number of tokens.
-            said: the generated reply.
-            f1: token F1 of the reply.
-            abstains: 1 if the reply to an adversarial question says that nothing was mentioned,
-                else 0.
-        """
+        """Ask a question, score the answer, and undo the turn."""
         text, options = asked(question, Random(f"locomo/{seed}/{self.talk.name}/{question.number}"))
         session, evidence = self.session, self.evidence(question)
         found: Record = {"number": question.number, "category": question.category}
@@ -86,19 +61,7 @@ class ReadTalk:
     def brought_back(
         self, questions: Sequence[TalkQuestion], retrievers: Sequence[str], counts: Sequence[int]
     ) -> dict[int, Record]:
-        """Measure how much of the missing evidence (tokens not held) each retriever would restore.
-
-        Recall is switched on, and the budget is raised by the largest of `counts`, so that the
-        policy itself still holds as many tokens as before. Each retriever ranks the tokens once for
-        each question. For each n in `counts`, the first n tokens count as restored.
-
-        Returns:
-            A dict by question number, then retriever, then n as a string; its values are records.
-            In a record, `share` is the share of the missing tokens that are restored; `any` is 1 if
-            at least one message gets back half or more of its missing tokens, else 0; `all` is 1 if
-            every message with missing tokens gets back half or more of them, else 0. Adversarial
-            questions are left out, and so are questions whose evidence is all held.
-        """
+        """Measure how much of the evidence that is not held each retriever would restore."""
         session, most = self.session, max(counts)
         own = session.profile
         found: dict[int, Record] = {}
@@ -117,10 +80,7 @@ class ReadTalk:
         return found
 
     def _without_name(self, reply: str) -> str:
-        """Remove a speaker's name from the start of a reply; returns the reply.
-
-        The model may generate a name, because every message of the conversation begins with one.
-        """
+        """Remove a speaker's name from the start of a reply; returns the reply."""
         reply = reply.strip()
         for name in self.talk.speakers:
             reply = reply.removeprefix(f"{name}:").strip()
@@ -128,11 +88,7 @@ class ReadTalk:
 
 
 def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple[str, str]]:
-    """The user turn that asks a question, and the two options that an adversarial question lists.
-
-    Like LoCoMo's prompts, the turn asks for a few words, or for a date if the question is temporal.
-    `rng` draws the order of the options; without `rng`, the right option comes first.
-    """
+    """The user turn that asks a question, and the options that an adversarial one lists."""
     options = (NOT_MENTIONED, question.adversarial)
     if rng is not None and rng.random() < 0.5:
         options = options[::-1]
@@ -144,11 +100,7 @@ def asked(question: TalkQuestion, rng: Random | None = None) -> tuple[str, tuple
 
 
 def ranked_by_recall(session: Session, text: str) -> Positions:
-    """The stream positions that the session recalls for a user turn, best first.
-
-    The user turn with the text `text` is read and then undone. Among equal scores the newer token
-    comes first, as in `recall.choice.choose`.
-    """
+    """The stream positions that the session recalls for a user turn, best first."""
     for _ in session.read_user(text):
         pass
     scores = session.recalled
@@ -164,10 +116,7 @@ def _surprisal(session: Session, question: TalkQuestion) -> Record:
 
 
 def _share(parts: Sequence[Positions], present: Positions) -> float | None:
-    """The share of all stream positions in `parts` that are also in `present`.
-
-    A position in several parts counts once. Returns None if `parts` has no positions.
-    """
+    """The share of all stream positions in `parts` that are also in `present`."""
     wanted = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
     return float(np.isin(wanted, present).mean()) if len(wanted) else None
 
@@ -177,8 +126,8 @@ def _came_back(missing: Sequence[Positions], chosen: Positions) -> Record:
     return {"share": _share(missing, chosen), "any": float(any(halves)), "all": float(all(halves))}
 
 
+# The right option of every adversarial question (a question whose answer is not in the text)
 NOT_MENTIONED = "Not mentioned in the conversation"
-"""The right option of every adversarial question (a question whose answer is not in the text)."""
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -213,22 +162,14 @@ def stems(text: str) -> list[str]:
 
 
 def token_f1(reply: str, answer: str) -> float:
-    """The token F1 of a reply: the harmonic mean of the precision and recall of its word stems.
-
-    The stems are compared with those of the right answer. The score is 0 if both texts have no stem
-    in common.
-    """
+    """The token F1 of a reply: the harmonic mean of the precision and recall of its word stems."""
     said, wanted = Counter(stems(reply)), Counter(stems(answer))
     same = (said & wanted).total()
     return 2 * same / (said.total() + wanted.total()) if same else 0.0
 
 
 def multi_answer_f1(reply: str, answer: str) -> float:
-    """The token F1 of a reply to a question with several answers.
-
-    Commas separate the parts of the answer, and the parts of the reply. Each part of the answer is
-    scored by the part of the reply with the best token F1; the result is the mean of these scores.
-    """
+    """The token F1 of a reply to a question with several answers."""
     said = [part.strip() for part in reply.split(",")]
     return fmean(max(token_f1(one, part) for one in said) for part in answer.split(","))
 
@@ -251,11 +192,7 @@ def reply_score(question: TalkQuestion, reply: str) -> float:
 
 
 def abstains(reply: str, options: tuple[str, str]) -> bool:
-    """Whether a reply to an adversarial question says that the answer was not mentioned.
-
-    `options` are the two options that the question lists as (a) and (b). As in LoCoMo's code, a
-    reply of one or three characters names an option: (a) if it is `a` or `(a)`, else (b).
-    """
+    """Whether a reply to an adversarial question says that the answer was not mentioned."""
     said = reply.strip().lower()
     if len(said) in (1, 3):
         said = options[0 if said in ("a", "(a)") else 1].lower()

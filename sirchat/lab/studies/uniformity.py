@@ -1,9 +1,7 @@
 """Tests whether random policies are uniform: how often each token is held, over many seeds.
 
 The same stream is read under each policy with many seeds. Sinks (first tokens, which are never
-evicted) and the newest `budget` tokens are left out. All other tokens are held by random choice
-alone, so each should be held equally often. Pearson's chi-squared test over tenths of the stream
-tests this.
+evicted) and the newest `budget` tokens are left out.
 """
 
 from __future__ import annotations
@@ -30,12 +28,9 @@ class Uniformity(Grid):
     """The study that tests whether random policies are uniform (hold all tokens equally often).
 
     `limit` is the number of seeds for each setting.
-
-    Attributes:
-        rounds: number of rounds of the stream, which is the same for every seed.
     """
 
-    rounds: int = 8
+    rounds: int = 8  # number of rounds of the stream, which is the same for every seed
 
     without_effect = (*ON_SCREEN, *SAMPLING)
 
@@ -50,11 +45,7 @@ class Uniformity(Grid):
         return ["stream"]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the stream; the record has each tenth's number of tokens, and how many are held.
-
-        Sinks (first tokens, which are never evicted) and the newest `budget` tokens are left out;
-        the tenths are parts of the tokens between.
-        """
+        """Read the stream; the record has each tenth's number of tokens, and how many are held."""
         rng = Random(f"uniformity/{self.seed}")
         for _ in range(self.rounds):
             user, reply = quiz(rng, 5)
@@ -104,12 +95,7 @@ def _shares(one: Findings) -> list[float]:
 
 
 def _uniform(one: Findings) -> tuple[float, float]:
-    """Pearson's chi-squared over tenths of the stream, and its p-value.
-
-    The tested hypothesis is that all tokens are held equally often. The held tokens are a sample
-    without replacement, whose variance is that of independent draws times (1 - share held); the
-    statistic is divided by this factor.
-    """
+    """Pearson's chi-squared over tenths of the stream, and its p-value."""
     held = np.sum([each["held"] for each in one.records], axis=0).astype(float)
     total = np.sum([each["of"] for each in one.records], axis=0).astype(float)
     share = held.sum() / total.sum()

@@ -1,9 +1,7 @@
 """Runs the units (independent runs) of a study in several processes, each with its own model.
 
 On this machine the processes talk to the main process through pipes, so nothing listens on the
-network. If a process dies, all processes are started again, and the units that were running are run
-again, after the others. On a Ray cluster a worker that dies is restarted, and its unit is run
-again.
+network.
 """
 
 from __future__ import annotations
@@ -31,16 +29,14 @@ from sirchat.lab.studies.report import Record
 from sirchat.lab.studies.study import RunUnit, Study
 from sirchat.models.model import LoadedModel
 
+# The study fails if processes die this many times and no unit is finished in between
 _MOST_DEATHS = 3
-"""The study fails if processes die this many times and no unit is finished in between."""
 
 
 def run_in_processes(
     study: Study, keys: Sequence[str], load: Callable[[], LoadedModel], workers: int
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) in `workers` processes, each with its own model.
-
-    Yields (key, record) as each unit finishes.
 
     Raises the error that a unit raised, and SirchatError if processes keep dying.
     """
@@ -66,11 +62,7 @@ def run_in_processes(
 def _run_until_one_dies(
     shared: bytes, keys: list[str], workers: int
 ) -> Iterator[tuple[str, Record]]:
-    """Run a study's units (independent runs) in new processes; yield (key, record) of each.
-
-    `shared` is the pickled study and load function. If a process dies, the records of the finished
-    units are yielded, and BrokenProcessPool is raised.
-    """
+    """Run a study's units (independent runs) in new processes; yield (key, record) of each."""
     # A fork of this process would copy locks that torch's threads hold. The fork server has no
     # threads, and imports torch once for all processes.
     server = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
@@ -113,11 +105,7 @@ def _run_unit(shared: bytes, key: str) -> Record:
 
 @cache
 def _prepared(shared: bytes) -> RunUnit:
-    """Load this process's model; returns the function that runs a study's units (independent runs).
-
-    `shared` is the pickled study and the function that loads the model. The model runs on one
-    thread.
-    """
+    """Load this process's model once; returns the function that runs units."""
     study, load = pickle.loads(shared)
     model = load()
     torch.set_num_threads(1)
@@ -125,8 +113,7 @@ def _prepared(shared: bytes) -> RunUnit:
     return run_unit
 
 
-Load = Callable[[], LoadedModel]
-"""A function that loads the model in the worker's process."""
+Load = Callable[[], LoadedModel]  # a function that loads the model in the worker's process
 
 _ADDRESSES = (
     "--ray auto looks for a cluster, --ray local uses processes of this machine without Ray"
@@ -135,25 +122,17 @@ _ADDRESSES = (
 
 @dataclass(frozen=True)
 class Cluster:
-    """The Ray cluster that a study runs on.
+    """The Ray cluster that a study runs on."""
 
-    Attributes:
-        address: the cluster's address as Ray takes it, or `auto`, with which Ray finds a cluster.
-        workers: number of workers, each with one CPU.
-        gpus: number of GPUs for each worker; it may be a fraction.
-    """
-
-    address: str
-    workers: int
-    gpus: float = 0.0
+    address: str  # the cluster's address as Ray takes it, or `auto`, with which Ray finds a cluster
+    workers: int  # number of workers, each with one CPU
+    gpus: float = 0.0  # number of GPUs for each worker; it may be a fraction
 
 
 def run_on_ray(
     study: Study, keys: Sequence[str], load: Load, cluster: Cluster
 ) -> Iterator[tuple[str, Record]]:
     """Run a study's units (independent runs) on Ray workers, each with its own model.
-
-    Yields (key, record) as each unit finishes.
 
     Raises UsageError if Ray is not installed or the cluster can't be reached.
     """
@@ -206,10 +185,7 @@ def _connected(cluster: Cluster) -> Iterator[Any]:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise UsageError if the address `[ray://]HOST:PORT` can't be reached.
-
-    Ray itself would try to connect for minutes. An address of any other form is not tested.
-    """
+    """Raise UsageError if the address `[ray://]HOST:PORT` can't be reached."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return

@@ -51,10 +51,7 @@ def _pick(pool: str) -> Draw:
 
 
 def _open_name(pool: str, known: str = "0.6") -> Draw:
-    """Draws a name from the list with the probability `known`, else a made-up or a common word.
-
-    A model that is trained on such names learns to copy any name.
-    """
+    """Draws a name from the list with the probability `known`, else a made-up or a common word."""
 
     def draw(rng: Random) -> str:
         roll = rng.random()

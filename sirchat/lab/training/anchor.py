@@ -1,11 +1,7 @@
 """AnSAN: further trains any causal language model to compress text into anchor tokens.
 
 AnSAN is the method of the paper Anchor-based LLMs. Each sequence (a sentence or a round) ends with
-an anchor token, which must represent the whole sequence. The loss is the next-token loss under the
-paper's attention mask (section 4, equation 4): later tokens see the sequence only through its
-anchor. In the `<AC>` variant the anchor is a new token, whose embedding starts as the mean of the
-embeddings of all other tokens. The training uses transformers' Trainer with sirchat's own masks and
-loss, and the unchanged code of the model.
+an anchor token, which must represent the whole sequence.
 """
 
 from __future__ import annotations
@@ -48,15 +44,14 @@ from sirchat.models.names import locate, unloadable
 from sirchat.models.progress import quiet_libraries
 from sirchat.text.anchors import ANCHOR, Anchors, Per, Variant, remove
 
+# How a model is trained: with anchors of the variant `ac` or `ep`, or with `none`, as a baseline.
+# `ac` adds a new anchor token; for `ep`, each token that ends a sentence is an anchor
 Trained = Variant | Literal["none"]
-"""How a model is trained: with anchors of the variant `ac` or `ep`, or with `none`, as a baseline.
-
-`ac` adds a new anchor token; for `ep`, each token that ends a sentence is an anchor."""
 
 TRAINED: tuple[Trained, ...] = (*get_args(Variant), "none")
 
+# How often each kind of round occurs in the synthetic dialogue that anchors are trained on
 TALK = Mix(tell=0.2, ask=0.25, repeat=0.03, story=0.1, quiz=0.3, untold=0.05, long_list=0.3)
-"""How often each kind of round occurs in the synthetic dialogue that anchors are trained on."""
 
 
 @dataclass(frozen=True)
@@ -64,45 +59,33 @@ class AnchorOptions:
     """Model, data and hyperparameters of an anchor training.
 
     The default values are those of the paper, Anchor-based LLMs.
-
-    Attributes:
-        model: a model name that `load_model` takes; the weights of a GGUF file are unpacked.
-        out: folder of the trained model; checkpoints go to the folder `<out>.checkpoints`.
-        data: files to train on; if empty, the model is trained on synthetic dialogue.
-        variant: the kind of anchors, or `none` for training without anchors.
-        per: where the anchors of variant `ac` are placed: `sentence` is after each sentence.
-        scratch: whether to start from random weights, as in the paper's section 7.2.
-        attention: how attention is computed, `sdpa` or `flex`; `flex` needs a GPU.
-        sinks: number of first tokens of a document that all its later tokens attend to.
-        mix: how often each kind of round occurs in synthetic dialogue.
-        tokens: number of tokens in a training row.
-        batch: number of rows in a training step.
-        per_device: number of rows in one forward pass on each device; the gradients of several
-            passes are added up to one step.
-        steps: number of steps. If None, training ends when `minutes` are over or, without
-            `minutes`, after one epoch of the data (1,000 steps of synthetic dialogue).
-        minutes: limit on the training time of all runs together, without loading the model and
-            saving the trained model; None for no limit.
-        schedule: learning-rate schedule after the `warmup` steps.
     """
 
-    model: str
-    out: Path
+    model: str  # a model name that `load_model` takes; the weights of a GGUF file are unpacked
+    out: Path  # folder of the trained model; checkpoints go to the folder `<out>.checkpoints`
+    # files to train on; if empty, the model is trained on synthetic dialogue
     data: tuple[Path, ...] = ()
-    variant: Trained = "ac"
+    variant: Trained = "ac"  # the kind of anchors, or `none` for training without anchors
+    # where the anchors of variant `ac` are placed: `sentence` is after each sentence
     per: Per = "sentence"
-    scratch: bool = False
-    attention: Attention = "sdpa"
-    sinks: int = 1
-    mix: Mix = TALK
-    tokens: int = 4096
-    batch: int = 512
+    scratch: bool = False  # whether to start from random weights, as in the paper's section 7.2
+    attention: Attention = "sdpa"  # how attention is computed, `sdpa` or `flex`; `flex` needs a GPU
+    sinks: int = 1  # number of first tokens of a document that all its later tokens attend to
+    mix: Mix = TALK  # how often each kind of round occurs in synthetic dialogue
+    tokens: int = 4096  # number of tokens in a training row
+    batch: int = 512  # number of rows in a training step
+    # number of rows in one forward pass on each device; the gradients of several passes are added
+    # up to one step
     per_device: int = 1
+    # number of steps. If None, training ends when `minutes` are over or, without `minutes`, after
+    # one epoch of the data (1,000 steps of synthetic dialogue)
     steps: int | None = None
+    # limit on the training time of all runs together, without loading the model and saving the
+    # trained model; None for no limit
     minutes: float | None = None
     learning_rate: float = 2e-5
     warmup: int = 20
-    schedule: Schedule = "constant"
+    schedule: Schedule = "constant"  # learning-rate schedule after the `warmup` steps
     bf16: bool = True
     gradient_checkpointing: bool = False
     seed: int = 0
@@ -142,9 +125,8 @@ class Training:
 def prepare(options: AnchorOptions) -> Training:
     """Load the model and the data for an anchor training, and return them as a `Training`.
 
-    For variant `ac`, the anchor token is added to the model and its tokenizer. Raises ModelError if
-    the model can't be loaded, SettingError for options that can't be combined and for data that
-    can't be read, and UsageError if the package accelerate is not installed.
+    Raises ModelError if the model can't be loaded, SettingError for options that can't be combined
+    and for data that can't be read, and UsageError if the package accelerate is not installed.
     """
     if find_spec("accelerate") is None:
         raise UsageError("accelerate is not installed", hint="pip install 'sirchat[anchors]'")
@@ -171,11 +153,7 @@ def prepare(options: AnchorOptions) -> Training:
 
 @quiet_libraries()
 def _load(options: AnchorOptions) -> tuple[Any, Any]:
-    """Load the model to be trained, in float32, and its tokenizer; returns both.
-
-    If the training is resumed, both are loaded from the newest checkpoint. Otherwise, if
-    `options.scratch` is true, the model gets random weights.
-    """
+    """Load the model to be trained, in float32, and its tokenizer; returns both."""
     checkpoint = options.resumes_from
     source, where = (str(checkpoint), {}) if checkpoint else locate(options.model)
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code} | where
@@ -235,10 +213,7 @@ def _rows(options: AnchorOptions, writer: Writer) -> Dataset[Row]:
 
 
 def _steps(options: AnchorOptions) -> int | None:
-    """The largest number of training steps that the options allow; None for one epoch of the data.
-
-    If only a time limit ends the training, this is ENDLESS, a number that is never reached.
-    """
+    """The most steps that the options allow; None for one epoch of the data."""
     endless = options.steps is None and options.minutes is not None
     return ENDLESS if endless else options.steps
 
@@ -260,10 +235,7 @@ def train_anchors(training: Training, show: Callable[[Step], None] = lambda step
 
 
 def _train(training: Training, show: Callable[[Step], None]) -> Any:
-    """Train a model with anchors, and write it to `out`; `show` is called after each step.
-
-    Returns accelerate's Accelerator, which synchronises the processes that train together.
-    """
+    """Train a model with anchors, and write it to `out`; `show` is called after each step."""
     options, checkpoint = training.options, training.options.resumes_from
     sinks = training.anchors.sinks if training.anchors else 0
     before = checkpoint_losses(checkpoint) if checkpoint else []

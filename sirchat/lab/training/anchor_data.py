@@ -1,8 +1,7 @@
 """Makes training rows with anchors from synthetic dialogue, and from files.
 
 A row has a fixed number of tokens. It holds one or more documents. A document is a text or a
-conversation, and its tokens attend only to tokens of the same document. The last document of a row
-is cut if it does not fit.
+conversation, and its tokens attend only to tokens of the same document.
 """
 
 from __future__ import annotations
@@ -49,15 +48,6 @@ class FileMessage:
 
 def load_text(path: Path) -> Iterator[str | list[FileMessage]]:
     """Yield the plain texts (str) and the conversations (lists of messages) in a file.
-
-    The ending of the file's name decides how the file is read:
-
-    - `.jsonl`: each line is a JSON object. An object with the key `text` is a text. An object with
-      the key `messages` or, as in ShareGPT, `conversations` is a conversation. Successive objects
-      with the keys `role` and `content` are the messages of one conversation.
-    - `.json`: one conversation in ShareGPT's format, or a list of conversations.
-    - any other ending: a transcript if the file begins with `USER:`, `ASSISTANT:` or `SYSTEM:`,
-      else a text.
 
     Raises SettingError for a file that can't be read, TranscriptError for a broken transcript.
     """
@@ -140,13 +130,12 @@ def _messages(turns: Iterable[TranscriptTurn]) -> list[FileMessage]:
     return [FileMessage(turn.role, turn.content) for turn in turns]
 
 
+# Loss weight of the tokens of a conversation's replies; all other tokens have weight 1
 ANSWER_WEIGHT = 4.0
-"""Loss weight of the tokens of a conversation's replies; all other tokens have weight 1."""
 
+# A training row as columns [tokens], by name: `input_ids`, `is_anchor`, `weight`, `document`.
+# `weight` is a token's loss weight, and `document` is the number of its document
 Row = dict[str, Tensor]
-"""A training row as columns [tokens], by name: `input_ids`, `is_anchor`, `weight`, `document`.
-
-`weight` is a token's loss weight, and `document` is the number of its document."""
 
 
 class MessageLike(Protocol):
@@ -265,9 +254,8 @@ class TalkRows(Dataset[Row]):
 class TextRows(Dataset[Row]):
     """A dataset of training rows from the texts and conversations in files.
 
-    All documents are concatenated, and cut into rows of `tokens` tokens. The tokens after the last
-    complete row are left out. Raises SettingError if all files together do not fill one row, or a
-    file can't be read.
+    All documents are concatenated, and cut into rows of `tokens` tokens. Raises SettingError if all
+    files together do not fill one row, or a file can't be read.
     """
 
     def __init__(self, writer: Writer, files: Sequence[Path], tokens: int) -> None:

@@ -23,21 +23,14 @@ from sirchat.lab.training.anchor_data import Row
 from sirchat.lab.training.losses import LossEntry, LossHistory, logged, mean_of_last
 from sirchat.lab.training.masks import block_mask, position_in_document, visible
 
+# How attention is computed: SDPA with a dense mask, or flex attention with a block mask
 Attention = Literal["sdpa", "flex"]
-"""How attention is computed: SDPA with a dense mask, or flex attention with a block mask."""
 
 
 class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
     """A Trainer of transformers that trains under the attention mask of Anchor-based LLMs.
 
     It reads the training rows in order, and multiplies their losses by their weights.
-
-    Args:
-        sinks: number of first tokens of a document that all its later tokens attend to.
-        attention: how attention is computed, `sdpa` or `flex`.
-        clock: counts the seconds of training, and has the time limit.
-        schedule: the learning-rate schedule.
-        options: further arguments of transformers' Trainer.
     """
 
     def __init__(
@@ -91,11 +84,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """The loss that one forward pass over the rows `inputs` adds to the loss of its step.
-
-        It is the sum of the rows' weighted losses, in nats, divided by the number of tokens that
-        are predicted in the whole step. A step may have several passes, on several devices.
-        """
+        """The loss that one forward pass over the rows `inputs` adds to the loss of its step."""
         is_anchor, document = inputs["is_anchor"], inputs["document"]
         # `collate` does not make the masks: all batches of a step would then hold one in memory.
         if self.attention == "flex":
@@ -117,11 +106,7 @@ class AnchorTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
 
 def weighted_sum(logits: Tensor, row: Row) -> Tensor:
-    """The sum of the weighted losses of all predicted tokens, in nats, as a scalar tensor.
-
-    `row` has a batch of rows, `logits` the model's output for it. The loss weights of each row are
-    scaled to mean 1 first.
-    """
+    """The sum of the weighted losses of all predicted tokens, in nats, as a scalar tensor."""
     ids, weight = row["input_ids"][:, 1:], row["weight"][:, 1:]
     nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids.flatten(), reduction="none")
     weight = weight / weight.mean(1, keepdim=True)
@@ -131,9 +116,8 @@ def weighted_sum(logits: Tensor, row: Row) -> Tensor:
 def collate(rows: list[Row]) -> Row:
     """Stack B training rows into a batch with columns [B, tokens].
 
-    The column `position`, a token's position in its document, is added, and `labels`
-    [B, tokens - 1], the tokens to predict. The first token of each document but a row's first gets
-    loss weight 0, since it can't be predicted from another document.
+    The column `position`, a token's position in its document, is added, and `labels` [B, tokens -
+    1], the tokens to predict.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     document = batch["document"]
@@ -146,19 +130,13 @@ def collate(rows: list[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step of an anchor training.
+    """A finished step of an anchor training."""
 
-    Attributes:
-        entry: the number, loss and time of the step.
-        steps: number of steps of the training, or an upper bound if a time limit ends the training.
-        mean_loss: mean loss of the last 20 steps, in nats per token.
-        tokens_per_second: mean training speed since this run began, in tokens per second.
-    """
-
-    entry: LossEntry
+    entry: LossEntry  # the number, loss and time of the step
+    # number of steps of the training, or an upper bound if a time limit ends the training
     steps: int
-    mean_loss: float
-    tokens_per_second: float
+    mean_loss: float  # mean loss of the last 20 steps, in nats per token
+    tokens_per_second: float  # mean training speed since this run began, in tokens per second
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
@@ -205,18 +183,12 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 
 Schedule = Literal["constant", "cosine"]
 
+# Number of steps for a training that ends by its time limit; it is too large to be reached
 ENDLESS = 1_000_000
-"""Number of steps for a training that ends by its time limit; it is too large to be reached."""
 
 
 class TrainingClock:
-    """Counts the seconds of a training, over all its runs: a training may be stopped and resumed.
-
-    Args:
-        limit: seconds that all runs together may take; None for no limit.
-        before: for each step of earlier runs, the seconds of training until the step ended.
-        now: returns the current time in seconds.
-    """
+    """Counts the seconds of a training, over all its runs."""
 
     def __init__(
         self,
@@ -234,11 +206,7 @@ class TrainingClock:
         self._start = self._now() - self.seconds
 
     def finish_step(self, device: torch.device | None = None) -> None:
-        """Set `seconds` to the training time, at the end of a training step.
-
-        If several processes train together, the first process sends its time to all others.
-        `device` is the device of this process.
-        """
+        """Set `seconds` to the training time, at the end of a training step."""
         seconds = self._now() - self._start
         if distributed.is_available() and distributed.is_initialized():
             shared = torch.tensor(seconds, dtype=torch.float32, device=device)
@@ -260,13 +228,7 @@ class TrainingClock:
 def learning_rate(
     step: int, steps: int, warmup: int, schedule: Schedule, share: float = 0.0
 ) -> float:
-    """The factor that multiplies the peak learning rate in step number `step`, counted from 0.
-
-    The factor rises linearly from 0 to 1 in the first `warmup` steps. After that, the schedule
-    `constant` stays at 1. `cosine` falls to 0, which it reaches when all `steps` are done or the
-    time limit is over, whichever comes first. `share` is the share of the time limit that has
-    passed, 0 to 1.
-    """
+    """The factor that multiplies the peak learning rate in step number `step`, counted from 0."""
     rising = min(1.0, step / warmup) if warmup else 1.0
     if schedule == "constant":
         return rising

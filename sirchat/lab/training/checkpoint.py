@@ -22,11 +22,7 @@ KEPT_CHECKPOINTS = 2
 
 
 def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with a temporary folder, then move the files that it wrote there into `folder`.
-
-    Each file is replaced atomically: a reader finds the old or the new file, never a partial one. A
-    temporary folder that a killed process has left is deleted first.
-    """
+    """Let `write` fill a temporary folder, then move its files into `folder`, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +90,6 @@ def load_checkpoint(
 ) -> int:
     """Load the newest checkpoint in `folder` into the model and its optimizers.
 
-    Returns the number of training steps before the checkpoint, or 0 if there is no checkpoint.
     Raises ModelError if the checkpoint belongs to a model of another shape.
     """
     found = list_checkpoints(folder)

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from sirchat.lab.training.anchor_trainer import Step
     from sirchat.lab.training.scorer import ScorerOptions
 
+# A function called with the amount done, the total amount, and a text about the progress
 Show = Callable[[float, float, str], None]
-"""A function called with the amount done, the total amount, and a text about the progress."""
 
 _COLUMNS = (
     BarColumn(),
@@ -72,11 +72,7 @@ def train_with_progress(
 
 
 def train_anchor_with_progress(options: AnchorOptions) -> None:
-    """Train a model with anchors, and write it to the folder `options.out`.
-
-    Progress is printed to stderr, and at the end the path of the folder to stdout. If several
-    processes train together, only the first one prints.
-    """
+    """Train a model with anchors, and write it to the folder `options.out`."""
     from sirchat.lab.training.anchor import is_first, prepare, train_anchors
 
     with quiet_libraries():
@@ -122,16 +118,7 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
 def training_progress(
     console: Console, first: str, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Show]:
-    """Context manager: yields a function that shows the progress of a training.
-
-    The function shows a bar if `console` is a terminal. Otherwise, as in a log file, it prints
-    lines.
-
-    Args:
-        console: where progress is shown.
-        first: text beside the bar until the function is called for the first time.
-        clock: returns the current time in seconds.
-    """
+    """Context manager: yields a function that shows the progress of a training."""
     if not console.is_terminal:
         yield _Lines(console, clock).show
         return
@@ -159,10 +146,7 @@ class _Lines:
 
 
 def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
-    """The progress of an anchor training after `step`: amount done, total amount, and a text.
-
-    Both amounts are numbers of steps or, if only a time limit ends the training, minutes.
-    """
+    """The progress of an anchor training after `step`: amount done, total amount, and a text."""
     entry = step.entry
     text = f"loss {step.mean_loss:.3f} (mean of {LAST}), {step.tokens_per_second:,.0f} tok/s"
     if options.minutes is None or options.steps is not None:

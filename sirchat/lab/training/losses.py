@@ -2,8 +2,6 @@
 
 Each checkpoint contains the losses of all steps up to it. A resumed training first rewrites the
 file with the losses in its checkpoint, so that no step is missing or repeated.
-
-At the end of the training, the losses are drawn as a plot.
 """
 
 from __future__ import annotations
@@ -16,40 +14,27 @@ from typing import Any
 
 from sirchat.lab.training.checkpoint import replace_files
 
+# Name of the file in the model's folder that has the loss of every training step
 HISTORY = "loss.jsonl"
-"""Name of the file in the model's folder that has the loss of every training step."""
 
-LAST = 20
-"""Number of newest training steps whose mean loss is shown."""
+LAST = 20  # number of newest training steps whose mean loss is shown
 
 
 @dataclass(frozen=True, slots=True)
 class LossEntry:
-    """The loss of one training step: an entry of the loss history.
+    """The loss of one training step: an entry of the loss history."""
 
-    Attributes:
-        step: number of the step, from 1.
-        tokens: number of tokens read from the start of the training to the end of the step.
-        loss: loss of the step in nats per token.
-        learning_rate: learning rate of the step.
-        seconds: training time from the start of the training to the end of the step, without the
-            time between two runs.
-    """
-
-    step: int
-    tokens: int
-    loss: float
-    learning_rate: float
+    step: int  # number of the step, from 1
+    tokens: int  # number of tokens read from the start of the training to the end of the step
+    loss: float  # loss of the step in nats per token
+    learning_rate: float  # learning rate of the step
+    # training time from the start of the training to the end of the step, without the time between
+    # two runs
     seconds: float
 
 
 class LossHistory:
-    """The file with the loss of every training step, in a model's folder.
-
-    Args:
-        folder: the model's folder; created if it does not exist.
-        before: entries of the training's earlier runs. They replace the old content of the file.
-    """
+    """The file with the loss of every training step, in a model's folder."""
 
     def __init__(self, folder: Path, before: Sequence[LossEntry] = ()) -> None:
         self._path = folder / HISTORY
@@ -114,8 +99,7 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-PLOT = "loss.svg"
-"""Name of the file in the model's folder with the plot of the losses."""
+PLOT = "loss.svg"  # name of the file in the model's folder with the plot of the losses
 
 
 def draw_losses(entries: Sequence[LossEntry], folder: Path) -> bool:

@@ -1,17 +1,7 @@
 """Makes two kinds of attention masks for training: for anchors, and as if under a budget.
 
 The mask of anchor-based attention is that of the paper Anchor-based LLMs (equation 4). Text is
-divided into sequences, and each sequence ends with its anchor token. A token attends to its own
-sequence, and to the anchors of earlier sequences. An anchor attends to its own sequence only, so
-that the anchor's keys and values must represent the whole sequence.
-
-Three rules are added to the equation. Tokens attend only to tokens of their own document. The first
-`sinks` tokens of a document are visible to all its later tokens, as in a cache with sinks. Tokens
-marked as kept are visible like anchors (section 6.1, where the whole source text is kept).
-
-The masks that imitate a budget hide the tokens that a policy would evict. A model that is trained
-under such a mask learns to represent a fact in the tokens that stay visible, and to recall a fact
-when only a few of its tokens are visible.
+divided into sequences, and each sequence ends with its anchor token.
 """
 
 from __future__ import annotations
@@ -30,11 +20,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from sirchat.lab.training.rows import Batch
 
+# A function that takes indices of row, head, query and key as tensors, and returns a bool tensor.
+# The result says whether the query attends to the key
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function that takes indices of row, head, query and key as tensors, and returns a bool tensor.
-
-The result says whether the query attends to the key. Flex attention calls such a function to make a
-block mask."""
 
 
 def visible(
@@ -46,16 +34,7 @@ def visible(
 ) -> Tensor:
     """The attention mask, bool [B, 1, T, T], under which text is only seen through its anchors.
 
-    The mask is true where a token (third dimension) attends to a token (fourth dimension). A token
-    attends to itself, to earlier tokens of its own sequence and, unless it is an anchor, to earlier
-    anchors.
-
-    Args:
-        is_anchor: bool [B, T], whether each token is an anchor, which ends a sequence.
-        document: int [B, T], number of each token's document; None for one document in each row.
-            Tokens attend only to tokens of their own document.
-        is_kept: bool [B, T], further tokens that are visible like anchors; None for no such tokens.
-        sinks: number of first tokens of a document that all its later tokens attend to.
+    `is_anchor` is bool [B, T], whether each token is an anchor, which ends a sequence.
     """
     rows, length = is_anchor.shape
     document = torch.zeros_like(is_anchor, dtype=torch.int64) if document is None else document
@@ -65,11 +44,7 @@ def visible(
 
 
 def block_mask(is_anchor: Tensor, document: Tensor, *, sinks: int = 0) -> Any:
-    """The mask of anchor-based attention as a block mask of PyTorch's flex attention.
-
-    It says the same as the mask that `visible` returns. Flex attention skips the blocks in which no
-    token attends to another. Building the block mask takes the memory of a dense bool mask.
-    """
+    """The mask of anchor-based attention as a block mask of PyTorch's flex attention."""
     rows, length = is_anchor.shape
     mask = _mask_function(is_anchor, document, None, sinks)
     return create_block_mask(mask, rows, None, length, length, device=str(is_anchor.device))
@@ -124,8 +99,7 @@ class Gaps:
     """An attention mask that imitates a budget for each row of a batch, and the answers it hides.
 
     `visible`, bool [rows, 1, tokens, tokens], is true where a token (third dimension) attends to
-    another token (fourth dimension). `lost`, bool [rows, tokens + 1], is true for the tokens of
-    answers that can't be known, because the mask hides the fact.
+    another token (fourth dimension).
     """
 
     visible: Tensor
@@ -135,14 +109,7 @@ class Gaps:
 def draw_gaps(rng: Random, losses: Tensor, batch: Batch, user: int) -> Gaps:
     """Make an attention mask for `batch` that imitates a random budget in each row.
 
-    At each user turn, tokens are hidden until as many are visible as the budget of the row allows.
-    In most rows the tokens of lowest surprisal are hidden, in the other rows random tokens.
-
-    Args:
-        rng: draws the budgets and the random tokens.
-        losses: [rows, tokens], the surprisal in nats of each token of `batch` but a row's first.
-        batch: the training rows.
-        user: the id of the token that begins a user turn.
+    `losses` is [rows, tokens], the surprisal in nats of each token of `batch` but a row's first.
     """
     surprisal = torch.nn.functional.pad(losses.float(), (1, 0)).numpy()  # [rows, tokens + 1]
     ids, answer, fact = batch.ids.numpy(), batch.answer.numpy(), batch.fact.numpy()
@@ -166,8 +133,7 @@ def visible_under_budget(
     """The causal mask, bool [tokens, tokens], of one row in which a budget hides evicted tokens.
 
     At each position in `turns`, the tokens of lowest `score` [tokens] before it are evicted until
-    `budget` tokens are held. From this position on, no token attends to an evicted token. The sinks
-    (first tokens) and the newest tokens before the position are not evicted.
+    `budget` tokens are held.
     """
     tokens = len(score)
     visible = np.tri(tokens, dtype=bool)
@@ -191,10 +157,8 @@ def lost_answers(
 ) -> NDArray[np.bool_]:
     """Find the answer tokens of one row that the model can't know under an attention mask.
 
-    Returns bool [tokens + 1], true for each answer token for which the mask `visible`
-    [tokens, tokens] hides a token of the fact's value with high `surprisal`. A value's token of low
-    surprisal can be guessed from the value's other tokens. `answer` and `fact`, both [tokens + 1],
-    are those of the row in `Batch`.
+    Returns bool [tokens + 1], true for each answer token for which the mask `visible` [tokens,
+    tokens] hides a token of the fact's value with high `surprisal`.
     """
     lost = np.zeros(len(fact), bool)
     for number in range(1, int(fact.max(initial=0)) + 1):

@@ -29,10 +29,8 @@ def causal_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the arguments of an attention function of transformers.
 
-    `query` is [rows, heads, n, d], `key` and `value` are [rows, kv_heads, n, d]. If
-    `attention_mask` is None, attention is causal, and PyTorch uses its fused kernel, which is much
-    faster than attention with a mask. Returns the output [rows, n, heads, d], and None in place of
-    the attention weights.
+    `query` is [rows, heads, n, d], `key` and `value` are [rows, kv_heads, n, d]. Returns the output
+    [rows, n, heads, d], and None in place of the attention weights.
     """
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, dim=1)
@@ -84,8 +82,7 @@ def token_losses(
     """Read `ids` [rows, tokens + 1], and compare the prediction of each next token with the token.
 
     Returns two tensors [rows, tokens]: the cross-entropy of the next token in nats, and whether the
-    argmax is the next token. `visible`, bool [rows, 1, tokens, tokens], is the attention mask, true
-    where a token (third dimension) attends to another token; None for a causal mask.
+    argmax is the next token.
     """
     targets = ids[:, 1:]
     out = model.model(input_ids=ids[:, :-1], attention_mask=visible, use_cache=False)
@@ -100,9 +97,8 @@ def token_losses(
 def weighted_loss(losses: Tensor, batch: Batch, lost: Tensor | None = None) -> Tensor:
     """The weighted mean of the token losses [rows, tokens], as a scalar tensor.
 
-    Tokens of replies have the weight ANSWER_WEIGHT, all other tokens weight 1. `lost`, bool
-    [rows, tokens + 1], marks tokens with weight 0, which can't be known under the attention mask;
-    None for no such tokens.
+    `lost`, bool [rows, tokens + 1], marks tokens with weight 0, which can't be known under the
+    attention mask; None for no such tokens.
     """
     weight = torch.where(batch.answer[:, 1:], ANSWER_WEIGHT, 1.0)
     if lost is not None:

@@ -19,15 +19,15 @@ from sirchat.lab.synthetic.rounds import Message, Style
 from sirchat.lab.training.network import token_losses
 from sirchat.lab.training.rows import Rendered, Renderer, span_matches
 
+# A mix of rounds that has only small talk
 SMALL_TALK = Mix(tell=0.0, ask=0.0, repeat=0.0, game=0.0)
-"""A mix of rounds that has only small talk."""
 
 DISTANCES = (0, 3, 6, 12, 20, 40)
+# A function that takes ids [rows, n] and returns their attention mask, bool [rows, 1, n, n]
 Visible = Callable[[Tensor], Tensor]
-"""A function that takes ids [rows, n] and returns their attention mask, bool [rows, 1, n, n]."""
 
+# Every kind of fact whose recall is measured, by the kind's name
 PROBED: dict[str, FactKind] = {kind.key: kind for kind in (*KINDS, STORY)}
-"""Every kind of fact whose recall is measured, by the kind's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,7 @@ class ProbedRecall:
 
 
 def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Message]:
-    """Yield the messages of a dialogue in which the user tells a fact and later asks for it.
-
-    `between` rounds of small talk separate the fact from the question. The last message is the
-    right answer.
-    """
+    """Yield the messages of a dialogue in which the user tells a fact and later asks for it."""
     talk = Dialogue(rng, SMALL_TALK)
     style = Style.draw(rng)
     fact = draw_fact(rng, kind, style)
@@ -64,13 +60,7 @@ def probe_dialogue(rng: Random, kind: FactKind, between: int) -> Iterator[Messag
 def matches(
     model: LlamaForCausalLM, dialogues: list[Rendered], visible: Visible | None = None
 ) -> list[bool]:
-    """Test whether a model would answer the question of each dialogue exactly.
-
-    Returns a list with one bool for each dialogue. It is true if greedy decoding would generate the
-    right answer and its end token. Nothing is generated: one forward pass reads the dialogues with
-    their right answers, and the argmax must be right before each answer token. `visible` returns
-    the attention mask of the pass; None for a causal mask.
-    """
+    """Test whether a model would answer the question of each dialogue exactly."""
     longest = max(len(one.ids) for one in dialogues)
     device = next(model.parameters()).device
     ids = torch.tensor([one.ids + [0] * (longest - len(one.ids)) for one in dialogues])
@@ -90,12 +80,7 @@ def probe(
     kinds: tuple[str, ...] = tuple(PROBED),
     visible: Visible | None = None,
 ) -> Iterator[ProbedRecall]:
-    """Measure how often the model recalls a fact, for each distance and each kind of fact.
-
-    Yields one result for each pair of a distance and a kind, from `dialogues` generated dialogues.
-    A distance is a number of rounds of small talk between the fact and the question. `visible`
-    returns the attention mask; None for a causal mask.
-    """
+    """Measure how often the model recalls a fact, for each distance and each kind of fact."""
     for between in distances:
         for key in kinds:
             rng = Random(f"{seed}/probe/{key}/{between}")

@@ -90,20 +90,16 @@ TOKENS_PER_ROUND, TOKENS_PER_QUIZ = 23, 54  # averages, to choose how many round
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The ids of one conversation, as the chat template writes it, with marks for each id.
+    """The ids of one conversation, as the chat template writes it, with marks for each id."""
 
-    Attributes:
-        ids: the ids of all tokens.
-        answer: for each token, whether it belongs to a reply; a reply's end token belongs to it.
-        span: for each token of a reply that recalls a fact, the number of this reply, from 1; for
-            all other tokens 0.
-        fact: for each token that states or recalls the value of a fact, the number of the fact,
-            from 1; for all other tokens 0.
-    """
-
-    ids: list[int]
+    ids: list[int]  # the ids of all tokens
+    # for each token, whether it belongs to a reply; a reply's end token belongs to it
     answer: list[bool]
+    # for each token of a reply that recalls a fact, the number of this reply, from 1; for all other
+    # tokens 0
     span: list[int]
+    # for each token that states or recalls the value of a fact, the number of the fact, from 1; for
+    # all other tokens 0
     fact: list[int]
 
 
@@ -140,11 +136,7 @@ class Renderer:
         self.roles = {"system": system, "user": user, "assistant": assistant}
 
     def render(self, messages: Iterable[Message]) -> Rendered:
-        """Turn the messages of one conversation into ids, and mark the ids of replies and facts.
-
-        A reply that states a told fact is marked as recall. A reply that repeats words, answers a
-        quiz or says that a fact was not told is not marked as recall.
-        """
+        """Turn the messages of one conversation into ids, and mark the ids of replies and facts."""
         one = Rendered([self.bos], [False], [0], [0])
         spans, facts = 0, dict[Key, int]()
         for message in messages:
@@ -166,11 +158,7 @@ class Renderer:
         return one
 
     def row(self, rng: Random, tokens: int, mix: Mix) -> Rendered:
-        """Make a training row of `tokens` ids from generated conversations, one after another.
-
-        The last conversation is cut at the row's end. `mix` says how often each kind of round
-        occurs.
-        """
+        """Make a training row of `tokens` ids from generated conversations, one after another."""
         row = Rendered([], [], [], [])
         while len(row.ids) < tokens:
             left = tokens - len(row.ids)
@@ -186,22 +174,14 @@ class Renderer:
         return Rendered(*(column[:tokens] for column in astuple(row)))
 
     def batch(self, rng: Random, rows: int, tokens: int, mix: Mix) -> Batch:
-        """Make a training batch of `rows` rows, each with `tokens + 1` ids of conversations.
-
-        The model reads the first `tokens` ids of a row and predicts the last `tokens` ids. `mix`
-        says how often each kind of round occurs.
-        """
+        """Make a training batch of `rows` rows, each with `tokens + 1` ids of conversations."""
         packed = [self.row(rng, tokens + 1, mix) for _ in range(rows)]
         columns = zip(*(astuple(row) for row in packed), strict=True)
         return Batch(*(torch.tensor(column) for column in columns))
 
 
 def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]:
-    """Find the tokens of a message that state the value of a fact; returns one bool for each token.
-
-    `offsets` has the start and end of each token in the text, in characters. In a reply, and in a
-    message that does not contain the value, all tokens count as part of the value.
-    """
+    """Whether each token of a message states the value of its fact; in a reply, all do."""
     start = message.text.find(message.value) if message.role == "user" else -1
     if start < 0:
         return [True] * len(offsets)
@@ -212,13 +192,8 @@ def value_tokens(message: Message, offsets: list[tuple[int, int]]) -> list[bool]
 def span_matches(correct: Tensor, span: Tensor) -> Tensor:
     """Test whether the model predicts every token of each answer that recalls a fact.
 
-    Returns bool [answers], row by row. An answer is true exactly if greedy decoding would generate
-    it.
-
-    Args:
-        correct: bool [rows, tokens], whether the argmax is the target token.
-        span: int [rows, tokens], number of the answer that the target token belongs to; 0 if it
-            belongs to none.
+    Returns bool [answers], row by row. `correct` is bool [rows, tokens], whether the argmax is the
+    target token.
     """
     rows = span + torch.arange(len(span))[:, None] * (span.max() + 1)
     keys, index = torch.unique(rows[span > 0], return_inverse=True)

@@ -39,39 +39,26 @@ SIZES: dict[SizeName, Size] = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a training phase, with its own length of rows and its own mix of dialogue.
+    """A part of a training phase, with its own length of rows and its own mix of dialogue."""
 
-    Attributes:
-        until: share of the phase's steps after which the stage ends, 0 to 1.
-        tokens: number of tokens in a training row.
-        mix: how often each kind of round occurs in the generated dialogues.
-        gaps: share of the stage's steps in which the attention mask hides tokens that a budget
-            would evict.
-    """
-
-    until: float
-    tokens: int
-    mix: Mix
+    until: float  # share of the phase's steps after which the stage ends, 0 to 1
+    tokens: int  # number of tokens in a training row
+    mix: Mix  # how often each kind of round occurs in the generated dialogues
+    # share of the stage's steps in which the attention mask hides tokens that a budget would evict
     gaps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of the training, in which the learning rate rises and falls once.
+    """A phase of the training, in which the learning rate rises and falls once."""
 
-    Attributes:
-        steps: number of steps of the phase in the full recipe.
-        stages: the stages of the phase, in order.
-        peak: factor that multiplies the optimizers' learning rates.
-        keep: if above 0, the model's weights at the end of the phase are averaged with the weights
-            at its start; `keep` is the share of the weights at the start in this mean.
-        gathered: roles whose messages are followed by an anchor token, if the model has one.
-    """
-
-    steps: int
-    stages: tuple[Stage, ...]
-    peak: float = 1.0
+    steps: int  # number of steps of the phase in the full recipe
+    stages: tuple[Stage, ...]  # the stages of the phase, in order
+    peak: float = 1.0  # factor that multiplies the optimizers' learning rates
+    # if above 0, the model's weights at the end of the phase are averaged with the weights at its
+    # start; `keep` is the share of the weights at the start in this mean
     keep: float = 0.0
+    # roles whose messages are followed by an anchor token, if the model has one
     gathered: tuple[Speaker, ...] = ()
 
 
@@ -177,17 +164,11 @@ DECAY_FROM = 0.66  # share of a phase's steps after which the learning rate fall
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """The phase that a training step belongs to, and the step's number in the phase.
+    """The phase that a training step belongs to, and the step's number in the phase."""
 
-    Attributes:
-        phase: the phase that the step belongs to.
-        step: the step's number in the phase, from 0.
-        steps: number of steps of the phase in this training.
-    """
-
-    phase: Phase
-    step: int
-    steps: int
+    phase: Phase  # the phase that the step belongs to
+    step: int  # the step's number in the phase, from 0
+    steps: int  # number of steps of the phase in this training
 
     @property
     def stage(self) -> Stage:
@@ -197,22 +178,14 @@ class ScheduledStep:
 
     @property
     def learning_rate(self) -> float:
-        """The factor that multiplies the optimizers' learning rates in the training step.
-
-        In each phase the factor rises to the phase's `peak`, stays there, and then falls linearly
-        to a few percent of `peak`.
-        """
+        """The factor that multiplies the optimizers' learning rates in the training step."""
         warmup = min(1.0, (self.step + 1) / min(WARMUP_STEPS, max(1, self.steps // 4)))
         left = (1 - self.step / max(1, self.steps)) / (1 - DECAY_FROM)
         return self.phase.peak * warmup * max(0.03, min(1.0, left))
 
 
 def scheduled_step_at(step: int, steps: int, phases: tuple[Phase, ...] = PHASES) -> ScheduledStep:
-    """Find the phase of training step `step`, counted from 0, and the step's number in the phase.
-
-    The training has `steps` steps in all. If these are more or fewer than the steps of all
-    `phases`, each phase becomes longer or shorter in proportion.
-    """
+    """The phase of a training step, counted from 0, and the step's number in it."""
     start = planned = 0
     whole = sum(phase.steps for phase in phases)
     for phase in phases:

@@ -1,12 +1,7 @@
 """Trains a scorer, which predicts from hidden states how much the model needs each token.
 
 The scorer predicts the logarithm of KVzip's score of a token. To measure this score, the model
-reads a conversation, then a request to repeat it, then the whole conversation again. The score is
-the highest attention weight that the token receives in each head while the request and the second
-copy are read, averaged over heads and layers. The inputs of the scorer are the token's hidden
-states after a few layers in the first reading, so that a chat needs no second reading. The fit is
-ridge regression with standardised inputs, in closed form. Every fourth conversation is held out, to
-test the scorer.
+reads a conversation, then a request to repeat it, then the whole conversation again.
 """
 
 from __future__ import annotations
@@ -36,13 +31,12 @@ from sirchat.text.template import Template, TurnIds
 
 Floats = NDArray[np.float64]
 
+# The factor of the ridge penalty, which keeps the weights of standardised inputs small
 PENALTY = 100.0
-"""The factor of the ridge penalty, which keeps the weights of standardised inputs small."""
 
+# The user message that follows a conversation before the model reads the conversation again.
+# KVzip's prompt asks for the same
 REQUEST = "Repeat everything that was said before, word for word."
-"""The user message that follows a conversation before the model reads the conversation again.
-
-KVzip's prompt asks for the same."""
 
 _LENGTH = 1000  # largest number of tokens of a conversation
 _ROOM = 64  # tokens of the context that stay free for the request
@@ -56,25 +50,18 @@ Source = Literal["given", "generated"]
 
 @dataclass(frozen=True)
 class ScorerOptions:
-    """The options of `sirchat train scorer`.
+    """The options of `sirchat train scorer`."""
 
-    Attributes:
-        model: name of the model whose tokens the scorer scores.
-        data: files of conversations; if they have fewer than `tokens` tokens, synthetic dialogue is
-            added.
-        layers: numbers (from 1) of the layers whose hidden states the scorer reads; empty for the
-            layers that `default_layers` returns.
-        tokens: number of tokens to read, including those held out for the test.
-        out: file of the scorer; None for the path where chats look for a scorer of the model.
-        seed: seed of the random order of the data, and of the synthetic dialogue.
-    """
-
-    model: str
+    model: str  # name of the model whose tokens the scorer scores
+    # files of conversations; if they have fewer than `tokens` tokens, synthetic dialogue is added
     data: tuple[Path, ...] = ()
+    # numbers (from 1) of the layers whose hidden states the scorer reads; empty for the layers that
+    # `default_layers` returns
     layers: tuple[int, ...] = ()
-    tokens: int = 40_000
+    tokens: int = 40_000  # number of tokens to read, including those held out for the test
+    # file of the scorer; None for the path where chats look for a scorer of the model
     out: Path | None = None
-    seed: int = 0
+    seed: int = 0  # seed of the random order of the data, and of the synthetic dialogue
     trust_remote_code: bool = False
 
 
@@ -96,19 +83,12 @@ class ScorerConversation:
 
 @dataclass(frozen=True)
 class ScorerTest:
-    """How well a scorer predicts the log scores of tokens in conversations that were held out.
+    """How well a scorer predicts the log scores of tokens in conversations that were held out."""
 
-    Attributes:
-        source: the source of the conversations, `given` (in files) or `generated`.
-        tokens: number of tokens whose scores were predicted.
-        r2: share of the variance of the measured log scores that the predictions explain.
-        spearman: Spearman's rank correlation of predicted and measured scores.
-    """
-
-    source: Source
-    tokens: int
-    r2: float
-    spearman: float
+    source: Source  # the source of the conversations, `given` (in files) or `generated`
+    tokens: int  # number of tokens whose scores were predicted
+    r2: float  # share of the variance of the measured log scores that the predictions explain
+    spearman: float  # Spearman's rank correlation of predicted and measured scores
 
 
 class Ridge:
@@ -155,10 +135,6 @@ class Ridge:
 
 class ScorerTrainer:
     """Trains a scorer for one model: reads conversations, then fits and tests the scorer.
-
-    Args:
-        model: the model whose tokens the scorer scores.
-        options: the options of the training.
 
     Raises ModelError if the model does not expose its attention weights, and SettingError if the
     model lacks one of the layers in `options`, or the data has no conversations.
@@ -232,11 +208,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConversation]:
-    """Yield conversations for training a scorer, until they have `options.tokens` tokens in all.
-
-    The conversations in the files of `options.data` come first, in random order. Synthetic dialogue
-    follows.
-    """
+    """Yield conversations for training a scorer, until they have `options.tokens` tokens in all."""
     template, rng = Template(model.tokenizer, model.anchors), Random(f"scorer/{options.seed}")
     length, left = min(_LENGTH, (model.context_length - _ROOM) // 2), options.tokens
     given = [one for file in options.data for one in load_dialogues(file)]
@@ -254,10 +226,7 @@ def gathered(options: ScorerOptions, model: LoadedModel) -> Iterator[ScorerConve
 
 
 def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
-    """Yield the rounds of one synthetic dialogue after another, without end.
-
-    A round is a pair of texts: the user's message and the reply.
-    """
+    """Yield the rounds of one synthetic dialogue after another, without end."""
     while True:
         said = [one.text for one in dialogue(rng, 12, _MIX) if one.role != "system"]
         yield from zip(said[::2], said[1::2], strict=False)
@@ -266,11 +235,7 @@ def _synthetic(rng: Random) -> Iterator[tuple[str, str]]:
 def _cut(
     rounds: Iterator[tuple[str, str]], template: Template, length: int
 ) -> Iterator[list[TurnIds]]:
-    """Turn a stream of rounds into conversations of at most `length` tokens, and yield each.
-
-    A round is a pair of texts (user's message, reply). A conversation is a list of the ids of its
-    rounds. A round of more than `length` tokens is left out.
-    """
+    """Turn a stream of rounds into conversations of at most `length` tokens, and yield each."""
     found: list[TurnIds] = []
     for user, reply in rounds:
         ids = whole_round(template, user, reply, first=not found)
@@ -288,11 +253,7 @@ def observed(
 ) -> tuple[Tensor, Tensor]:
     """Let the model read a conversation twice, and return the training data for a scorer.
 
-    The data is two tensors: hidden states [m, layers x d], and log scores [m]. They have one row
-    for each of the m tokens of the conversation that are not sinks (its first tokens). The model
-    reads `ids`, then `request`, then `ids` again. A token's log score is the logarithm of the
-    highest attention weight that it receives while `request` and the second copy of `ids` are read,
-    averaged over heads and layers.
+    The data is two tensors: hidden states [m, layers x d], and log scores [m].
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
     states = LayerStates(model.module, layers)

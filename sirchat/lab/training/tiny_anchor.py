@@ -60,11 +60,7 @@ class TinyAnchorTrainer(Trainer):
         return Renderer(self.tokenizer, self.anchor, self.schedule_at(step).phase.gathered)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The attention mask for the batch of a training step, and None.
-
-        Under the mask, a token attends to its own sequence and to the anchors of earlier sequences.
-        None says that all tokens count in the loss.
-        """
+        """The attention mask for the batch of a training step, and None."""
         return self.visible(batch.ids[:, :-1]), None
 
     def visible(self, ids: Tensor) -> Tensor:
@@ -76,11 +72,7 @@ class TinyAnchorTrainer(Trainer):
         return visible(ids == self.anchor, document, sinks=SINKS)
 
     def card(self) -> str:
-        """Measure the recall of the trained model, and return the text of its model card.
-
-        Recall is measured under the attention mask of the training: earlier rounds are visible only
-        through their anchors.
-        """
+        """Measure the recall of the trained model, and return the text of its model card."""
         options, size = self.options, self.size
         recalls = probe(
             self.model,

@@ -39,37 +39,28 @@ from sirchat.lab.training.schedule import (
     scheduled_step_at,
 )
 
+# A function such as `token_losses`, which returns each token's loss and whether it was predicted.
+# Its arguments are a model, ids and an attention mask
 Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""A function such as `token_losses`, which returns each token's loss and whether it was predicted.
-
-Its arguments are a model, ids and an attention mask."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of the training of a bundled model.
+    """Options of the training of a bundled model."""
 
-    Attributes:
-        out: the folder that the trained model is written to; checkpoints go to the folder
-            `<out>.checkpoints`.
-        steps: number of training steps.
-        size: name of the model's size.
-        seed: seed of the random weights and of the generated dialogues.
-        resume: whether to start from the newest checkpoint; the trained model is then the same as
-            without an interruption.
-        threads: number of CPU threads; None for PyTorch's default.
-        checkpoint_every: number of steps from one checkpoint to the next.
-        compile: whether to compile the forward pass, which makes steps faster and needs a C++
-            compiler. Compiling takes some seconds for each length of rows.
-    """
-
+    # the folder that the trained model is written to; checkpoints go to the folder
+    # `<out>.checkpoints`
     out: Path
-    steps: int = RECIPE_STEPS
-    size: SizeName = "small"
-    seed: int = 0
+    steps: int = RECIPE_STEPS  # number of training steps
+    size: SizeName = "small"  # name of the model's size
+    seed: int = 0  # seed of the random weights and of the generated dialogues
+    # whether to start from the newest checkpoint; the trained model is then the same as without an
+    # interruption
     resume: bool = False
-    threads: int | None = None
-    checkpoint_every: int = 250
+    threads: int | None = None  # number of CPU threads; None for PyTorch's default
+    checkpoint_every: int = 250  # number of steps from one checkpoint to the next
+    # whether to compile the forward pass, which makes steps faster and needs a C++ compiler.
+    # Compiling takes some seconds for each length of rows
     compile: bool = False
 
     @property
@@ -108,8 +99,7 @@ class Trainer:
     The method `step` trains on one batch.
     """
 
-    phases: ClassVar[tuple[Phase, ...]] = PHASES
-    """The phases of the training, in order."""
+    phases: ClassVar[tuple[Phase, ...]] = PHASES  # the phases of the training, in order
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -135,11 +125,7 @@ class Trainer:
         return Renderer(self.tokenizer)
 
     def batch(self, step: int) -> Batch:
-        """Generate the training batch of step `step`.
-
-        The batch depends only on the options and the step, so that a resumed training sees the same
-        batches.
-        """
+        """Generate the training batch of step `step`."""
         stage = self.schedule_at(step).stage
         tokens = min(stage.tokens, self.size.longest)
         rng = Random(f"{self.options.seed}/batch/{step}")
@@ -179,11 +165,7 @@ class Trainer:
         return summary(losses.detach().cpu(), correct.cpu(), batch, lost)
 
     def end_phase(self, done: int) -> None:
-        """Average the model's weights at the end of a phase, after `done` training steps.
-
-        The weights become a mean of the weights after the phase and before it. Nothing happens if
-        the `keep` of the phase, the share of the weights before it, is 0.
-        """
+        """Average the model's weights at the end of a phase, after `done` training steps."""
         if done and (keep := self.schedule_at(done - 1).phase.keep):
             average_with_saved(self.options.checkpoints, self.model, keep)
 
@@ -208,12 +190,7 @@ class Trainer:
             return self.losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-        """The attention mask for the batch of a training step, and the tokens without loss.
-
-        In some steps the attention mask hides tokens that a budget would evict. The second tensor
-        is then true for the tokens of answers that can't be known under this mask. In all other
-        steps both results are None: attention is causal, and all tokens count in the loss.
-        """
+        """The attention mask for the batch of a training step, and the tokens without loss."""
         rng = Random(f"{self.options.seed}/gaps/{step}")
         if rng.random() >= self.schedule_at(step).stage.gaps:
             return None, None
@@ -260,12 +237,7 @@ class Trainer:
 def summary(
     losses: Tensor, correct: Tensor, batch: Batch, lost: Tensor | None = None
 ) -> tuple[float, float, float | None]:
-    """Summarise a training step in three numbers: mean loss, mean loss of reply tokens, recall.
-
-    Losses are in nats per token. Recall is the share of exact answers to questions about facts;
-    None if the batch has no answers to such questions. Tokens for which `lost` is true do not count
-    in recall.
-    """
+    """Summarise a training step in three numbers: mean loss, mean loss of reply tokens, recall."""
     span = batch.span if lost is None else batch.span.masked_fill(lost, 0)
     hits = span_matches(correct, span[:, 1:])
     recall = float(hits.float().mean()) if len(hits) else None
@@ -294,11 +266,7 @@ class TrainingSpeed:
 
 
 def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
-    """Train a bundled model, and yield the result of each training step.
-
-    Checkpoints are written during the training, and the model is written at the end. `kind` is the
-    class of the trainer, which decides the model that is trained.
-    """
+    """Train a bundled model, and yield the result of each training step."""
     check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

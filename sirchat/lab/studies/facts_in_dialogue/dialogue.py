@@ -39,28 +39,18 @@ _REPLIES = (
 
 @dataclass(frozen=True)
 class ToldFact:
-    """A fact that the user tells in a conversation, and a multiple-choice question for it.
+    """A fact that the user tells in a conversation, and a multiple-choice question for it."""
 
-    Attributes:
-        kind: name of the kind of fact.
-        round: index of the round whose user turn tells the fact. If the fact is corrected later, it
-            is the round with the correction.
-        told: the sentence in that turn that tells or corrects the fact.
-        value: the value in that sentence.
-        question: the user turn that asks for the fact.
-        replies: the four replies to choose from.
-        right: index of the right reply.
-        corrected: whether another value was told before; that value is one of the wrong options.
-    """
-
-    kind: str
+    kind: str  # name of the kind of fact
+    # index of the round whose user turn tells the fact. If the fact is corrected later, it is the
+    # round with the correction
     round: int
-    told: str
-    value: str
-    question: str
-    replies: tuple[str, ...]
-    right: int
-    corrected: bool
+    told: str  # the sentence in that turn that tells or corrects the fact
+    value: str  # the value in that sentence
+    question: str  # the user turn that asks for the fact
+    replies: tuple[str, ...]  # the four replies to choose from
+    right: int  # index of the right reply
+    corrected: bool  # whether another value was told before; that value is one of the wrong options
 
 
 @dataclass(frozen=True)
@@ -80,9 +70,7 @@ def draw_dialogue(
 ) -> FactDialogue:
     """Draw a conversation of at most `length` tokens that tells facts amid real dialogue.
 
-    `dialogues` are the real conversations. `facts` is the number of facts, all of different kinds.
-    `size` returns the number of tokens of a round, given its user turn and reply. Raises
-    SettingError when the facts leave no room for dialogue between them.
+    Raises SettingError when the facts leave no room for dialogue between them.
     """
     drawn = [_draw_fact(rng, kind) for kind in rng.sample(KINDS, facts)]
     sentences = [(sentence, fact) for told, fact in drawn for sentence in told]
@@ -114,11 +102,7 @@ def draw_dialogue(
 
 
 def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
-    """Draw the numbers of the rounds that tell facts; all numbers are different and below `last`.
-
-    Fact n gets `counts[n]` numbers, in ascending order. Returns one list: first the numbers of the
-    first fact, then those of the second, and so on.
-    """
+    """Draw the rounds below `last` that tell each fact, those of one fact ascending."""
     free = rng.sample(range(last), sum(counts))
     places: list[int] = []
     for count in counts:
@@ -127,11 +111,7 @@ def _places(rng: Random, last: int, counts: Sequence[int]) -> list[int]:
 
 
 def _draw_fact(rng: Random, kind: Kind) -> tuple[list[str], ToldFact]:
-    """Draw a fact of the given kind; returns the sentences that tell the fact, and the fact.
-
-    A fact is told in one sentence or, if it is corrected, in two. The second sentence then corrects
-    the first, and has the right value.
-    """
+    """Draw a fact of the given kind; returns the sentences that tell the fact, and the fact."""
     values: list[str] = []
     while len(values) < OPTIONS:
         value = kind.values(rng)
@@ -166,11 +146,7 @@ def _filled(sentence: str, who: str, value: str) -> str:
 def _draw_rounds(
     rng: Random, dialogues: Sequence[Dialogue], length: int, size: Callable[[str, str], int]
 ) -> Dialogue:
-    """Draw conversations in random order, and return their rounds, one after another.
-
-    The rounds have at most `length` tokens in all; `size` returns the number of tokens of a round.
-    If all conversations are used up, they are drawn again.
-    """
+    """Draw conversations in random order, and return their rounds, one after another."""
     rounds: Dialogue = []
     while True:
         for talk in rng.sample(dialogues, len(dialogues)):
@@ -181,19 +157,14 @@ def _draw_rounds(
                 rounds.append((user, reply))
 
 
-Dialogue = list[tuple[str, str]]
-"""The rounds of one conversation, each as (user turn, reply)."""
+Dialogue = list[tuple[str, str]]  # the rounds of one conversation, each as (user turn, reply)
 
+# Number of rounds in each of the conversations into which a transcript is cut
 _ROUNDS_OF_TRANSCRIPT = 12
-"""Number of rounds in each of the conversations into which a transcript is cut."""
 
 
 def load_dialogues(path: Path) -> list[Dialogue]:
-    """The conversations in a file or folder; raises SettingError if there are none.
-
-    A folder must have files of LoCoMo or Realtalk. A file may also be SirLLM's DailyDialog or a
-    transcript.
-    """
+    """The conversations in a file or folder; raises SettingError if there are none."""
     if path.is_dir():
         return _of_weeks(path)
     try:
@@ -221,11 +192,7 @@ def _dailydialog(path: Path) -> list[Dialogue]:
 
 
 def _of_weeks(path: Path) -> list[Dialogue]:
-    """Read a file or folder of LoCoMo or Realtalk; returns a dialogue for each session.
-
-    A round is a message of the person who begins the session, and the next message, if another
-    person wrote it. All other messages are left out.
-    """
+    """Read a file or folder of LoCoMo or Realtalk; returns a dialogue for each session."""
     sessions = [one for talk in long_talks(path) for one in talk.sessions]
     dialogues = [
         [
@@ -239,10 +206,7 @@ def _of_weeks(path: Path) -> list[Dialogue]:
 
 
 def _transcript(data: bytes, name: str) -> list[Dialogue]:
-    """Read a transcript, and cut it into conversations of a fixed number of rounds.
-
-    A round is a user turn and the reply that follows it.
-    """
+    """Read a transcript, and cut it into conversations of a fixed number of rounds."""
     turns = [turn for turn in parse_transcript(data, name) if turn.role != "system"]
     rounds = [(a.content, b.content) for a, b in pairwise(turns) if _is_round(a, b)]
     return [

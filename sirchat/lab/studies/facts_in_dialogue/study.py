@@ -1,11 +1,7 @@
 """Facts told amid real dialogue and asked for later, to see which facts a policy keeps.
 
 A session reads the conversation turn by turn, as a chat does; recall is on if the setting says so.
-At the end the user asks for each fact, and each question is undone. Four things are measured for a
-fact: whether the right reply is the likeliest of four; whether the greedy reply says the value; the
-surprisal of the right reply, in nats; and how many of the tokens that tell the fact are held or
-restored for the reply. The surprisal is compared with two others: the surprisal under `full`, and
-the closed-book surprisal, for which the question is asked without the conversation.
+At the end the user asks for each fact, and each question is undone.
 """
 
 from __future__ import annotations
@@ -56,20 +52,15 @@ class FactsInDialogue(Grid):
     """Compares settings by how many facts, told amid real dialogue, the model recalls.
 
     `limit` is the number of questions for each length.
-
-    Attributes:
-        data: path of a file or folder with real conversations.
-        lengths: lengths of the conversations in tokens, not counting the questions.
-        facts: number of facts told in a conversation.
-        reply_tokens: largest number of tokens of a reply; 0 if no reply is generated.
-        summary: names of ways to sum up the conversation after the questions (see `chat.summary`);
-            the facts in each summary are counted.
     """
 
-    data: str = ""
+    data: str = ""  # path of a file or folder with real conversations
+    # lengths of the conversations in tokens, not counting the questions
     lengths: tuple[int, ...] = (1000,)
-    facts: int = 5
-    reply_tokens: int = 32
+    facts: int = 5  # number of facts told in a conversation
+    reply_tokens: int = 32  # largest number of tokens of a reply; 0 if no reply is generated
+    # names of ways to sum up the conversation after the questions (see `chat.summary`); the facts
+    # in each summary are counted
     summary: tuple[str, ...] = ()
 
     extends: ClassVar[tuple[str, ...]] = (*Grid.extends, "lengths")
@@ -94,12 +85,7 @@ class FactsInDialogue(Grid):
         return [f"{length} {number}" for length in self.lengths for number in range(count)]
 
     def run_unit(self, session: Session, unit: str, cell: Cell) -> Record:
-        """Read the conversation named `unit`, and ask for each fact.
-
-        The record has, for each fact, the scores that the function `asked` returns, and the
-        closed-book surprisal: that of the right reply if the question is asked without the
-        conversation.
-        """
+        """Read the conversation named `unit`, and ask for each fact."""
         length, number = map(int, unit.split())
         switch(session, temperature=0.0, max_new_tokens=max(1, self.reply_tokens))
         talk = self.dialogue(session.template, length, number)
@@ -167,18 +153,11 @@ class FactsInDialogue(Grid):
 
     @cached_property
     def _closed(self) -> dict[tuple[str, str | None], float]:
-        """The surprisals that `_closed_book` has computed, so that none is computed twice.
-
-        A key is (question and right reply, system prompt).
-        """
+        """The surprisals that `_closed_book` has computed, so that none is computed twice."""
         return {}
 
     def _closed_book(self, session: Session, fact: ToldFact) -> float:
-        """Surprisal, in nats, of the right reply if the fact is asked for without the conversation.
-
-        The question is asked in a new session, which has read nothing but the setting's system
-        prompt.
-        """
+        """The right reply's surprisal, in nats, in a session that read nothing else."""
         profile, right = session.profile, fact.replies[fact.right]
         key = f"{fact.question}/{right}", profile.system
         if key not in self._closed:
@@ -209,20 +188,7 @@ def spans(texts: TokenTexts, ids: Sequence[int], fact: ToldFact) -> tuple[slice,
 def asked(
     session: Session, fact: ToldFact, statement: Positions, value: Positions, *, generate: bool
 ) -> Record:
-    """Ask for a fact, score the answer, and undo the turn.
-
-    `statement` has the stream positions of the sentence that tells the fact, and `value` those of
-    the fact's value in it.
-
-    Returns a record:
-        kind, corrected: as in the fact.
-        right: whether the right reply is the likeliest of the fact's replies.
-        nats: surprisal of the right reply.
-        told, held: the share of the tokens in `statement`, and of those in `value`, that are held
-            when the reply begins; restored tokens count as held.
-        said: whether the greedy reply contains the value; None if no reply is generated.
-        restored: number of tokens that are held because they were restored.
-    """
+    """Ask for a fact, score the answer, and undo the turn."""
     found: Record = {"kind": fact.kind, "corrected": fact.corrected, "said": None}
     for event in session.ask(fact.question):
         if isinstance(event, TurnDone) and event.role == "user":
@@ -247,10 +213,7 @@ def asked(
 
 
 def _summary(session: Session, way: str) -> str:
-    """The summary text that `/summarize` would show, made in the way named `way`.
-
-    The session does not change.
-    """
+    """The summary text that `/summarize` would show, made in the way named `way`."""
     text = ""
 
     def events() -> Iterator[Event]:
@@ -267,11 +230,9 @@ def says(reply: str, value: str) -> bool:
     return bool(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", reply, re.IGNORECASE))
 
 
+# The policy with which every other policy is compared, at the same budget. If no setting has this
+# policy, the policy of the first setting is used instead
 REFERENCE = "entropy"
-"""The policy with which every other policy is compared, at the same budget.
-
-If no setting has this policy, the policy of the first setting is used instead.
-"""
 
 _COLUMNS = (
     "setting",
@@ -292,14 +253,7 @@ def tables(
     lengths: Sequence[int],
     ways: Sequence[str] = (),
 ) -> tuple[Table, ...]:
-    """The tables of the report: one for each length of conversation, with a row for each setting.
-
-    The column `nats gained` is the surprisal of the right reply closed-book (asked without the
-    conversation) minus its surprisal under the setting. The column `nats below full` is its
-    surprisal under the setting minus its surprisal under `full`; it is empty if `full` was not run.
-    For each of the `ways` to make a summary, one more column has the share of the facts' values
-    that the summary contains.
-    """
+    """A table for each length of conversation, with a row for each setting."""
     return tuple(_table(findings, settings, length, ways) for length in lengths)
 
 
@@ -345,11 +299,7 @@ def _name(settings: Sequence[Profile]) -> str:
 def _reference(
     findings: Sequence[Findings], settings: Sequence[Profile], setting: Profile
 ) -> Findings | None:
-    """The results with which the results of `setting` are compared; None if there are none.
-
-    They are the results of a setting with the policy `_name(settings)`, no policy options, and the
-    same budget as `setting`. If the policy of `setting` is `full`, the result is None.
-    """
+    """The results with which the results of `setting` are compared; None if there are none."""
     if setting.policy == "full":
         return None
     wanted = _name(settings)
@@ -360,10 +310,7 @@ def _reference(
 
 
 def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in the records of all answers, for conversations of `length` tokens.
-
-    Returns one list of values for each seed and conversation.
-    """
+    """The values of `key` in the records of all answers, for conversations of `length` tokens."""
     return [
         [float(answer[key]) for answer in record["answers"]]
         for record in findings.records
@@ -372,9 +319,6 @@ def _values(findings: Findings, length: int, key: str) -> list[list[float]]:
 
 
 def _repeated(reference: Findings, one: Findings, length: int, key: str) -> list[list[float]]:
-    """The values of `key` in `reference`, in lists that can be paired with those of `one`.
-
-    They are the `_values` of the first seed of `reference`, repeated once for each seed of `one`.
-    """
+    """The values of `key` in `reference`, in lists that can be paired with those of `one`."""
     first = Findings(reference.name, reference.by_seed[:1])
     return _values(first, length, key) * len(one.by_seed)

@@ -1,13 +1,7 @@
-"""Lets lm-eval use a model under a sirchat setting, by lm-eval's interface for models.
+"""Lets lm-eval use a model under a sirchat setting, by lm-eval's interface for models. lm-eval is
+EleutherAI's https://github.com/EleutherAI/lm-evaluation-harness.
 
-lm-eval is EleutherAI's https://github.com/EleutherAI/lm-evaluation-harness. Requests with the same
-context, such as the options of one question, share one prefill. Under a policy that evicts nothing,
-a context that is too long loses its beginning, as in lm-eval; any other policy reads the whole
-context.
-
-A context is read as one user round, so that its end is protected like a question in a chat. A
-context can also be read in rounds of a fixed size, so that decay takes effect. Scoring a
-continuation evicts nothing.
+Requests with the same context, such as the options of one question, share one prefill.
 """
 
 from __future__ import annotations
@@ -30,8 +24,7 @@ from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
 from sirchat.text.detokenizer import TextStream
 
-_LONGEST_REPLY = 256
-"""Largest number of tokens in a reply if a task sets no limit, as in lm-eval."""
+_LONGEST_REPLY = 256  # largest number of tokens in a reply if a task sets no limit, as in lm-eval
 
 
 class HarnessAdapter:
@@ -39,9 +32,6 @@ class HarnessAdapter:
 
     A request is an object of lm-eval's class Instance. Its `args` are a context and a continuation,
     or a text, or a context and generation options, depending on the method.
-
-    Attributes:
-        truncated: number of contexts and texts that were cut because they were too long.
     """
 
     def __init__(self, reader: TextReader, texts: TextEncoder) -> None:
@@ -52,9 +42,7 @@ class HarnessAdapter:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For each request, how likely its continuation is after its context.
 
-        Returns pairs: the continuation's log-probability, in nats, and whether greedy decoding
-        generates the continuation. Raises UsageError for a continuation that adds no token of its
-        own to its context.
+        Raises UsageError for a continuation that adds no token of its own to its context.
         """
         by_context: dict[tuple[int, ...], list[tuple[int, Ids]]] = {}
         for number, request in enumerate(requests):
@@ -130,10 +118,7 @@ class HarnessAdapter:
         return text
 
     def _truncate(self, context: Ids, more: int) -> Ids:
-        """`context`, cut at its start if it and `more` further ids exceed the context length.
-
-        Raises SettingError if the further ids alone fill the context length.
-        """
+        """`context`, cut at its start if it and `more` further ids exceed the context length."""
         longest = self._reader.longest
         if longest is None or len(context) + more <= longest:
             return context
@@ -158,16 +143,11 @@ def language_model(reader: TextReader, texts: TextEncoder) -> Any:
 
 @dataclass(frozen=True)
 class TextReader:
-    """Reads, scores and generates text with a model under a setting.
+    """Reads, scores and generates text with a model under a setting."""
 
-    Attributes:
-        model, setting: the model and the profile.
-        piece: number of tokens in a round; if None, a context is read as one round.
-    """
-
-    model: LoadedModel
+    model: LoadedModel  # the model and the profile
     setting: Profile
-    piece: int | None = None
+    piece: int | None = None  # number of tokens in a round; if None, a context is read as one round
 
     @property
     def longest(self) -> int | None:

@@ -35,22 +35,16 @@ from sirchat.models.model import LoadedModel
 class LmEval(Study):
     """The study that runs tasks of lm-eval under several settings.
 
-    Attributes:
-        settings: profiles; each metric of a task has a row for each profile.
-        tasks: names of tasks, groups or tags.
-        harness: how the tasks are run.
-        piece: number of tokens in a round; if None, a context is read as one round.
-
     Raises UsageError if lm-eval is not installed, and SettingError for an unknown task and for a
     setting that has no effect in this study.
     """
 
     needs_hub: ClassVar[bool] = True
 
-    settings: tuple[Profile, ...]
-    tasks: tuple[str, ...]
-    harness: Harness
-    piece: int | None = None
+    settings: tuple[Profile, ...]  # profiles; each metric of a task has a row for each profile
+    tasks: tuple[str, ...]  # names of tasks, groups or tags
+    harness: Harness  # how the tasks are run
+    piece: int | None = None  # number of tokens in a round; if None, a context is read as one round
 
     def __post_init__(self) -> None:
         for setting in self.settings:
@@ -150,11 +144,7 @@ def lm_eval_study(
 
 
 def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
-    """Raise SettingError for a setting that has no effect in this study.
-
-    Recall has no effect. A decay other than 1 has no effect if `piece` is None, because a context
-    is then read as one round.
-    """
+    """Raise SettingError for a setting that has no effect in this study."""
     if setting.recall != "off":
         raise SettingError(
             f"recall is {setting.recall}, must be off: nothing is restored while a context is read",
@@ -167,27 +157,22 @@ def _refuse_without_effect(setting: Profile, piece: int | None) -> None:
         )
 
 
+# Number of bootstrap samples for the standard error of a metric that is not a mean
 _BOOTSTRAPS = 1000
-"""Number of bootstrap samples for the standard error of a metric that is not a mean."""
 
+# lm-eval's own default seeds; with them, the few-shot examples are the same as in lm-eval
 _SEED, _OTHER_SEED = 0, 1234
-"""lm-eval's own default seeds; with them, the few-shot examples are the same as in lm-eval."""
 
 
 @dataclass(frozen=True)
 class Harness:
-    """The options with which lm-eval runs its tasks.
+    """The options with which lm-eval runs its tasks."""
 
-    Attributes:
-        shots: number of examples before each question; None for the task's own number.
-        limit: number of documents of each task; None for all.
-        folder: a folder with task files besides lm-eval's own; None for no folder.
-        chat: whether contexts are rendered by the chat template, with few-shot examples as turns.
-    """
-
+    # number of examples before each question; None for the task's own number
     shots: int | None = None
-    limit: int | None = None
-    folder: str | None = None
+    limit: int | None = None  # number of documents of each task; None for all
+    folder: str | None = None  # a folder with task files besides lm-eval's own; None for no folder
+    # whether contexts are rendered by the chat template, with few-shot examples as turns
     chat: bool = False
 
     def check(self, tasks: tuple[str, ...]) -> None:
@@ -205,8 +190,8 @@ class Harness:
     def run(self, lm: Any, task: str, system: str | None) -> list[Record]:
         """Run a task, or each task of a group; returns a record for each metric of each task.
 
-        `lm` is the model, and `system` the system prompt or None. Raises SirchatError for a task
-        that can't be loaded, and UsageError for a task that runs code written by a model.
+        Raises SirchatError for a task that can't be loaded, and UsageError for a task that runs
+        code written by a model.
         """
         from lm_eval.evaluator import evaluate
 
@@ -263,10 +248,7 @@ def harness_version() -> str:
 
 @cache
 def _index(folder: str | None) -> Any:
-    """The index of all tasks: lm-eval's own tasks and those in `folder`.
-
-    Building the index takes seconds, so the result is cached.
-    """
+    """The index of all tasks: lm-eval's own tasks and those in `folder`."""
     # Without this, lm-eval warns about settings that are made here on purpose.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
@@ -275,10 +257,7 @@ def _index(folder: str | None) -> Any:
 
 
 def _scores(results: Record) -> Iterator[Record]:
-    """Yield a record for each metric of each task in lm-eval's results.
-
-    The record's `stderr` is None if lm-eval gives no standard error.
-    """
+    """Yield a record for each metric of each task in lm-eval's results."""
     for task, found in results["results"].items():
         for key, value in found.items():
             metric, _, rest = key.partition(",")

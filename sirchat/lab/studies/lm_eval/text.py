@@ -1,8 +1,6 @@
 """Encodes text as lm-eval's adapter for Hugging Face models does, so that results are comparable.
 
-Two things differ from that adapter. First, text never becomes a control token: if a document
-contains the text of a control token, such as `<|im_end|>`, this text is encoded as plain text, or
-left out if the chat template renders the document. Second, no text begins with two BOS tokens.
+Two things differ from that adapter.
 """
 
 from __future__ import annotations
@@ -26,15 +24,8 @@ Ids = list[int]
 class TextEncoder:
     """Encodes contexts, and the continuations of contexts, as token ids.
 
-    `chat` says whether contexts were rendered by the chat template. If the model has an anchor
-    token, the token is placed after each few-shot example of a context: after a blank line, which
-    separates examples in lm-eval, or, in a chat, after each reply and after the system prompt.
-
-    Attributes:
-        prefix: the id that stands for an empty context: BOS or, if there is no BOS token, EOS.
-
-    Raises ModelError if the tokenizer has neither BOS nor EOS, or if `chat` is true and the
-    tokenizer has no chat template.
+    `chat` says whether contexts were rendered by the chat template. Raises ModelError if the
+    tokenizer has neither BOS nor EOS, or if `chat` is true and the tokenizer has no chat template.
     """
 
     def __init__(
@@ -56,11 +47,7 @@ class TextEncoder:
         self._control = re.compile("|".join(sorted(control, key=len, reverse=True)) or r"(?!)")
 
     def encode(self, text: str, *, special: bool = True) -> Ids:
-        """The token ids of a text.
-
-        If `special` is true, the ids begin with the tokenizer's BOS token. A text that the chat
-        template rendered gets no second BOS token if it already begins with one.
-        """
+        """The token ids of a text."""
         if self._chat:
             has_prefix = text.startswith(self._tokenizer.decode([self.prefix]))
             return self._encode(text, special and not has_prefix)
@@ -84,9 +71,7 @@ class TextEncoder:
     def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
         """The token ids of a context and those of its continuation; neither list is empty.
 
-        Context and continuation are encoded as one text, which is split at the end of the context;
-        blanks at the end of the context go to the continuation. Raises UsageError for a
-        continuation without ids.
+        Raises UsageError for a continuation without ids.
         """
         end = len(context.rstrip())
         text = context[end:] + (self._plain(continuation) if self._chat else continuation)
@@ -102,12 +87,7 @@ class TextEncoder:
         return head or [self.prefix], tail
 
     def conversation(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
-        """A conversation as text, rendered by the chat template; `encode` makes ids of the text.
-
-        If `prompt` is true, the text ends with the generation prompt. Otherwise the last message is
-        left unfinished, so that it can be continued. The system message is left out if the template
-        does not allow one.
-        """
+        """A conversation as text, rendered by the chat template; `encode` makes ids of the text."""
         clean = [{**one, "content": self._plain(one["content"])} for one in messages]
         try:
             return self._render_with_anchors(clean, prompt)
@@ -131,10 +111,7 @@ class TextEncoder:
         return list(ids)
 
     def _plain(self, text: str) -> str:
-        """A copy of a text without the texts of control tokens, such as `<|im_end|>`.
-
-        Control tokens are removed again and again, since removing one may form another.
-        """
+        """A copy of a text without the texts of control tokens, such as `<|im_end|>`."""
         while (left := self._control.sub("", text)) != text:
             text = left
         return text

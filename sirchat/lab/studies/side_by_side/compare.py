@@ -2,17 +2,6 @@
 
 Under every setting the model answers every user turn. Then turn and answer are undone, and the turn
 is read again with the final reply: that of the transcript or, if it has none, the answer of `full`.
-So all settings read the same ids, and their predictions can be compared token by token. If `own` is
-true, each setting continues with its own answers; then the ids differ, and only answers are
-compared.
-
-`full` is the reference until the model's context is full. From then on no agreement is measured,
-and the setting with the largest budget gives the replies that the transcript lacks.
-
-The agreement of a setting with `full` is measured by the KL divergence at each token. A recording
-model reports the logits of every forward pass. The predictions of `full` are stored for one round,
-and those of each other setting are compared with them in each forward pass. So memory never holds
-the logits of more than one round.
 """
 
 from __future__ import annotations
@@ -60,13 +49,6 @@ def compare(
 ) -> Comparison:
     """Run a transcript under every setting, one round after the other; returns the results.
 
-    Args:
-        settings: the first one is `full`, which all other settings are compared with.
-        file: the transcript's name, for messages.
-        own: whether each setting continues with its own answers.
-        advance: called whenever a setting has finished a round.
-        stopped: called before each round; the comparison ends when it returns true.
-
     Raises SettingError for a setting that does not fit the model or the system prompt.
     """
     if transcript.system is not None:
@@ -103,11 +85,9 @@ def _run_round(
         advance()
 
 
+# A function that takes the logits [m, V] of m tokens in the stream. Its arguments are the stream
+# position of the first of these tokens, and the logits
 OnLogits = Callable[[int, Tensor], None]
-"""A function that takes the logits [m, V] of m tokens in the stream.
-
-Its arguments are the stream position of the first of these tokens, and the logits.
-"""
 
 
 @dataclass
@@ -122,19 +102,7 @@ class ReferenceRound:
 
 
 class ComparedSession:
-    """Runs a transcript under one setting, round by round.
-
-    Args:
-        model: the model, which all compared sessions share.
-        setting: the profile.
-        name: the setting in a few words.
-        is_reference: whether the setting is `full`, with which all other settings are compared.
-
-    Attributes:
-        is_open: whether the session can continue; false after its context was full or an undo
-            failed.
-        notes: messages for the reader.
-    """
+    """Runs a transcript under one setting, round by round."""
 
     def __init__(
         self, model: LoadedModel, setting: Profile, name: str, *, is_reference: bool
@@ -165,12 +133,7 @@ class ComparedSession:
     def continue_with_reply(
         self, user: str, reply: str | None, reference: ReferenceRound
     ) -> str | None:
-        """Let the model answer a user turn, undo both, then read the turn with the final reply.
-
-        The final reply is `reply` or, if `reply` is None, the model's answer. Returns the final
-        reply, so that the next session reads it, too. If an error ends this session, returns
-        `reply` unchanged.
-        """
+        """Let the model answer a user turn, undo both, then read the turn with the final reply."""
         with self._ends_on_error(reference):
             answer, _ = self._ask(user)
             self._undo()
@@ -214,12 +177,7 @@ class ComparedSession:
             raise UndoError(str(error), hint=hint) from None
 
     def _read(self, user: str, reply: str, reference: ReferenceRound) -> range:
-        """Read a user turn and its reply; record the predictions, or compare them with `reference`.
-
-        The reference session records its predictions in `reference`; every other session compares
-        its own with those in `reference`. Returns the stream positions of the round, or an empty
-        range if `reference` has no predictions.
-        """
+        """Read a round, and record the predictions or compare them with `reference`."""
         start, agreement = self._session.seen, None
         if self._is_reference:
             reference.predictions = Predictions(start)
@@ -241,10 +199,7 @@ class ComparedSession:
     def _finish(
         self, answer: Answer, reply: str, measured: range, reference: ReferenceRound
     ) -> None:
-        """Add the result of a finished round to this session's results.
-
-        `measured` are the stream positions with a measured KL divergence.
-        """
+        """Add the result of a finished round to this session's results."""
         if self._is_reference:
             reference.answer = answer
         expected = reference.answer
@@ -267,11 +222,7 @@ class ComparedSession:
 
     @contextmanager
     def _ends_on_error(self, reference: ReferenceRound) -> Iterator[None]:
-        """Context manager: a full context or a failed undo within it ends this session.
-
-        The other sessions go on, and the error becomes a note for the reader. If this is the
-        reference session, its answer and predictions are removed from `reference`.
-        """
+        """Context manager: a full context or a failed undo within it ends this session."""
         try:
             yield
         except (ContextFullError, UndoError) as error:
@@ -299,8 +250,8 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+# A function that is called after a forward pass, with the logits [m, V] and the cache
 OnPass = Callable[[Tensor, BoundedCache], None]
-"""A function that is called after a forward pass, with the logits [m, V] and the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +320,8 @@ class Agreement:
 
     def __init__(self, predictions: Predictions) -> None:
         self._predictions = predictions
+        # KL divergence of the prediction after each token, in nats, by the token's position
         self.nats: dict[int, float] = {}
-        """KL divergence of the prediction after each token, in nats, by the token's position."""
 
     def add(self, position: int, logits: Tensor) -> None:
         """Compare the logits [m, V] of the m tokens from `position` on with those of `full`.
@@ -384,9 +335,8 @@ class Agreement:
 def divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """The KL divergence [m], in nats, of m predictions from those of a reference; at least 0.
 
-    Args:
-        reference: log-probabilities [m, V] of the reference.
-        logits: logits [m, V] of the predictions to compare.
+    `reference` is log-probabilities [m, V] of the reference. `logits` is logits [m, V] of the
+    predictions to compare.
     """
     other = torch.log_softmax(logits, -1)
     terms = reference.exp() * (reference - other)

@@ -22,25 +22,19 @@ class Round:
 
 @dataclass(frozen=True)
 class Rounds:
-    """A whole transcript, as rounds of a user turn and its reply.
+    """A whole transcript, as rounds of a user turn and its reply."""
 
-    Attributes:
-        system: the text of the system turn at the beginning; None if there is no such turn.
-        rounds: the rounds, at least one.
-        notes: messages about turns that are left out.
-    """
-
+    # the text of the system turn at the beginning; None if there is no such turn
     system: str | None
-    rounds: tuple[Round, ...]
-    notes: tuple[str, ...]
+    rounds: tuple[Round, ...]  # the rounds, at least one
+    notes: tuple[str, ...]  # messages about turns that are left out
 
 
 def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
     """Make rounds of a transcript's turns: each user turn with the reply that follows it.
 
-    `sirchat replay --feed` pairs turns in the same way. A system turn after the first user turn is
-    left out. Errors name the file `name`. Raises TranscriptError for an assistant turn that follows
-    no user turn, and for a transcript without user turns.
+    Raises TranscriptError for an assistant turn that follows no user turn, and for a transcript
+    without user turns.
     """
     system, rounds, notes, previous = None, list[Round](), list[str](), ""
     for turn in turns:
@@ -65,11 +59,9 @@ def rounds_of(turns: Sequence[TranscriptTurn], name: str) -> Rounds:
     return Rounds(system, tuple(rounds), tuple(notes))
 
 
+# A span of time in which a token was held: (start, end), counted in tokens read. The end is None if
+# the token is still held
 Span = tuple[int, int | None]
-"""A span of time in which a token was held: (start, end), counted in tokens read.
-
-The end is None if the token is still held.
-"""
 
 
 class HeldSpans:
@@ -119,73 +111,50 @@ class HeldSpans:
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's answer to a user turn.
+    """The model's answer to a user turn."""
 
-    Attributes:
-        text: the answer.
-        ids, tokens: id and text of each of the answer's tokens, except closing tokens.
-        finish: the reason why the answer ended; see `events.Finish`.
-        tokens_in, seconds_in: number of prompt tokens read before the answer, and prefill time.
-        seconds_out: decode time.
-    """
-
-    text: str
-    ids: tuple[int, ...]
+    text: str  # the answer
+    ids: tuple[int, ...]  # id and text of each of the answer's tokens, except closing tokens
     tokens: tuple[str, ...]
-    finish: str
-    tokens_in: int
+    finish: str  # the reason why the answer ended; see `events.Finish`
+    tokens_in: int  # number of prompt tokens read before the answer, and prefill time
     seconds_in: float
-    seconds_out: float
+    seconds_out: float  # decode time
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A finished round under one setting: a user turn, and the reply that followed it.
+    """A finished round under one setting: a user turn, and the reply that followed it."""
 
-    Attributes:
-        answer: the setting's own answer, even if the conversation continued with another reply.
-        reply: the reply that the conversation continued with.
-        differs_at: index of the first token at which the answer differs from that of `full`; None
-            if both answers are the same, or `full` has no answer.
-        same: whether both answers are the same; None if `full` has no answer.
-        nats: mean KL divergence from `full`, in nats, over the round's tokens; None if not
-            measured.
-        held, seen: number of tokens held after the round, and number of tokens read up to its end.
-        shares: for every turn up to this round, how many of the turn's tokens are held.
-        turns: indices, in `shares`, of this round's turns.
-        cache_bytes: memory of the cached keys and values.
-    """
-
+    # the setting's own answer, even if the conversation continued with another reply
     answer: Answer
-    reply: str
+    reply: str  # the reply that the conversation continued with
+    # index of the first token at which the answer differs from that of `full`; None if both answers
+    # are the same, or `full` has no answer
     differs_at: int | None
-    same: bool | None
+    same: bool | None  # whether both answers are the same; None if `full` has no answer
+    # mean KL divergence from `full`, in nats, over the round's tokens; None if not measured
     nats: float | None
-    held: int
+    held: int  # number of tokens held after the round, and number of tokens read up to its end
     seen: int
+    # for every turn up to this round, how many of the turn's tokens are held
     shares: tuple[HeldShare, ...]
-    turns: tuple[int, ...]
-    cache_bytes: int
+    turns: tuple[int, ...]  # indices, in `shares`, of this round's turns
+    cache_bytes: int  # memory of the cached keys and values
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token that a setting read.
+    """A token that a setting read."""
 
-    Attributes:
-        id, text, turn, role, surprisal: as in the session's events; surprisal in nats.
-        nats: KL divergence from `full` of the prediction of the next token, in nats; None if not
-            measured.
-        held: the spans of time, in tokens read, in which the token was held.
-    """
-
-    id: int
+    id: int  # as in the session's events; surprisal in nats
     text: str
     turn: int
     role: str
     surprisal: float | None
+    # KL divergence from `full` of the prediction of the next token, in nats; None if not measured
     nats: float | None
-    held: tuple[Span, ...]
+    held: tuple[Span, ...]  # the spans of time, in tokens read, in which the token was held
 
 
 @dataclass(frozen=True)
@@ -241,21 +210,13 @@ class SettingResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of one transcript under several settings, `full` first.
+    """The results of one transcript under several settings, `full` first."""
 
-    Attributes:
-        file: the transcript's name.
-        transcript: the transcript's rounds.
-        own: whether each setting continued with its own answers.
-        settings: one result for each setting.
-        notes: messages for the reader.
-    """
-
-    file: str
-    transcript: Rounds
-    own: bool
-    settings: tuple[SettingResult, ...]
-    notes: tuple[str, ...]
+    file: str  # the transcript's name
+    transcript: Rounds  # the transcript's rounds
+    own: bool  # whether each setting continued with its own answers
+    settings: tuple[SettingResult, ...]  # one result for each setting
+    notes: tuple[str, ...]  # messages for the reader
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -18,8 +18,8 @@ from rich.text import Text
 from sirchat.lab.studies.report import Record
 from sirchat.lab.studies.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
 
+# A function that removes from a text the control sequences that must not reach a terminal
 Safe = Callable[[str], str]
-"""A function that removes from a text the control sequences that must not reach a terminal."""
 
 MIB = 2**20
 
@@ -145,10 +145,7 @@ def _round_record(result: SettingResult, number: int) -> Record:
 
 
 def _token_columns(tokens: tuple[Token, ...]) -> Record:
-    """The values of all tokens that a setting read, as a record with one list for each property.
-
-    In the list `held`, each span of time is two numbers: its start and its end.
-    """
+    """The values of all tokens that a setting read, as a record with one list for each property."""
     return {
         "id": [one.id for one in tokens],
         "text": [one.text for one in tokens],
@@ -161,10 +158,7 @@ def _token_columns(tokens: tuple[Token, ...]) -> Record:
 
 
 def _rounded(value: float | None) -> Any:
-    """The value rounded to five significant digits; None stays None.
-
-    A record has thousands of these values, and fewer digits keep it short.
-    """
+    """The value rounded to five significant digits; None stays None."""
     return None if value is None else float(f"{value:.5g}")
 
 
