@@ -22,8 +22,8 @@ from sirchat.config.profile_files import list_profiles, load_profile
 from sirchat.errors import SessionError
 from sirchat.lab.studies.facts_in_dialogue.dialogue import load_dialogues
 from sirchat.lab.studies.long_talk import long_talks
-from sirchat.lab.studies.needle import dialogues_of_file
 from sirchat.lab.studies.perplexity import _load_text
+from sirchat.lab.studies.retrieval import dialogues_of_file
 from sirchat.lab.studies.sirllm_files import dailydialog
 from sirchat.lab.studies.study import data_name
 from sirchat.lab.training.anchor_data import load_text

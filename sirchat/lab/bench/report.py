@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sirchat.lab.bench.archive import ArchiveUse
-from sirchat.lab.bench.memory import MemoryMeasure
+from sirchat.lab.bench.archive import ArchiveUse, MemoryMeasure
 from sirchat.lab.bench.ratio import BenchOptions, Ratio, bench_record
 from sirchat.lab.bench.record import compare_records, machine, machine_in_words, values
 from sirchat.lab.bench.start import StartMeasure

@@ -227,7 +227,7 @@ def memory(
     The model is loaded, and its KV cache filled to the length of the model's context.
     """
     profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
-    from sirchat.lab.bench.memory import bench_memory
+    from sirchat.lab.bench.archive import bench_memory
     from sirchat.lab.bench.report import print_memory
 
     print_memory(bench_memory(profile), profile.model, as_json=json)

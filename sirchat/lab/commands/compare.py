@@ -24,7 +24,7 @@ from sirchat.paths import open_private
 from sirchat.ui.text import displayable, displayable_line
 
 if TYPE_CHECKING:
-    from sirchat.lab.studies.side_by_side.compared import Comparison, Rounds
+    from sirchat.lab.studies.side_by_side.compare import Comparison, Rounds
     from sirchat.models.model import LoadedModel
 
 
@@ -141,7 +141,7 @@ def _settings(
 
 def _transcript(file: Path, format: str) -> "tuple[Rounds, str]":
     """Read the transcript in `file`; `-` stands for standard input."""
-    from sirchat.lab.studies.side_by_side.compared import rounds_of
+    from sirchat.lab.studies.side_by_side.compare import rounds_of
     from sirchat.text.text_file import read_regular
     from sirchat.text.transcript import one_conversation, parse_transcript
 

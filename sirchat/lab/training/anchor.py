@@ -32,13 +32,14 @@ from sirchat.lab.training.anchor_trainer import (
     ENDLESS,
     AnchorTrainer,
     Attention,
+    LossHistory,
     Schedule,
     Step,
     StepCallback,
     TrainingClock,
+    checkpoint_losses,
     collate,
 )
-from sirchat.lab.training.losses import LossHistory, checkpoint_losses
 from sirchat.models.load import gguf_parts
 from sirchat.models.names import locate, unloadable
 from sirchat.models.progress import quiet_libraries

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from sirchat.errors import SettingError
 from sirchat.lab.progress import ProgressPace, duration
-from sirchat.lab.training.losses import (
+from sirchat.lab.training.anchor_trainer import (
     HISTORY,
     LAST,
     PLOT,

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from sirchat import paths
 from sirchat.lab.training.anchor import add_anchor
-from sirchat.lab.training.card import anchor_card
 from sirchat.lab.training.masks import visible
 from sirchat.lab.training.network import register_attention
-from sirchat.lab.training.probe import probe
+from sirchat.lab.training.probe import anchor_card, probe
 from sirchat.lab.training.rows import Batch, Renderer
 from sirchat.lab.training.schedule import ANCHOR_EACH_ROUND, ANCHOR_PHASES, Phase
 from sirchat.lab.training.trainer import Trainer

@@ -8,7 +8,7 @@ import torch
 from chatting import tiny, with_anchors
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.anchor_attention import AnchorAttention
+from sirchat.lab.studies.attention import AnchorAttention
 from sirchat.lab.studies.run import run_units
 
 

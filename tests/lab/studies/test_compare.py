@@ -26,12 +26,12 @@ from sirchat.config.profile import Profile
 from sirchat.errors import TranscriptError
 from sirchat.lab.commands.compare import has_evicted, with_notes
 from sirchat.lab.studies.report import provenance
-from sirchat.lab.studies.side_by_side.compare import compare
-from sirchat.lab.studies.side_by_side.compared import (
+from sirchat.lab.studies.side_by_side.compare import (
     Comparison,
     Round,
     Rounds,
     SettingResult,
+    compare,
     first_difference,
     rounds_of,
 )

@@ -25,9 +25,8 @@ from lm_eval.models.huggingface import HFLM
 
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.lm_eval.adapter import TextReader, language_model
+from sirchat.lab.studies.lm_eval.adapter import TextEncoder, TextReader, language_model
 from sirchat.lab.studies.lm_eval.study import Harness, LmEval
-from sirchat.lab.studies.lm_eval.text import TextEncoder
 from sirchat.lab.studies.run import run_units
 from sirchat.models.model import LoadedModel
 from sirchat.text.anchors import Anchors

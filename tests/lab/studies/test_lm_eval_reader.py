@@ -16,8 +16,7 @@ from chatting import babbler, hub_tokenizer, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import ContextFullError, ModelError, UsageError
-from sirchat.lab.studies.lm_eval.adapter import TextReader
-from sirchat.lab.studies.lm_eval.text import TextEncoder
+from sirchat.lab.studies.lm_eval.adapter import TextEncoder, TextReader
 from sirchat.memory.cache import BoundedCache
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult

@@ -15,13 +15,21 @@ from chatting import babbler, session, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.locomo import Locomo, f1, held, nats, nats_a_token, per_question
+from sirchat.lab.studies.locomo import (
+    Locomo,
+    ReadTalk,
+    asked,
+    f1,
+    held,
+    nats,
+    nats_a_token,
+    per_question,
+)
 from sirchat.lab.studies.long_talk import LongTalk, TalkQuestion, read_talk, rounds_of
 from sirchat.lab.studies.reading import switch
 from sirchat.lab.studies.report import Estimate, Record
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import Findings
-from sirchat.lab.studies.talk_questions import ReadTalk, asked
 from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template
 from weeks_of_talk import locomo_file

@@ -17,8 +17,7 @@ from chatting import babbler, tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.anchor_attention import AnchorAttention
-from sirchat.lab.studies.attention import AttentionStudy
+from sirchat.lab.studies.attention import AnchorAttention, AttentionStudy
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Context, Perplexity

@@ -12,14 +12,19 @@ from chatting import tiny
 from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
-from sirchat.lab.studies.needle import (
+from sirchat.lab.studies.retrieval import (
+    BASE,
+    EVERYTHING,
+    FULL,
     TASKS,
     NeedleDialogue,
+    Privacy,
+    Retrieval,
+    cells,
     dialogues_of_file,
     needle_dialogue,
     scored_part,
 )
-from sirchat.lab.studies.retrieval import BASE, EVERYTHING, FULL, Privacy, Retrieval, cells
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import share
 

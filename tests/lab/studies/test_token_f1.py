@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sirchat.lab.studies.long_talk import TalkQuestion
-from sirchat.lab.studies.talk_questions import (
+from sirchat.lab.studies.locomo import (
     NOT_MENTIONED,
-    abstains,
     multi_answer_f1,
     reply_score,
+    says_not_mentioned,
     stems,
     token_f1,
 )
+from sirchat.lab.studies.long_talk import TalkQuestion
 
 pytest.importorskip("snowballstemmer")
 
@@ -104,6 +104,6 @@ def test_the_category_decides_what_of_the_answer_counts(
     ],
 )
 def test_an_adversarial_question_is_right_if_nothing_was_mentioned(reply: str, right: bool) -> None:
-    assert abstains(reply, (NOT_MENTIONED, "Fennel")) is right
+    assert says_not_mentioned(reply, (NOT_MENTIONED, "Fennel")) is right
     if reply in ("a", "b"):
-        assert abstains(reply, ("Fennel", NOT_MENTIONED)) is not right
+        assert says_not_mentioned(reply, ("Fennel", NOT_MENTIONED)) is not right

@@ -16,9 +16,8 @@ import torch
 from chatting import babbler
 from gguf_file import write_gguf
 from sirchat.lab.training.anchor import AnchorOptions, prepare, train_anchors
-from sirchat.lab.training.anchor_trainer import Step, TrainingClock
+from sirchat.lab.training.anchor_trainer import HISTORY, Step, TrainingClock, load_losses
 from sirchat.lab.training.display import train_anchor_with_progress
-from sirchat.lab.training.losses import HISTORY, load_losses
 from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors
 from warm_python import warm_python

@@ -21,8 +21,7 @@ from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import Message
 from sirchat.lab.training.anchor import TALK, AnchorOptions, add_anchor, prepare, train_anchors
 from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, packed
-from sirchat.lab.training.anchor_trainer import Step, collate, weighted_sum
-from sirchat.lab.training.losses import load_losses
+from sirchat.lab.training.anchor_trainer import Step, collate, load_losses, weighted_sum
 from sirchat.lab.training.masks import visible
 from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of

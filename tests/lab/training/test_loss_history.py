@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sirchat.lab.training.display import report
-from sirchat.lab.training.losses import (
+from sirchat.lab.training.anchor_trainer import (
     HISTORY,
     PLOT,
     LossEntry,
@@ -20,6 +19,7 @@ from sirchat.lab.training.losses import (
     load_losses,
     mean_of_last,
 )
+from sirchat.lab.training.display import report
 
 
 def entry(step: int) -> LossEntry:

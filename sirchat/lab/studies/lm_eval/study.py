@@ -24,8 +24,7 @@ from sirchat.chat.settings import check_budget
 from sirchat.config.profile import Profile
 from sirchat.config.values import short
 from sirchat.errors import SettingError, SirchatError, UsageError, format_value, nearest
-from sirchat.lab.studies.lm_eval.adapter import TextReader, language_model
-from sirchat.lab.studies.lm_eval.text import TextEncoder
+from sirchat.lab.studies.lm_eval.adapter import TextEncoder, TextReader, language_model
 from sirchat.lab.studies.report import Record, Report, Table, Value, setting_names
 from sirchat.lab.studies.study import RunUnit, Study, setting_key, without
 from sirchat.models.model import LoadedModel

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sirchat.lab.studies.report import Record
-from sirchat.lab.studies.side_by_side.compared import Comparison, RoundResult, SettingResult, Token
+from sirchat.lab.studies.side_by_side.compare import Comparison, RoundResult, SettingResult, Token
 
 # A function that removes from a text the control sequences that must not reach a terminal
 Safe = Callable[[str], str]
