@@ -10,9 +10,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sirchat.config.profile import Profile
@@ -127,51 +129,10 @@ def timed(block: Callable[[], None], model: LoadedModel) -> float:
     return time.perf_counter() - start
 
 
-# The shapes of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B, by short names. A model of
-# such a shape is built with random weights
-SHAPES: dict[str, dict[str, Any]] = {
-    "135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "4b": {
-        "model_type": "qwen3",
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
-}
+# Models that are built with random weights, by short names.
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8")
+)
 
 
 def bench_model(

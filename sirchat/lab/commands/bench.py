@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,6 @@ from sirchat.cli.flags import Debug, misplaced_flag
 from sirchat.config.profile import Profile, parse_size
 from sirchat.config.profile_files import changed, resolve
 from sirchat.errors import UsageError
-from sirchat.lab.commands.bench_files import files_app
 from sirchat.lab.commands.study_flags import Json, whole_numbers
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ class _BenchGroup(TyperGroup):
 
 
 bench_app = typer.Typer(add_completion=False, cls=_BenchGroup, invoke_without_command=True)
-bench_app.add_typer(files_app)
 
 Model = Annotated[
     str, typer.Option(help="A model, or a shape with random weights: 135m, 1b, 4b or 8b.")
@@ -163,8 +162,7 @@ def decode(
         )
     if int(numbers[0]) < cache:
         raise UsageError(f"--seen {seen}: EARLY must be at least {cache}, the value of --cache")
-    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
-    profile = changed(profile, "--compile", compile=compile)
+    profile = _profile(model, device, dtype, quantize=quantize, compile=compile)
     from sirchat.lab.bench.decode import bench_decode
     from sirchat.lab.bench.peers import peer_for, sirllm_by
     from sirchat.lab.bench.ratio import BenchOptions, unpacked
@@ -200,8 +198,7 @@ def start(
 
     With a GGUF model, llama.cpp is measured too if llama-cpp-python is installed.
     """
-    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
-    profile = changed(profile, "--compile", compile=compile)
+    profile = _profile(model, device, dtype, quantize=quantize, compile=compile)
     from sirchat.lab.bench.peers import peer_for
     from sirchat.lab.bench.report import print_start
     from sirchat.lab.bench.start import REPLY, bench_start
@@ -226,7 +223,7 @@ def memory(
 
     The model is loaded, and its KV cache filled to the length of the model's context.
     """
-    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    profile = _profile(model, device, dtype, quantize=quantize)
     from sirchat.lab.bench.archive import bench_memory
     from sirchat.lab.bench.report import print_memory
 
@@ -247,7 +244,7 @@ def measure_all(
     The record also names the machine. `sirchat bench compare` shows two records side by side, for
     example of two machines.
     """
-    profile = changed(_profile(model, "auto", "auto"), "--compile", compile=compile)
+    profile = _profile(model, compile=compile)
     from sirchat.lab.bench.everything import bench_everything
     from sirchat.lab.bench.report import print_json, print_record
 
@@ -308,7 +305,7 @@ def recall(
     debug: Debug = False,
 ) -> None:
     """Measure the time of a turn with recall and without, and of the search, in long chats."""
-    profile = changed(_profile(model, device, dtype), "--quantize", quantize=quantize)
+    profile = _profile(model, device, dtype, quantize=quantize)
     sizes = whole_numbers("archived", archived)
     from sirchat.lab.bench.ratio import BenchOptions
     from sirchat.lab.bench.recall import bench_recall
@@ -331,8 +328,7 @@ def archive(
     debug: Debug = False,
 ) -> None:
     """Measure the memory and disk space of the archive of evicted tokens, in a long text."""
-    profile = _profile(model, device, dtype)
-    profile = changed(profile, "--archive-limit", archive_limit=archive_limit)
+    profile = _profile(model, device, dtype, archive_limit=archive_limit)
     from sirchat.lab.bench.archive import bench_archive
     from sirchat.lab.bench.report import print_archive
 
@@ -367,9 +363,52 @@ def training(
     )
 
 
-def _profile(model: str, device: str, dtype: str) -> Profile:
-    """The user's default settings, with the given model, device and dtype (number type)."""
-    return resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
+@bench_app.command("compare")
+def compare_two(
+    first: Annotated[Path, typer.Argument(help="A record that `bench all --json` has printed.")],
+    second: Annotated[Path, typer.Argument(help="Another record, of another machine for example.")],
+    debug: Debug = False,
+) -> None:
+    """Show the measurements in two records of `sirchat bench all --json` side by side."""
+    from sirchat.lab.bench.record import read_record
+    from sirchat.lab.bench.report import print_compared
+
+    print_compared(read_record(first), read_record(second))
+
+
+@bench_app.command()
+def make_model(
+    shape: Annotated[str, typer.Argument(help="135m, 1b, 4b or 8b.", metavar="SHAPE")],
+    path: Annotated[
+        Path, typer.Argument(help="The GGUF file to write.", dir_okay=False, metavar="PATH")
+    ],
+    type: Annotated[
+        str, typer.Option(metavar="Q4_0|Q4_1|Q4_K", help="How the matrices are stored.")
+    ] = "Q4_K",
+    debug: Debug = False,
+) -> None:
+    """Write a GGUF file with random weights, to measure models of sizes that are not bundled.
+
+    The shapes are those of SmolLM2 135M, Llama 3.2 1B, Qwen3 4B and Llama 3.1 8B; the tokenizer is
+    that of `tiny`. Embeddings and output head are stored as Q6_K. The model's text is nonsense.
+    """
+    from sirchat.lab.bench.made_model import write_model
+    from sirchat.lab.bench.ratio import SHAPES
+
+    if shape not in SHAPES:
+        raise UsageError(
+            f"unknown shape of a model {shape!r}", hint=f"the shapes are {', '.join(SHAPES)}"
+        )
+    if path.exists():
+        raise UsageError(f"{path} exists already", hint="name a new file, or delete it first")
+    write_model(path, SHAPES[shape], type)
+
+
+def _profile(model: str, device: str = "auto", dtype: str = "auto", **more: str) -> Profile:
+    profile = resolve(None, {"model": model, "device": device, "dtype": dtype}, {})
+    for name, value in more.items():
+        profile = changed(profile, f"--{name.replace('_', '-')}", **{name: value})
+    return profile
 
 
 def _measure(

@@ -1,7 +1,7 @@
 """The `sirchat train` commands, which train the bundled models, anchors, and token scorers."""
 
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, get_args
 
 import typer
 
@@ -61,6 +61,7 @@ def train_tiny_anchor(
 
 @train_app.command("anchor")
 def train_anchor(
+    context: typer.Context,
     model: Annotated[
         str, typer.Option(help="smollm2, a GGUF file, a folder, or a Hugging Face name.")
     ] = "tiny",
@@ -142,7 +143,7 @@ def train_anchor(
     The defaults are those of the paper, Anchor-based LLMs. To train on all GPUs or on several
     machines, start it with `torchrun --nproc-per-node 8 -m sirchat train anchor ...`.
     """
-    from sirchat.lab.training.anchor import TRAINED, AnchorOptions, Trained
+    from sirchat.lab.training.anchor import TRAINED, AnchorOptions
     from sirchat.lab.training.anchor_trainer import Attention, Schedule
     from sirchat.lab.training.display import train_anchor_with_progress
     from sirchat.text.anchors import Per
@@ -151,29 +152,8 @@ def train_anchor(
     _refuse_unknown("per", per, get_args(Per))
     _refuse_unknown("schedule", schedule, get_args(Schedule))
     _refuse_unknown("attention", attention, get_args(Attention))
-    options = AnchorOptions(
-        model=model,
-        out=out,
-        data=tuple(data or ()),
-        variant=cast("Trained", variant),
-        per=cast("Per", per),
-        scratch=scratch,
-        attention=cast("Attention", attention),
-        tokens=tokens,
-        batch=batch,
-        per_device=per_device,
-        steps=steps,
-        minutes=minutes,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        schedule=cast("Schedule", schedule),
-        bf16=bf16,
-        gradient_checkpointing=gradient_checkpointing,
-        seed=seed,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        trust_remote_code=trust_remote_code,
-    )
+    given = {name: value for name, value in context.params.items() if name != "debug"}
+    options = AnchorOptions(**given | {"out": out, "data": tuple(data or ())})
     train_anchor_with_progress(options)
 
 
@@ -217,15 +197,8 @@ def train_scorer(
     from sirchat.lab.training.display import train_scorer_with_progress
     from sirchat.lab.training.scorer import ScorerOptions
 
-    options = ScorerOptions(
-        model=model,
-        data=tuple(data or ()),
-        layers=_layers(layers),
-        tokens=tokens,
-        out=out,
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-    )
+    files = tuple(data or ())
+    options = ScorerOptions(model, files, _layers(layers), tokens, out, seed, trust_remote_code)
     train_scorer_with_progress(options)
 
 

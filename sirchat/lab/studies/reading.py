@@ -54,16 +54,6 @@ def read_round(engine: Engine, template: Template, user: str, reply: str, number
     engine.close_round()
 
 
-def read_system(engine: Engine, template: Template, user: str, setting: Profile) -> TurnIds:
-    """Read the setting's system prompt; returns the ids of the first user turn."""
-    system, turn = template.opening(user, setting.system)
-    if system is not None:
-        pinned = setting.pin_system
-        for _ in engine.prefill(system.ids, system.roles, TurnRef(0, 0), pinned=pinned):
-            pass
-    return turn
-
-
 def whole_round(template: Template, user: str, reply: str, *, first: bool = False) -> TurnIds:
     """The token ids, with their roles, of a round: user turn, reply and closing tokens.
 

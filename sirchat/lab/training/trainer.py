@@ -158,29 +158,16 @@ def export(
     replace_files(folder, write)
 
 
-# A function such as `token_losses`, which returns each token's loss and whether it was predicted.
-# Its arguments are a model, ids and an attention mask
-Losses = Callable[[LlamaForCausalLM, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
 class TrainOptions:
     """Options of the training of a bundled model."""
 
-    # the folder that the trained model is written to; checkpoints go to the folder
-    # `<out>.checkpoints`
-    out: Path
-    steps: int = RECIPE_STEPS  # number of training steps
-    size: SizeName = "small"  # name of the model's size
-    seed: int = 0  # seed of the random weights and of the generated dialogues
-    # whether to start from the newest checkpoint; the trained model is then the same as without an
-    # interruption
-    resume: bool = False
-    threads: int | None = None  # number of CPU threads; None for PyTorch's default
-    checkpoint_every: int = 250  # number of steps from one checkpoint to the next
-    # whether to compile the forward pass, which makes steps faster and needs a C++ compiler.
-    # Compiling takes some seconds for each length of rows
-    compile: bool = False
+    out: Path  # folder of the trained model
+    steps: int = RECIPE_STEPS
+    size: SizeName = "small"
+    seed: int = 0  # of the random weights and of the generated dialogues
+    resume: bool = False  # from the newest checkpoint, as if there had been no interruption
+    checkpoint_every: int = 250  # steps
 
     @property
     def checkpoints(self) -> Path:
@@ -190,18 +177,13 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """The result of one training step: losses in nats per token, recall, speed and time left.
-
-    `answer_loss` is the mean loss of reply tokens, and `eta_seconds` the estimated time left.
-    """
+    """The result of one training step, with losses in nats per token."""
 
     step: int  # steps done
-    steps: int
     loss: float
-    answer_loss: float
+    answer_loss: float  # of reply tokens
     recall: float | None  # share of exact answers to questions about facts, in this batch
-    tokens_per_second: float
-    eta_seconds: float
+    tokens_per_second: float  # since the training began
 
 
 def check(options: TrainOptions) -> None:
@@ -227,7 +209,6 @@ class Trainer:
         self.tokenizer, model = self.begin()
         self.model = model.to(self.device)
         self.optimizers = build_optimizers(self.model)
-        self.losses: Losses = torch.compile(token_losses) if options.compile else token_losses
 
     def begin(self) -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
         """Train the tokenizer, and build the model with random weights; returns both."""
@@ -306,7 +287,7 @@ class Trainer:
         """
         visible = None if visible is None else visible.to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            return self.losses(self.model, batch.ids.to(self.device), visible)
+            return token_losses(self.model, batch.ids.to(self.device), visible)
 
     def attention_mask(self, step: int, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """The attention mask for the batch of a training step, and the tokens without loss."""
@@ -363,42 +344,17 @@ def summary(
     return float(losses.mean()), float(losses[batch.answer[:, 1:]].mean()), recall
 
 
-class TrainingSpeed:
-    """Measures the seconds per training step as a moving mean.
-
-    Each new step counts at least 5% in the mean, so that the slow first steps soon lose weight.
-    """
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-        self.mean = 0.0
-        self.ticks = 0
-
-    def tick(self) -> float:
-        """Record that a training step has ended; returns the mean seconds per step."""
-        now = time.perf_counter()
-        took, self.last = now - self.last, now
-        self.ticks += 1
-        weight = max(0.05, 1 / self.ticks) if self.ticks > 5 else 1.0
-        self.mean += weight * (took - self.mean)
-        return self.mean
-
-
 def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
     """Train a bundled model, and yield the result of each training step."""
     check(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     trainer = kind(options)
     first = trainer.restore() if options.resume else 0
-    speed = TrainingSpeed()
+    begun = time.perf_counter()
     for step in range(first, options.steps):
         loss, answer_loss, recall = trainer.step(step)
         done = step + 1
         if done % options.checkpoint_every == 0 or done == options.steps:
             trainer.save(done)
-        seconds = speed.tick()
-        eta = seconds * (options.steps - done)
-        rate = trainer.size.tokens_per_step / seconds
-        yield TrainStep(done, options.steps, loss, answer_loss, recall, rate, eta)
+        rate = (done - first) * trainer.size.tokens_per_step / (time.perf_counter() - begun)
+        yield TrainStep(done, loss, answer_loss, recall, rate)
     trainer.finish()
