@@ -1,10 +1,10 @@
-"""Many clients of one server: `python -m tests.many_clients --clients 4 -m smollm2`.
+"""Clients of one server: `python -m tests.many_clients --clients 4 -m smollm2`.
 
-It starts `sirchat serve`, or uses the one at `--address`. Each client asks for one reply after the
-other, each in a new conversation. At the end a line says how many tokens all of them got per
-second, in the time in which all were getting some. With `--minutes`, the clients go on for so long,
-and `--leaving` of them leave in the middle of each reply: each complete reply must be the one that
-a client alone gets, and the memory must not grow.
+It starts `sirchat serve`, or uses the one at `--address`, and says how many tokens all clients got
+per second while all were getting some, each in a conversation of its own. With `--minutes`, the
+clients go on for so long, and `--leaving` of them leave in the middle of each reply: each complete
+reply must be the one that a client alone gets, and the memory must not grow. With `--turns`, one
+client sends the whole history each time, and its first tokens are measured.
 """
 
 from __future__ import annotations
@@ -13,28 +13,44 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 _STORIES = [f"Tell me a long story about {what}." for what in ("Rome", "bees", "a boat", "snow")]
+_EARLY, _NEAR = 5, 4  # turns: the one to compare with, and how many around it
+_PAUSE = 0.03  # seconds between two turns
+
+
+def chunks(address: str, messages: list[dict[str, str]], **fields: Any) -> Generator[Any]:
+    """The chunks of a streamed reply; none if the server has too many requests."""
+    connection = HTTPConnection(address, timeout=300)
+    body = {"messages": messages, "stream": True, "temperature": 0, **fields}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    response = connection.getresponse()
+    try:
+        for line in response if response.status != 429 else ():
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+    finally:
+        connection.close()
+
+
+def text_of(chunk: Any) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
 class Clients:
-    """What several clients got.
-
-    Attributes:
-        times: for each client, when it got a token.
-        replies: the complete replies to each question.
-        refused: how many requests got status 429.
-    """
+    """What several clients got: when each got tokens, and the complete replies to each question."""
 
     def __init__(self, address: str, most: int) -> None:
         self._address, self._most = address, most
@@ -45,34 +61,26 @@ class Clients:
 
     def ask(self, number: int, question: str, pieces: int = sys.maxsize) -> None:
         """Ask for a reply, and leave after so many pieces of it."""
-        connection = HTTPConnection(self._address, timeout=300)
+        text, times = "", list[float]()
         messages = [{"role": "user", "content": question}]
-        body = {"messages": messages, "stream": True, "temperature": 0, "max_tokens": self._most}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body))
-        response, text, times = connection.getresponse(), "", list[float]()
-        if response.status == 429:
-            connection.close()
-            with self._lock:
-                self.refused += 1
-            time.sleep(0.1)
-            return
-        for line in response:
-            if line.startswith(b"data: {"):
-                choices = json.loads(line.removeprefix(b"data: "))["choices"]
-                text += "".join(one["delta"].get("content") or "" for one in choices)
-                times.append(time.perf_counter())
+        reply = chunks(self._address, messages, max_tokens=self._most)
+        for chunk in reply:
+            text += text_of(chunk)
+            times.append(time.perf_counter())
             if len(times) > pieces:
                 break
-        connection.close()
+        reply.close()
+        if not times:
+            time.sleep(0.1)
         with self._lock:
             self.times[number] = times[1:]  # the first one has no text
-            if len(times) > pieces:
-                self.left += 1
-            else:
+            self.refused += not times
+            self.left += len(times) > pieces
+            if 0 < len(times) <= pieces:
                 self.complete += 1
                 self.replies.setdefault(question, set()).add(text)
 
-    def run(self, count: int, leaving: int, seconds: float) -> None:
+    def run(self, count: int, leaving: int = 0, seconds: float = 0) -> None:
         """Let `count` clients ask, once, or for some seconds."""
         end = time.monotonic() + seconds
 
@@ -86,10 +94,10 @@ class Clients:
                     break
 
         threads = [threading.Thread(target=talk, args=(number,)) for number in range(count)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     @property
     def speed(self) -> float:
@@ -103,39 +111,60 @@ class Clients:
 @contextmanager
 def _serving(flags: list[str]) -> Iterator[tuple[str, int]]:
     """Context manager: a server; yields its address and its process id."""
-    with tempfile.TemporaryDirectory() as home:
-        server = subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory() as home,
+        subprocess.Popen(
             [sys.executable, "-m", "sirchat", "serve", *flags, "--port", "0"],
             env=os.environ | {"SIRCHAT_HOME": home},
             stdout=subprocess.PIPE,
             text=True,
-        )
-        with server:
-            assert server.stdout is not None
-            yield urlsplit(server.stdout.readline().split()[4]).netloc, server.pid
-            server.terminate()
+        ) as server,
+    ):
+        assert server.stdout is not None
+        yield urlsplit(server.stdout.readline().split()[4]).netloc, server.pid
+        server.terminate()
 
 
-def _resident(process: int) -> float:
-    """Memory of a process, in MiB."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+def _soak(address: str, process: int, options: argparse.Namespace) -> str:
+    def resident() -> float:  # MiB
+        status = Path(f"/proc/{process}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
-
-def _soak(address: str, process: int, options: argparse.Namespace) -> None:
     alone, together = Clients(address, options.tokens), Clients(address, options.tokens)
     for question in _STORIES:
         alone.ask(0, question)
-    memory = [0.0, 0.0]
-    timer = threading.Timer(10, lambda: memory.insert(0, _resident(process)))
+    early = [0.0]
+    timer = threading.Timer(10, lambda: early.insert(0, resident()))
     timer.start()
     together.run(options.clients, options.leaving, 60 * options.minutes)
-    memory[1] = _resident(process)
-    wrong = [one for one, found in together.replies.items() if found != alone.replies[one]]
-    sys.stdout.write(
+    wrong = [text for text, replies in together.replies.items() if replies != alone.replies[text]]
+    return (
         f"{together.complete} replies, {len(wrong)} questions with another reply than alone; "
         f"{together.left} left by their client, {together.refused} refused with 429; memory "
-        f"{memory[0]:.0f} MiB after 10 s, {memory[1]:.0f} MiB at the end\n"
+        f"{early[0]:.0f} MiB after 10 s, {resident():.0f} MiB at the end"
+    )
+
+
+def _resend(address: str, turns: int) -> str:
+    messages: list[dict[str, str]] = []
+    seconds = list[float]()  # to the first token
+    for number in range(turns):
+        messages.append({"role": "user", "content": f"Tell me about day {number} of the trip."})
+        start, text, usage = time.perf_counter(), "", dict[str, Any]()
+        for chunk in chunks(
+            address, messages, max_tokens=16, stream_options={"include_usage": True}
+        ):
+            if text_of(chunk) and not text:
+                seconds.append(time.perf_counter() - start)
+            text += text_of(chunk)
+            usage = chunk.get("usage") or usage
+        messages.append({"role": "assistant", "content": text})
+        time.sleep(_PAUSE)
+    early, late = map(statistics.median, (seconds[_EARLY - _NEAR : _EARLY + _NEAR], seconds[-8:]))
+    new = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    return (
+        f"first token: {1000 * early:.1f} ms at turn {_EARLY}, {1000 * late:.1f} ms at {turns}; "
+        f"tokens read at the last turn: {new} of {usage['prompt_tokens']}"
     )
 
 
@@ -146,22 +175,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="the most in a reply")
     parser.add_argument("--minutes", type=float, default=0, help="for which they go on")
     parser.add_argument("--leaving", type=int, default=0, help="clients that leave each reply")
+    parser.add_argument("--turns", type=int, default=0, help="of one client")
     parser.add_argument("--address", default="", help="host and port of a server that runs")
     options, flags = parser.parse_known_args()
+
+    def speed(address: str) -> str:
+        clients = Clients(address, options.tokens)
+        clients.run(options.clients)
+        return f"{options.clients} clients: {clients.speed:.1f} tokens/s"
+
     if options.address:
-        clients = Clients(options.address, options.tokens)
-        clients.run(options.clients, 0, 0)
-        sys.stdout.write(f"{options.clients} clients: {clients.speed:.1f} tokens/s\n")
-        return
-    if not options.minutes:  # else all but a few of many clients wait
-        flags = [*flags, "--conversations", str(options.clients)]
-    with _serving(flags) as (address, process):
-        if options.minutes:
-            _soak(address, process, options)
-        else:
-            clients = Clients(address, options.tokens)
-            clients.run(options.clients, 0, 0)
-            sys.stdout.write(f"{options.clients} clients: {clients.speed:.1f} tokens/s\n")
+        said = speed(options.address)
+    elif options.turns:
+        with _serving(flags) as (address, _):
+            said = _resend(address, options.turns)
+    elif options.minutes:
+        with _serving(flags) as (address, process):
+            said = _soak(address, process, options)
+    else:  # else all but a few of many clients would wait
+        with _serving([*flags, "--conversations", str(options.clients)]) as (address, _):
+            said = speed(address)
+    sys.stdout.write(f"{said}\n")
 
 
 if __name__ == "__main__":

@@ -55,17 +55,14 @@ class Conversation:
 
 def _kill(number: int) -> None:
     """Kill the process of a replica."""
-    (name,) = [
-        one["name"]
-        for one in ray.util.list_named_actors(all_namespaces=True)
-        if f"#replica-{number}#" in one["name"]
-    ]
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    (name,) = [name for name in actors if f"#replica-{number}#" in name]
     ray.kill(ray.get_actor(name, namespace="serve"), no_restart=True)
 
 
 def main() -> None:
     """Let the conversations go on, and print the table."""
-    given = dict(one.split("=", 1) for one in sys.argv[1:])
+    given = dict(pair.split("=", 1) for pair in sys.argv[1:])
     os.environ.setdefault("SIRCHAT_API_KEY", "key")
     with tempfile.TemporaryDirectory() as folder:
         settings = {"replicas": "2", "folder": folder, "max_new_tokens": "24", **given}
@@ -73,13 +70,13 @@ def main() -> None:
         serve.run(app(settings))
         talks = [Conversation(name) for name in _NAMES]
         for number, question in enumerate(_QUESTIONS):
-            asked = [f"{one.replica}: {one.ask(question)}" for one in talks]
+            asked = [f"{talk.replica}: {talk.ask(question)}" for talk in talks]
             sys.stdout.write(f"round {number + 1}  {'  '.join(asked)}\n")
-        files = {one.name: len(list(one.glob("*.sqlite"))) for one in Path(folder).iterdir()}
+        files = {path.name: len(list(path.glob("*.sqlite"))) for path in Path(folder).iterdir()}
         listed = _get("/sirchat/sessions")["data"]
         sys.stdout.write(f"{len(listed)} conversations in all; files {sorted(files.items())}\n")
         _kill(0)
-        asked = [f"{one.replica}: {one.ask('Hello again.')}" for one in talks]
+        asked = [f"{talk.replica}: {talk.ask('Hello again.')}" for talk in talks]
         sys.stdout.write(f"after replica 0 was killed  {'  '.join(asked)}\n")
         serve.shutdown()
         ray.shutdown()
