@@ -298,7 +298,7 @@ def _open_saved(
     """Open a session; load the chat saved in `store`, if any; switch to the settings `later`."""
     session = open_session(profile, trust, report)
     if store is not None:
-        from sirchat.saved.autosave import resume_session
+        from sirchat.saved.resume import resume_session
 
         resume_session(session, store, rebuild=rebuild)
     if later:

@@ -1,7 +1,4 @@
-"""The file with the keys and values of a saved session, in the format safetensors.
-
-A new file replaces the old one in one step, so there is never a partial file.
-"""
+"""The file with the keys and values of a saved session, in the format safetensors."""
 
 from __future__ import annotations
 
@@ -18,21 +15,10 @@ if TYPE_CHECKING:  # a list of sessions needs no torch
     from torch import Tensor
 
 
-def _sum(tensors: Mapping[str, Tensor]) -> str:
-    """A check sum, as text, of CPU tensors, including their names, types and shapes."""
-    import torch
-
-    total = 0
-    for name, tensor in sorted(tensors.items()):
-        total = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
-        total = crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, total)
-    return str(total)
-
-
 class KeysAndValues:
-    """The file of keys and values that belongs to the session at `path`.
+    """The file of keys and values of the session at `path`.
 
-    `save` and `drop` raise SessionError if the file can't be written or deleted.
+    `save` and `drop` raise SessionError if it can't be written or deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,10 +26,9 @@ class KeysAndValues:
         self._unfinished = path.with_suffix(".safetensors.new")
 
     def save(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Write tensors, by name, and a `stamp` to the file.
+        """Write tensors, which share no memory, in one step, and a `stamp`.
 
-        The stamp identifies the state of the session to which the tensors belong. No two tensors
-        may share memory.
+        The stamp identifies the state of the session to which they belong.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -63,10 +48,7 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be written: {error}") from None
 
     def load(self, stamp: str) -> dict[str, Tensor] | None:
-        """Read the tensors, by name, that were saved with the stamp `stamp`.
-
-        Returns None if there are none, or if the file is damaged.
-        """
+        """The tensors saved with this stamp; None if there are none, or the file is damaged."""
         from safetensors import SafetensorError, safe_open
 
         if not self._path.is_file():  # opening a pipe would block
@@ -82,7 +64,6 @@ class KeysAndValues:
             return None
 
     def drop(self) -> None:
-        """Delete the file of keys and values, if it exists."""
         try:
             self._path.unlink(missing_ok=True)
             self.drop_unfinished()
@@ -91,5 +72,16 @@ class KeysAndValues:
             raise SessionError(f"{self._path} can't be deleted: {error.strerror}") from None
 
     def drop_unfinished(self) -> None:
-        """Delete the incomplete file that a crash left, if any; raises OSError if that fails."""
+        """Delete the incomplete file that a crash left; raises OSError."""
         self._unfinished.unlink(missing_ok=True)
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    """A check sum of CPU tensors, including their names, types and shapes."""
+    import torch
+
+    total = 0
+    for name, tensor in sorted(tensors.items()):
+        total = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
+        total = crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, total)
+    return str(total)

@@ -1,11 +1,7 @@
 """The file of a saved session: its turns, one ledger row per token, and the state after all turns.
 
-The file is an SQLite database. One transaction writes a turn's text, its rows and the new state
-(the head); undo removes all three. If the writing process is killed, the file still has the last
-complete turn. Deleted data is overwritten.
-
-A store holds an exclusive lock on its file until it is closed or its process dies. `database`
-describes the durability of commits.
+One transaction writes a turn's text, its rows and the new state (the head); undo removes all three.
+Deleted data is overwritten. The file is an SQLite database, locked while it is open.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,51 +43,41 @@ from sirchat.saved.index import remove_from_index
 from sirchat.saved.keys_values import KeysAndValues
 from sirchat.text.transcript import RoleName
 
-if TYPE_CHECKING:  # a list of sessions needs no torch
-    from torch import Tensor
-
 _ROLES = get_args(RoleName)
 _NONE = 2**62  # larger than every index, so that no turn or row is changed
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """A saved message: `index` is its number, from 0, and `finish` is the reason why it ended."""
+    """A saved message."""
 
-    index: int
+    index: int  # from 0
     role: str
     text: str
-    finish: str
+    finish: str  # the reason why it ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The head of a session's file: the record of the session's state after its last turn.
+    """The head of a session's file: the record of the session's state after its last turn."""
 
-    Args:
-        seen: number of tokens of the stream so far; each has one ledger row.
-        held: stream positions [n] of the n tokens in the cache, ascending.
-        logits: raw logits [vocabulary] after the last token; None if they are not known.
-        fields: all other values of the session's state, as JSON values by name.
-    """
-
-    seen: int
-    held: NDArray[np.int64]
-    logits: NDArray[np.float32] | None
-    fields: dict[str, Any]
+    seen: int  # tokens of the stream so far; each has one ledger row
+    held: NDArray[np.int64]  # [n], stream positions of the tokens in the cache, ascending
+    logits: NDArray[np.float32] | None  # [vocabulary], raw, after the last token
+    fields: dict[str, Any]  # all other values of the state, as JSON values
 
 
 class SessionStore:
     """The file of one saved session, open and locked; use `create` or `open` to make a store.
 
     Once a method that writes has returned, a power loss can't undo the change. If the file can't be
-    written, such a method raises SessionError, and nothing is changed.
+    written, it raises SessionError, and nothing is changed. `kv` is the file of keys and values.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self._kv = KeysAndValues(path)
+        self.kv = KeysAndValues(path)
         with decoding(path):
             self._file = path.stat()
             self.meta: dict[str, Any] = dict(self._about("meta"))
@@ -100,10 +86,9 @@ class SessionStore:
 
     @classmethod
     def create(cls, folder: Path, meta: Mapping[str, Any]) -> Self:
-        """Create the file of a new session in `folder`; returns the open store.
+        """Create the file of a new session in `folder`.
 
-        `meta` are facts about the session, as JSON values by name. They stay in the file until
-        `replace` changes them, so they must not contain text of the conversation. Raises
+        `meta` are facts as JSON values, without text of the chat: they are not erased. Raises
         SessionError if no file can be created.
         """
         about = {"meta": dict(meta), "created": time.time()}
@@ -128,8 +113,7 @@ class SessionStore:
     def open(cls, path: Path) -> Self:
         """Open a saved session; a change that a crash interrupted is completed or undone.
 
-        Raises SessionError for a file that is missing, not a session, of a newer sirchat, in use by
-        another process, or damaged.
+        Raises SessionError if it is missing, no session, of a newer sirchat, in use, or damaged.
         """
         refuse_missing(path)
         with decoding(path), locked(path) as connection:
@@ -138,13 +122,13 @@ class SessionStore:
             check_sums(connection, path)
             make_durable(connection)
             store = cls(path, connection)
-            store._kv.drop_unfinished()
+            store.kv.drop_unfinished()
             store._finish_erasing()
             return store
 
     @property
     def id(self) -> str:
-        """The session's id: the minute in which it was created, and four random letters."""
+        """The minute in which the session was created, and four random letters."""
         return self.path.stem
 
     def __enter__(self) -> Self:
@@ -161,7 +145,7 @@ class SessionStore:
         self._connection.close()
 
     def check_place(self) -> None:
-        """Raise SessionError if the file was removed, because later writes to it would be lost."""
+        """Raise SessionError if the file was removed: later writes to it would be lost."""
         try:
             is_there = os.path.samestat(self._file, self.path.stat())
         except OSError:
@@ -170,10 +154,9 @@ class SessionStore:
             raise SessionError(f"{self.path} was removed while it was in use")
 
     def append(self, turns: Sequence[SavedTurn], rows: NDArray[Any], head: Head) -> None:
-        """Add turns, one ledger row for each of the k tokens read since the last call, and a head.
+        """Add turns, the ledger rows [k] of the k tokens read since the last call, and a head.
 
-        `rows` [k] is a structured array. Saved rows never change later: all values that can change,
-        such as which rows are held, are in the head, which is replaced.
+        Saved rows never change: what can change, such as which rows are held, is in the head.
         """
         self._add_columns(rows)
         first = min((turn.index for turn in turns), default=_NONE)
@@ -185,10 +168,7 @@ class SessionStore:
             self._put_head(head)
 
     def save_head(self, head: Head) -> None:
-        """Replace only the saved head, which is the session's state without its tokens.
-
-        Raises ValueError if tokens have been read since the session was saved.
-        """
+        """Replace the head alone; ValueError if tokens were read since the session was saved."""
         with self._transaction(_NONE, _NONE):
             if head.seen != self._seen():
                 raise ValueError(
@@ -197,7 +177,7 @@ class SessionStore:
             self._put_head(head)
 
     def rename(self, name: str) -> None:
-        """Set the name that the user gives the session; an empty text removes the name."""
+        """Set the user's name for the session; an empty text removes it."""
         with self._transaction(_NONE, _NONE) as connection:
             connection.execute("DELETE FROM about WHERE name = 'name'")
             if name:
@@ -206,7 +186,7 @@ class SessionStore:
         remove_from_index(self.path)
 
     def branch(self, name: str, origin: str) -> None:
-        """Mark this session, a copy of the session `origin` (an id), as a branch called `name`."""
+        """Mark this copy of the session `origin` (an id) as a branch called `name`."""
         meta = {"family": origin, **self.meta}
         with self._transaction(_NONE, _NONE):
             for key, value in (("meta", meta), ("name", name), ("created", time.time())):
@@ -214,21 +194,18 @@ class SessionStore:
         self.meta, self.name = meta, name
 
     def turns(self) -> list[SavedTurn]:
-        """Read all turns (messages) of the session, in order."""
         with decoding(self.path):
-            found = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
-            for number, (index, role, *texts) in enumerate(found):
-                require(index == number and role in _ROLES and all(map(_is_text, texts)))
-            return [
-                SavedTurn(index=index, role=role, text=text, finish=finish)
-                for index, role, text, finish in found
-            ]
+            records = self._all("SELECT turn, role, text, finish FROM turns ORDER BY turn")
+            turns = [SavedTurn(*record) for record in records]
+            for number, turn in enumerate(turns):
+                require(turn.index == number and turn.role in _ROLES)
+                require(isinstance(turn.text, str) and isinstance(turn.finish, str))
+            return turns
 
     def rows(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Read the ledger rows [seen], one for each token of the stream, as an array of `dtype`.
+        """The ledger rows [seen] as an array of `dtype`, whose last fields, if not saved, are NaN.
 
-        A file of an older version of sirchat may lack the last fields; their values are then NaN.
-        Raises SessionError if the saved rows have other fields than `dtype`.
+        Raises SessionError if the saved rows have other fields.
         """
         with decoding(self.path):
             saved = self._saved_fields(dtype)
@@ -238,16 +215,13 @@ class SessionStore:
             return _with_columns(rows, dtype)
 
     def head(self) -> Head | None:
-        """Read the session's state after its last turn; None for a session without turns."""
+        """The session's state after its last turn; None for a session without turns."""
         with decoding(self.path):
-            found = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
-            return _head(*found[0]) if found else None
+            records = self._all("SELECT seen, held, logits, fields FROM head LIMIT 1")
+            return _head(*records[0]) if records else None
 
     def truncate(self, turns: int, seen: int, head: Head) -> None:
-        """Delete every turn from index `turns` on and every row from position `seen` on.
-
-        `head` replaces the saved head; it is the session's state after the last turn that stays.
-        """
+        """Delete all turns and rows from an index on; `head` is the state after those that stay."""
         with self._transaction() as connection:
             if not head.seen == seen <= self._seen():
                 raise ValueError(
@@ -266,14 +240,13 @@ class SessionStore:
         head: Head,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        """Replace all contents of the file; nothing of the old contents stays in any file.
+        """Replace all contents, and `meta` if given; the old contents stay in no file.
 
-        Saved keys and values, which were computed from the old text, are deleted, too. `meta`, if
-        not None, replaces the facts given to `create`.
+        Keys and values, which were computed from the old text, are deleted, too.
         """
         _check_count(rows, head.seen)
         self._add_columns(rows)
-        self.drop_kv()
+        self.kv.drop()
         with self._transaction() as connection:
             for table in ("turns", "rows", "head"):
                 connection.execute(f"DELETE FROM {table}")
@@ -287,27 +260,11 @@ class SessionStore:
         self._finish_erasing()
         remove_from_index(self.path)
 
-    def save_kv(self, tensors: Mapping[str, Tensor], stamp: str) -> None:
-        """Save keys and values in a file beside the session's file; either all are saved or none.
-
-        `stamp` identifies the state of the session to which they belong. No two tensors may share
-        memory.
-        """
-        self._kv.save(tensors, stamp)
-
-    def load_kv(self, stamp: str) -> dict[str, Tensor] | None:
-        """Read the keys and values saved with this `stamp`; None if they are missing or damaged."""
-        return self._kv.load(stamp)
-
-    def drop_kv(self) -> None:
-        """Delete the saved keys and values."""
-        self._kv.drop()
-
     @contextmanager
     def _transaction(self, turns: int = 0, rows: int = 0) -> Iterator[sqlite3.Connection]:
-        """Context manager: a transaction, committed at the end and rolled back on an error.
+        """A transaction, rolled back on an error.
 
-        The block may change only turns from index `turns` on, and rows from position `rows` on.
+        It may change only turns from index `turns` on, and rows from position `rows` on.
         """
         self.check_place()
         with explained(self.path), self._connection:
@@ -320,9 +277,9 @@ class SessionStore:
         return self._connection.execute(query, values).fetchall()
 
     def _seen(self) -> int:
-        """Number of ledger rows (one per token) that the file has."""
-        found = self._all("SELECT seen FROM head")
-        return int(found[0][0]) if found else 0
+        """The number of ledger rows (one per token) in the file."""
+        records = self._all("SELECT seen FROM head")
+        return int(records[0][0]) if records else 0
 
     def _put_turns(self, turns: Sequence[SavedTurn]) -> None:
         values = [(turn.index, turn.role, turn.text, turn.finish) for turn in turns]
@@ -337,10 +294,7 @@ class SessionStore:
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
     def _add_columns(self, new: NDArray[Any]) -> None:
-        """Give the saved ledger rows all fields that the rows `new` have; added values are NaN.
-
-        Fields are missing if an older version of sirchat wrote the saved rows.
-        """
+        """Give saved rows of an older sirchat the fields that they lack, as NaN."""
         if not len(new) or (saved := self._saved_fields(new.dtype)) == _packed(new.dtype):
             return
         with self._transaction() as connection:
@@ -358,24 +312,23 @@ class SessionStore:
         self._connection.execute("INSERT OR REPLACE INTO head VALUES (0, ?, ?, ?, ?)", values)
 
     def _cut_last_rows(self, seen: int) -> None:
-        """Shorten the last block of saved rows, so that it has only positions below `seen`."""
+        """Shorten the last block of rows to the positions below `seen`."""
         for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
             kept = data[: (seen - start) * _dtype(self._about("row")).itemsize]
             self._connection.execute("UPDATE rows SET data = ? WHERE start = ?", (kept, start))
 
     def _about(self, name: str) -> Any:
-        found = self._all("SELECT value FROM about WHERE name = ?", name)
-        return json.loads(found[0][0]) if found else None
+        records = self._all("SELECT value FROM about WHERE name = ?", name)
+        return json.loads(records[0][0]) if records else None
 
     def _put_about(self, name: str, value: object) -> None:
         values = (name, json.dumps(value))
         self._connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
 
     def _saved_fields(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype of the saved ledger rows.
+        """The dtype of the saved rows: that of `dtype`, maybe without floats at its end.
 
-        Its fields are those of `dtype`; some floats at the end may be missing. Raises SessionError
-        if the saved rows have any other fields.
+        Raises SessionError if it has other fields.
         """
         fields = _fields(dtype)
         written = self._about("row") or fields
@@ -388,11 +341,7 @@ class SessionStore:
         return _dtype(written)
 
     def _finish_erasing(self) -> None:
-        """Rewrite the file after text was deleted, so that no free space in it has this text.
-
-        The transaction that deletes text also sets a mark, so that the file is rewritten even after
-        a crash.
-        """
+        """Rewrite the file after text was deleted; a mark has this done even after a crash."""
         with explained(self.path):
             if self._about("erasing"):
                 self._connection.execute("VACUUM")
@@ -405,33 +354,25 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 
 
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype with the fields of `dtype`, little-endian and without padding between them.
-
-    With padding, arbitrary contents of the memory would be written to the file.
-    """
+    """Little-endian and without padding, which would write arbitrary memory to the file."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
 
 
 def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
-    """Name and type of each field of `dtype`, as lists, which a session's file has as JSON."""
+    """Name and type of each field, as the file has them in JSON."""
     return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
 
 
 def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
-    """The dtype, without padding, that has these fields; each is given by its name and type."""
     return np.dtype([(name, kind) for name, kind in fields])
 
 
 def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Convert ledger rows to `dtype`; fields that the rows do not have become NaN."""
-    found = np.zeros(len(rows), dtype)
+    """Convert ledger rows to `dtype`; fields that they lack become NaN."""
+    converted = np.zeros(len(rows), dtype)
     for name in dtype.names or ():
-        found[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
-    return found
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+        converted[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
+    return converted
 
 
 def _head(seen: int, held: bytes, logits: bytes | None, fields: str) -> Head:

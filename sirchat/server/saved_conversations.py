@@ -22,8 +22,10 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import Autosave, fingerprint, resume_session
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, decoding, require
+from sirchat.saved.resume import resume_session
+from sirchat.saved.saved_model import fingerprint
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore

@@ -14,8 +14,11 @@ from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave, check_model, resume_session
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
+from sirchat.saved.names import same_name
+from sirchat.saved.resume import resume_session
+from sirchat.saved.saved_model import check_model
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.search import Part, nothing_found, search_sessions
 from sirchat.saved.session_list import (
@@ -26,7 +29,6 @@ from sirchat.saved.session_list import (
     free_name,
     newest_sessions,
     open_saved_file,
-    same_name,
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions

@@ -32,7 +32,8 @@ from sirchat.memory.ledger import Role
 from sirchat.models.compiling import has_compiler, use_compiled
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
@@ -221,7 +222,7 @@ class Talk:
         with SessionStore.open(path) as store:
             head = store.head()
             assert head is not None
-            has_rows = store.load_kv(head.fields["kv"]) is not None
+            has_rows = store.kv.load(head.fields["kv"]) is not None
             resume_session(again, store)
         path.unlink()
         computed = shadow_of(again).rows

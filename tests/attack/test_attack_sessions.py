@@ -22,8 +22,9 @@ from session_files import without_sums
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
 from sirchat.saved.keys_values import KeysAndValues
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
@@ -95,7 +96,7 @@ def contents(path: Path) -> list[object]:
     with SessionStore.open(path) as store:
         head = store.head()
         assert head is not None
-        rows, kept = store.rows(ROW), store.load_kv(head.fields["kv"])
+        rows, kept = store.rows(ROW), store.kv.load(head.fields["kv"])
         logits = None if head.logits is None else head.logits.tobytes()
         tensors = None if kept is None else {n: t.numpy().tobytes() for n, t in kept.items()}
         return [

@@ -31,7 +31,7 @@ from sirchat.errors import DamagedSessionError
 from sirchat.memory.archive_folder import sweep
 from sirchat.paths import tiny_dir
 from sirchat.saved import session_list
-from sirchat.saved.autosave import resume_session
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import copy_session, find_session, list_sessions
 from sirchat.saved.store import SessionStore

@@ -23,7 +23,7 @@ from chatting import tiny
 from forked_command import ForkedCommand
 from saved_chats import saved
 from sirchat.chat.session import Session
-from sirchat.saved.autosave import resume_session
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
 from sirchat.saved.store import SessionStore

@@ -12,7 +12,8 @@ from chatting import babbler, session
 from sirchat.chat.events import Erased
 from sirchat.chat.session import Session
 from sirchat.errors import UndoError, UsageError
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore

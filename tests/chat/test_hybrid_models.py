@@ -31,7 +31,8 @@ from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_dir
 from sirchat.recall.search import search
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 64, "recent": 8, "max_new_tokens": 3, "policy": "entropy"}

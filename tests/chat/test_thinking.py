@@ -13,7 +13,8 @@ from sirchat.chat.reasoning import FinalAnswer
 from sirchat.chat.session import Session
 from sirchat.memory.ledger import Role
 from sirchat.paths import sessions_dir
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore
 

@@ -29,7 +29,7 @@ def test_folder_and_files_are_private_while_open_and_after(tmp_path: Path) -> No
     folder = tmp_path / "data" / "sessions"
     with SessionStore.create(folder, {}) as session:
         session.append(said("hi"), rows_at(range(3)), head_at(3))
-        session.save_kv({"keys": torch.ones(2)}, "stamp")
+        session.kv.save({"keys": torch.ones(2)}, "stamp")
         suffixes = {".sqlite", ".sqlite-journal", ".safetensors", ".open"}
         assert {path.suffix for path in folder.iterdir()} == suffixes
         assert modes(folder) == {0o600}
@@ -56,7 +56,7 @@ def test_keys_and_values_are_private_however_the_library_writes_them(
 ) -> None:
     monkeypatch.setattr("safetensors.torch.save_file", library)
     with SessionStore.create(tmp_path / "saved", {}) as session:
-        session.save_kv({}, "stamp")
+        session.kv.save({}, "stamp")
         assert modes(tmp_path / "saved") == {0o600}
 
 
@@ -84,7 +84,7 @@ def test_erased_text_is_in_no_file(
         for index, text in enumerate(texts):
             rows, head = rows_at(range(3 * index, 3 * index + 3)), head_at(3 * index + 3, text=text)
             session.append(said(text, start=index), rows, head)
-            session.save_kv({"keys": torch.ones(2)}, text)
+            session.kv.save({"keys": torch.ones(2)}, text)
         kept = max(0, len(texts) - undone)
         session.truncate(kept, 3 * kept, head_at(3 * kept, text=SECRET))
         assert SECRET.encode() in everything_in(folder)
@@ -92,7 +92,7 @@ def test_erased_text_is_in_no_file(
         session.replace(said(*clean), rows_at(range(3 * kept)), head_at(3 * kept))
         assert SECRET.encode() not in everything_in(folder)
         assert session.turns() == said(*clean)
-        assert session.load_kv(texts[-1]) is None
+        assert session.kv.load(texts[-1]) is None
     assert SECRET.encode() not in everything_in(folder)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from chatting import answer, babbler, tiny
 from sirchat.chat.session import Session
-from sirchat.saved.autosave import resume_session
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import find_session, list_sessions, remove_session
@@ -42,7 +42,7 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
     with SessionStore.open(folder / f"{expected['id']}.sqlite") as store:
         head = store.head()
         assert head is not None
-        assert (store.load_kv(head.fields["kv"]) is not None) == (model == "babbler")
+        assert (store.kv.load(head.fields["kv"]) is not None) == (model == "babbler")
         session = Session(MODELS[model](), saved_profile(store))
         resume_session(session, store)
     assert [[turn.role, turn.text] for turn in session.turns] == expected["turns"]

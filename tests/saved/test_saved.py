@@ -181,31 +181,31 @@ def test_keys_and_values_are_loaded_for_their_stamp_only(tmp_path: Path) -> None
     store_of = torch.arange(24.0).reshape(2, 3, 4)
     tensors = {"keys": store_of[:, :2], "values": torch.ones(2, 2, dtype=torch.bfloat16)}
     with SessionStore.create(tmp_path, {}) as session:
-        assert session.load_kv("7 tokens") is None
-        session.save_kv(tensors, "7 tokens")
-        assert session.load_kv("8 tokens") is None
-        loaded = session.load_kv("7 tokens")
+        assert session.kv.load("7 tokens") is None
+        session.kv.save(tensors, "7 tokens")
+        assert session.kv.load("8 tokens") is None
+        loaded = session.kv.load("7 tokens")
         assert loaded is not None
         assert loaded.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert loaded[name].dtype == tensor.dtype
             assert torch.equal(loaded[name], tensor)
-        session.save_kv({}, "8 tokens")
+        session.kv.save({}, "8 tokens")
         assert torch.equal(loaded["keys"], tensors["keys"])  # a newer file does not change them
-        assert session.load_kv("8 tokens") == {}
-        session.drop_kv()
-        session.drop_kv()
-        assert session.load_kv("8 tokens") is None
+        assert session.kv.load("8 tokens") == {}
+        session.kv.drop()
+        session.kv.drop()
+        assert session.kv.load("8 tokens") is None
 
 
 @pytest.mark.parametrize("kept", [0, 4, 30, 0.5, -1])
 def test_a_truncated_file_of_keys_and_values_counts_as_missing(tmp_path: Path, kept: float) -> None:
     with SessionStore.create(tmp_path, {}) as session:
-        session.save_kv({"keys": torch.ones(100)}, "stamp")
+        session.kv.save({"keys": torch.ones(100)}, "stamp")
         file = session.path.with_suffix(".safetensors")
         whole = file.read_bytes()
         file.write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
-        assert session.load_kv("stamp") is None
+        assert session.kv.load("stamp") is None
 
 
 def test_keys_and_values_that_cannot_be_written_leave_the_old_ones(
@@ -215,10 +215,10 @@ def test_keys_and_values_that_cannot_be_written_leave_the_old_ones(
         raise OSError(28, "No space left on device")
 
     with SessionStore.create(tmp_path, {}) as session:
-        session.save_kv({"keys": torch.ones(3)}, "old")
+        session.kv.save({"keys": torch.ones(3)}, "old")
         monkeypatch.setattr(keys_values, "sync", fail)
-        assert "No space" in refusal(lambda: session.save_kv({"keys": torch.ones(3)}, "new"))
-        assert session.load_kv("old") is not None
+        assert "No space" in refusal(lambda: session.kv.save({"keys": torch.ones(3)}, "new"))
+        assert session.kv.load("old") is not None
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -235,6 +235,6 @@ def test_a_link_that_was_planted_beside_a_session_is_not_followed(tmp_path: Path
     victim.write_text("precious", encoding="utf-8")
     with SessionStore.create(tmp_path / "sessions", {}) as session:
         session.path.with_suffix(".safetensors.new").symlink_to(victim)
-        session.save_kv({"keys": torch.ones(3)}, "stamp")
-        assert session.load_kv("stamp") is not None
+        session.kv.save({"keys": torch.ones(3)}, "stamp")
+        assert session.kv.load("stamp") is not None
     assert victim.read_text(encoding="utf-8") == "precious"

@@ -171,10 +171,10 @@ def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
 def test_a_session_is_removed_with_all_its_files_unless_it_is_in_use(tmp_path: Path) -> None:
     other = new(tmp_path, "other")
     with SessionStore.open(new(tmp_path, "hi")) as session:
-        session.save_kv({"keys": torch.ones(3)}, "stamp")
+        session.kv.save({"keys": torch.ones(3)}, "stamp")
         code = "try: remove_session(path)\nexcept SirchatError as error: print(error)"
         assert "is in use by another process" in printed(code, session.path)
-        assert session.load_kv("stamp") is not None
+        assert session.kv.load("stamp") is not None
     session.path.with_suffix(".safetensors.new").touch()
     remove_session(session.path)
     assert list(tmp_path.iterdir()) == [other]

@@ -29,7 +29,8 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.commands import Commands, SwitchSession
 from sirchat.ui.panel import draw_compact_panel, draw_panel

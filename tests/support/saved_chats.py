@@ -14,7 +14,7 @@ from chatting import babbler, session
 from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
 from sirchat.models.model import LoadedModel
-from sirchat.saved.autosave import resume_session
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
@@ -86,7 +86,7 @@ def resumed(folder: Path, ident: str, *, rebuild: bool = False) -> tuple[Session
         assert head is not None
         again = Session(babbler(), saved_profile(store))
         resume_session(again, store, rebuild=rebuild)
-        return again, store.load_kv(head.fields["kv"]) is not None
+        return again, store.kv.load(head.fields["kv"]) is not None
 
 
 def refusal(chat: Chat, line: str) -> str:

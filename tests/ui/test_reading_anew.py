@@ -21,7 +21,7 @@ from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
 from sirchat.models.load import load_model
 from sirchat.models.model import wrap_model
-from sirchat.saved.autosave import resume_session
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session
 from sirchat.saved.store import SessionStore

@@ -14,7 +14,8 @@ from command import run
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
-from sirchat.saved.autosave import Autosave, resume_session
+from sirchat.saved.autosave import Autosave
+from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore

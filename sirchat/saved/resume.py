@@ -1,0 +1,69 @@
+"""Continues a saved chat (`--resume`).
+
+If keys and values are not saved, those of the held tokens are computed again, which gives nearly
+the same cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from sirchat.chat.rereading import read_again
+from sirchat.chat.session import Session
+from sirchat.errors import SessionError
+from sirchat.memory.attention import AttentionCheckpoint
+from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.key_values import KeyValues
+from sirchat.models.model import LoadedModel
+from sirchat.saved.autosave import rewrite
+from sirchat.saved.saved_model import check_model, facts_of
+from sirchat.saved.saved_state import decode_state, saved_pins, saved_turns
+from sirchat.saved.saved_tensors import attention_fits, pop_attention, pop_rows, pop_state, rows_fit
+from sirchat.saved.store import SessionStore
+
+
+def resume_session(session: Session, store: SessionStore, *, rebuild: bool = False) -> None:
+    """Load the conversation that is saved in `store` into `session`, which is new and empty.
+
+    With `rebuild` the model reads the saved text again. Raises SessionError if no turn is saved
+    and, without `rebuild`, if the session was saved with another model or dtype.
+    """
+    head = store.head()
+    if head is None:
+        raise SessionError(f"session {store.id} holds no message yet")
+    if rebuild:
+        read_again(session, saved_turns(store, head), saved_pins(head))
+        rewrite(store, session, facts_of(session.model, store.meta.get("family", "")))
+        return
+    check_model(store, session.model)
+    saved, conversation, stamp = decode_state(store, head, session.model.vocab_size)
+    rows, received, state = _kept(store, stamp, session.model, head.seen)
+    session.load(replace(saved, state=state), conversation, rows, received)
+
+
+def _kept(
+    store: SessionStore, stamp: str, model: LoadedModel, seen: int
+) -> tuple[KeyValues | None, AttentionCheckpoint | None, CacheState]:
+    """The saved keys and values, attention and recurrent state with this stamp.
+
+    What is not saved, or does not fit the model and `seen` tokens, is None or empty.
+    """
+    tensors = store.kv.load(stamp)
+    if tensors is None:
+        return None, None, ()
+    cache = model.new_cache(1)
+    model.forward([0], cache)
+    cache.commit(1)
+    try:
+        state = pop_state(tensors, cache.state)
+        received, rows = pop_attention(tensors), pop_rows(tensors)
+    except (LookupError, TypeError):  # some are missing, or of a type that numpy lacks
+        return None, None, ()
+    if not rows_fit(rows, cache.first_written(torch.arange(1), np.arange(1)), seen):
+        return None, None, ()
+    if received is not None and not attention_fits(received, seen):
+        received = None
+    return rows, received, state

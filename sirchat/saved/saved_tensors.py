@@ -1,0 +1,129 @@
+"""Names and checks the tensors that are saved beside a chat: keys and values, attention, state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
+from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.key_values import KeyValues
+
+_ATTENTION = "attention."
+_STATE = "state."
+
+
+def row_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
+    """Keys and values are named by their number; `positions` and `written_at` are their rows'."""
+    named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
+    positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
+    return {**named, "positions": positions, "written_at": written_at}
+
+
+def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
+    """The attention that tokens have received; nothing if none was counted."""
+    counted = [received.total, received.repeated]
+    if not any(column is not None and column.any() for column in counted):
+        return {}
+    named: dict[str, NDArray[Any]] = {
+        "positions": received.positions,
+        "total": received.total,
+        "log_decay": received.log_decay,
+    }
+    if received.repeated is not None:
+        named["repeated"] = received.repeated
+    for number, part in enumerate(received.window):
+        named |= {f"{number}.positions": part.positions, f"{number}.weights": part.weights}
+    return {_ATTENTION + key: torch.from_numpy(array.copy()) for key, array in named.items()}
+
+
+def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
+    """The state of recurrent and convolution layers."""
+    return {
+        f"{_STATE}{number}.{kind}.{which}": tensor.contiguous()
+        for number, layer in enumerate(state)
+        for (kind, which), tensor in layer.items()
+    }
+
+
+def pop_rows(tensors: dict[str, torch.Tensor]) -> KeyValues:
+    """Take the keys and values, which must be all that is left, out of `tensors`."""
+    positions = tensors.pop("positions").numpy()
+    written_at = tensors.pop("written_at").numpy()
+    return KeyValues(positions, written_at, [tensors[str(n)] for n in range(len(tensors))])
+
+
+def rows_fit(rows: KeyValues, row: KeyValues, seen: int) -> bool:
+    """Whether saved rows fit a model, of which `row` is one, and a stream of `seen` tokens."""
+    count, shapes = len(rows), [(*t.shape[:1], len(rows), *t.shape[2:]) for t in row.tensors]
+    return (
+        _ascend(rows.positions, seen)
+        and rows.written_at.shape == (count,)
+        and rows.written_at.dtype == np.int64
+        and bool(((rows.written_at >= 0) & (rows.written_at < 2**31)).all())
+        and [tuple(tensor.shape) for tensor in rows.tensors] == shapes
+        and [tensor.dtype for tensor in rows.tensors] == [tensor.dtype for tensor in row.tensors]
+    )
+
+
+def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | None:
+    """Take the attention that tokens have received, if any, out of `tensors`."""
+    keys = [key for key in tensors if key.startswith(_ATTENTION)]
+    named = {key.removeprefix(_ATTENTION): tensors.pop(key).numpy() for key in keys}
+    if not named:
+        return None
+    count = sum(key.endswith(".weights") for key in named)
+    window = [QueryWindow(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
+    return AttentionCheckpoint(
+        named["positions"],
+        named["total"],
+        named["log_decay"],
+        tuple(window),
+        named.get("repeated"),
+    )
+
+
+def attention_fits(received: AttentionCheckpoint, seen: int) -> bool:
+    """Whether arrays of saved attention fit each other and a stream of `seen` tokens."""
+    columns = [received.total, received.log_decay, received.repeated]
+    shapes = {column.shape for column in columns if column is not None}
+    return (
+        _ascend(received.positions, seen)
+        and shapes == {received.positions.shape}
+        and all(
+            _ascend(part.positions, seen) and part.weights.shape[1:] == part.positions.shape
+            for part in received.window
+        )
+    )
+
+
+def pop_state(tensors: dict[str, torch.Tensor], example: CacheState) -> CacheState:
+    """Take the state of recurrent layers out of `tensors`, to the device of `example`.
+
+    It is empty, and must be computed again, if names, shapes or dtypes differ from the example's.
+    """
+    saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_STATE)}
+    expected = state_tensors(example)
+    if saved.keys() != expected.keys() or any(
+        (saved[name].shape, saved[name].dtype) != (like.shape, like.dtype)
+        for name, like in expected.items()
+    ):
+        return ()
+    return tuple(
+        {
+            (kind, which): saved[f"{_STATE}{number}.{kind}.{which}"].to(like.device)
+            for (kind, which), like in layer.items()
+        }
+        for number, layer in enumerate(example)
+    )
+
+
+def _ascend(positions: NDArray[Any], seen: int) -> bool:
+    """Whether `positions` [n] are ascending stream positions, all of them below `seen`."""
+    if positions.ndim != 1 or positions.dtype != np.int64:
+        return False
+    inside = ((positions >= 0) & (positions < seen)).all()
+    return bool(inside and (np.diff(positions) > 0).all())
