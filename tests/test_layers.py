@@ -107,11 +107,11 @@ def test_the_engine_knows_no_text(module: str) -> None:
 
 def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.transcript"}
-    records = {"memory.attention", "memory.key_values"}  # what is turned into tensors
-    knowing = {f"sirchat.saved.{name}" for name in ("autosave", "saved_settings", "saved_state")}
-    for module in set(below("sirchat.saved")) - knowing:
+    tensors = {"memory.attention", "memory.cache_layers", "memory.key_values"}
+    knowing = ("autosave", "resume", "saved_model", "saved_state")
+    for module in set(below("sirchat.saved")) - {f"sirchat.saved.{name}" for name in knowing}:
         for name in ours(module):
-            more = records if module == "sirchat.saved.keys_values" else set()
+            more = tensors if module == "sirchat.saved.saved_tensors" else set()
             assert within(name, *(f"sirchat.{one}" for one in allowed | more)), (module, name)
 
 

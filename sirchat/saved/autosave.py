@@ -76,7 +76,7 @@ class Autosave:
 
     @property
     def family(self) -> str:
-        """The id of the chat from which this one was branched, in any number of steps, or its own."""
+        """The id of the chat from which this one was branched, in one or more steps, or its own."""
         return self._family or self.id
 
     def update(self) -> None:

@@ -15,6 +15,7 @@ from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.saved.autosave import Autosave
+from sirchat.saved.keys_values import KeysAndValues
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
@@ -302,15 +303,15 @@ def test_a_failure_in_the_middle_loses_neither_chat(
     assert {one.turns for one in list_sessions(folder).sessions} == {4}
 
 
-@pytest.mark.parametrize("step", ["append", "save_kv"])
+@pytest.mark.parametrize("step", [(SessionStore, "append"), (KeysAndValues, "save")])
 def test_a_chat_that_cannot_be_saved_is_not_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str]
 ) -> None:
     ident = saved(folder)
     chat = Chat()
     chat.say(SAYINGS[2])
     with monkeypatch.context() as full:
-        full.setattr(SessionStore, step, _full)
+        full.setattr(*step, _full)
         chat.say(SAYINGS[3])
         shown = refusal(chat, f"/load {ident}")
         assert "nothing is loaded" in shown
