@@ -56,7 +56,7 @@ def own_message(session: Session) -> str:
 
     Raises UndoError if there is none.
     """
-    messages = [(point.text, _is_of_summary(session, point)) for point in session.undoable] or [
+    messages = [(point.text, _is_of_summary(session, point)) for point in session.undo_points] or [
         (turn.text, turn.is_summary) for turn in session.turns if turn.role == "user"
     ]
     texts = [text for text, is_summary in messages if not is_summary]
@@ -72,7 +72,7 @@ def undo_summaries(session: Session) -> None:
     """
     own_message(session)
     before = len(session.turns)
-    while session.undoable and _is_of_summary(session, session.undoable[-1]):
+    while session.undo_points and _is_of_summary(session, session.undo_points[-1]):
         session.undo(keep_pins=True)
     if len(session.turns) < before and (left := summaries(session)):
         with suppress(UsageError):  # it is no longer archived, or other pins take the room

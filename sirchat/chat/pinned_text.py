@@ -30,7 +30,7 @@ class PinnedText:
 
 def own_pins(session: Session) -> Positions:
     """Positions of the tokens that the user pinned, not of what `pin_system` pins."""
-    pinned, prompt = session.ledger.pinned_positions, session.conversation.system
+    pinned, prompt = session.ledger.pinned_positions, session.state.system
     if not session.profile.pin_system:
         return pinned
     return pinned[(pinned < prompt.start) | (pinned >= prompt.stop)]
@@ -73,7 +73,7 @@ def pin_newest(session: Session, pins: Positions, more: int = 0) -> int:
     If there is no room for all of them and `more` other pins, only the newest are pinned. Returns
     how many are not.
     """
-    division, ledger, before = session.division, session.ledger, own_pins(session)
+    division, ledger, before = session.divide(), session.ledger, own_pins(session)
     after = pins
     if division.most_pins is not None:
         costly = pins[pins >= division.sinks]
@@ -95,7 +95,7 @@ def pins_note(session: Session) -> str:
 
     It is empty if the user had pinned nothing.
     """
-    again, lost = session.conversation.repinned
+    again, lost = session.state.repinned
     if not again + lost:
         return ""
     many = "token that you had pinned is" if again == 1 else "tokens that you had pinned are"

@@ -42,7 +42,7 @@ def describe_excess(turn: TurnDone, session: Session, option: str) -> str:
 
     `option` is how the user sets the budget. "" if all is held, or if the budget has room for it.
     """
-    division = session.division
+    division = session.divide()
     if turn.role != "user" or turn.tokens_in <= division.evictable:
         return ""
     held = session.ledger.held_of_turn(turn.index)
@@ -64,7 +64,7 @@ def hold_all(session: Session, text: str) -> None:
     """
     _, turn = session.template.opening(text, session.profile.system)
     needed = len(turn.ids) + session.profile.max_new_tokens
-    if needed <= session.division.evictable:
+    if needed <= session.divide().evictable:
         return
     budget = session.budget_for(needed) or session.model.context_length
     if (free := free_memory()) is not None:

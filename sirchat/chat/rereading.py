@@ -25,7 +25,7 @@ def read_again(
     """Let the new session `session` read `turns` again, and pin the texts `pins` again.
 
     Each turn keeps its index. If the settings have a system prompt, it is read in place of the last
-    one in `turns`. `session.conversation.repinned` says how many pins are kept and lost.
+    one in `turns`. `session.state.repinned` says how many pins are kept and lost.
 
     Raises the same errors as `Session.read_user`.
     """
@@ -51,18 +51,18 @@ def read_again(
             progress("reading the chat", number + 1, len(turns))
     if session.profile.system != profile.system:
         lost += _read_prompt(session, profile.system, pinned=profile.pin_system)
-    session.profile = profile
+    session.note_profile(profile)
     for number in prompts:  # for an erased prompt, a blank was read
         if number < len(session.turns) and not turns[number].text:
             session.turns[number] = Turn("system")
-    session.conversation.repinned = len(own_pins(session)), lost
+    session.state.repinned = len(own_pins(session)), lost
 
 
 def read_whole(session: Session, progress: Progress | None = None) -> Session:
     """A new session that has read all turns of `session` again, so that they can be undone."""
     again = Session(session.model, session.profile)
     read_again(again, session.turns, pinned_text(session), progress)
-    again.conversation.attempt = session.conversation.attempt  # another reply gets other numbers
+    again.state.attempt = session.state.attempt  # another reply gets other numbers
     return again
 
 
@@ -72,7 +72,7 @@ def read_before_last(session: Session, progress: Progress | None = None) -> Sess
     Raises UndoError if there is no user turn.
     """
     start = check_rewind(session, 1)[-1]
-    point = session.undoable[-1].checkpoint.cache if session.undoable else None
+    point = session.undo_points[-1].checkpoint.cache if session.undo_points else None
     pinned = own_pins(session)
     if point is not None:  # pins that were made since then are taken back
         pinned = np.intersect1d(pinned, point.pinned)
@@ -104,7 +104,7 @@ def rewind(session: Session, count: int) -> bool:
         before, pins = session.turns[:start], pinned_text(session)
         profile = _profile_at(session, start)
         session.reset()
-        session.profile = profile
+        session.note_profile(profile)
         read_again(session, before, pins)
         return True
     return False
@@ -122,9 +122,9 @@ def copied(session: Session, limit: int | None = None) -> Session | None:
     rows = session.rows(limit)
     if rows is None:
         return None
-    points = [replace(point, state=deepcopy(point.state)) for point in session.undoable]
-    attention = session.attention(rows.positions)
-    copy.load(session.save(), deepcopy(session.conversation), rows, attention, points)
+    points = [replace(point, state=deepcopy(point.state)) for point in session.undo_points]
+    attention = session.ledger.attention.checkpoint(rows.positions)
+    copy.load(session.save(), deepcopy(session.state), rows, attention, points)
     return copy
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from sirchat.chat.events import Delta, Event, Notice, Reading, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.settings import switched
+from sirchat.chat.state import reply_at_end
 from sirchat.errors import UsageError
 from sirchat.memory.registry import BEST_RETRIEVER
 
@@ -53,16 +54,16 @@ def retry_under(
     """
     # The model answers in a trial, which is undone. Then it reads the message, and the tokens of
     # the new reply, under the usual settings: so the cache is as if these had given that reply.
-    text, attempt = session.last_said, session.conversation.attempt
+    text, attempt = session.last_said, session.state.attempt
     switched(session.profile, session.model, "/retry", updates)
-    before = session.last_reply
+    before = reply_at_end(session.ledger, session.turns)
     yield from session.undo(keep_pins=True)
     try:
         with session.trial("/retry", updates):
             for event in session.ask(text, interrupted, attempt=attempt + 1):
                 if isinstance(event, Reading | Delta | Notice):
                     yield event
-            reply, note = session.last_reply, describe(session)
+            reply, note = reply_at_end(session.ledger, session.turns), describe(session)
     except BaseException:
         if before is not None:
             list(session.ask(text, attempt=attempt, reply=before))

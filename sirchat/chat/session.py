@@ -1,9 +1,7 @@
 """A conversation with one model: it reads and answers turns, and yields events.
 
-`ask`, `retry`, `read_user` and `read_reply` are generators: they do their work while the caller
-iterates over the events. Other methods work at once. The ids that the chat template puts at the end
-of a turn are always read: at once if a reply was interrupted or had no more room, and before the
-next turn if an error cut a turn off.
+`ask`, `retry`, `read_user` and `read_reply` are generators, and work while the caller iterates over
+the events; other methods work at once.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from sirchat.chat.state import (
     Turn,
     TurnStats,
     UndoPoint,
-    reply_at_end,
     undo_depth,
 )
 from sirchat.chat.targets import Target, erase_text, positions_of, tokens_to_erase
@@ -48,7 +45,6 @@ from sirchat.engine.types import ContinuationScore, EngineState, RestoredRows
 from sirchat.errors import UndoError
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.ledger import Ledger
 from sirchat.models.devices import DeviceMemory, memory_by_device
 from sirchat.models.model import LoadedModel
 from sirchat.paths import archives_dir
@@ -61,14 +57,19 @@ __all__ = ("Interrupted", "Session")
 
 
 class Session:
-    """One conversation with one model.
+    """One conversation with one model. Raises SettingError for a setting that the model refuses.
 
-    Args:
-        model: a loaded model.
-        profile: every setting at the start; `session.profile` has the current settings.
-        rows_in_events: whether events list the tokens themselves, not only their positions.
+    Callers may read the attributes, but only methods change them, except `together` and `stop_ids`:
+        model, profile, template: the model, the settings in force, and what turns text into ids.
+        state: turns, token counts and times.
+        ledger: the table of all tokens ever read.
+        recall: what recall has restored.
+        undo_points: one for each user turn that can be undone, oldest first.
+        epoch: number of conversations begun; each `reset` begins one.
+        erasures: number of calls of `erase`, after which saved text must be written again.
+        together: whether to yield `Choosing` before each token, so that sessions share a batch.
 
-    Raises SettingError for a setting that this model does not allow.
+    `rows_in_events`: whether events list the tokens themselves, not only their positions.
     """
 
     def __init__(
@@ -76,21 +77,14 @@ class Session:
     ) -> None:
         self.model = model
         self.profile = profile
-        self._rows_in_events = rows_in_events
         self.template = Template(model.tokenizer, model.anchors)
-        """Converts text to token ids; may be replaced between two turns."""
         declared = getattr(model.module.generation_config, "eos_token_id", None)
         self.stop_ids = self.template.stop_ids(declared)
+        self.together = False
+        self.epoch = self.erasures = 0
         self._end_ids = self.template.end_ids(declared)
         self._texts = TokenTexts(model.tokenizer)
-        self.allowed: Allowed | None = None
-        """Says which tokens may come next in a reply; None if all tokens may."""
-        self.together = False
-        """Whether to yield `Choosing` before each token, so that sessions can share a batch."""
-        self.epoch = 0
-        """Number of conversations begun in this session; each `reset` begins a new one."""
-        self.erasures = 0
-        """Number of times that `erase` was called; after each, saved text must be rewritten."""
+        self._rows_in_events = rows_in_events
         check_profile(profile, model)
         self.reset()
 
@@ -100,69 +94,27 @@ class Session:
         settings = build_cache_settings(self.profile, self._folder)
         self._engine = build_engine(self.model, settings, self.profile.seed)
         self.epoch += 1
-        self._now = ConversationState()
-        self._undo_points: list[UndoPoint] = []  # oldest first
+        self.state = ConversationState()
+        self.ledger = self._engine.ledger
+        self.undo_points: list[UndoPoint] = []
+        self.recall = Recall(self._engine, self.model)
         self._events = EventBuilder(self._engine, self._texts, self._rows_in_events)
-        self._recall = Recall(self._engine, self.model)
-        self._at_reply = 0, self._engine.ledger.held_positions  # seen and held at a reply's end
-
-    @property
-    def conversation(self) -> ConversationState:
-        """Turns, token counts and times of this session; callers must not change them."""
-        return self._now
+        self._at_reply = 0, self.ledger.held_positions  # seen and held at a reply's end
 
     @property
     def turns(self) -> list[Turn]:
-        """All messages of the conversation, in order; callers must not change the list."""
-        return self._now.turns
-
-    def save(self) -> EngineState:
-        """The engine's state, without keys and values, to be saved in a file."""
-        return self._engine.save()
-
-    def rows(self, limit: int | None = None) -> KeyValues | None:
-        """Keys and values of held and archived tokens; `KeyValueStore.rows` explains `limit`."""
-        return self._engine.store.rows(limit)
-
-    def attention(self, positions: Positions) -> AttentionCheckpoint:
-        """The attention that the tokens at `positions` have received so far, to be saved."""
-        return self._engine.ledger.attention.checkpoint(positions)
-
-    def load(
-        self,
-        saved: EngineState,
-        conversation: ConversationState,
-        rows: KeyValues | None,
-        attention: AttentionCheckpoint | None = None,
-        undo_points: Sequence[UndoPoint] = (),
-    ) -> None:
-        """Continue a saved session; if `rows` is None, keys and values are computed again.
-
-        Of the loaded turns, only those that have a point in `undo_points` can be undone.
-        """
-        self.reset()
-        self._engine.load(saved, rows, attention)
-        self._now, self._undo_points = conversation, list(undo_points)
+        """All messages of the conversation, in order."""
+        return self.state.turns
 
     @property
     def resident(self) -> int:
         """Number of tokens in the KV cache now."""
-        return self._engine.resident
+        return self._engine.cache.length
 
     @property
     def seen(self) -> int:
         """Number of tokens read or generated since the conversation began."""
-        return self._engine.ledger.seen
-
-    @property
-    def recalled(self) -> dict[int, float]:
-        """By position, the scores of the tokens that recall restored; all 0 after an undo."""
-        return self._recall.scores
-
-    @property
-    def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """A record of each turn of which recall restored tokens that are still held, in order."""
-        return tuple(RecalledTurn(*turn) for turn in self._recall.turns)
+        return self.ledger.seen
 
     @property
     def budget(self) -> int:
@@ -170,23 +122,9 @@ class Session:
         return self._engine.budget
 
     @property
-    def division(self) -> Division:
-        """How the budget is divided now among sinks, pins, the policy and recall."""
-        return self._engine.residency.divide()
-
-    @property
-    def ledger(self) -> Ledger:
-        """The table of all tokens ever read, which callers must not change."""
-        return self._engine.ledger
-
-    def budget_for(self, tokens: int) -> int | None:
-        """The smallest budget that holds a message of so many tokens; None if there is none."""
-        engine = self._engine
-        return budget_for(tokens, engine.settings, engine.ledger, self.model.context_length)
-
-    def check_pins(self, more: int) -> None:
-        """Raise SettingError if `more` pinned tokens, beside the held ones, are too many."""
-        self._engine.residency.check_pins(more, self._engine.ledger.held_positions)
+    def speed(self) -> float:
+        """Tokens per second of the current or the last reply; 0 before the first reply."""
+        return self.state.reply.tokens_out / max(self.state.reply.seconds_decode, 1e-9)
 
     @property
     def memory(self) -> list[DeviceMemory]:
@@ -194,13 +132,31 @@ class Session:
         return memory_by_device(self.model.module, self._engine.cache, self._engine.store.archive)
 
     @property
-    def speed(self) -> float:
-        """Tokens per second of the current or the last reply; 0 before the first reply."""
-        return self._now.reply.tokens_out / max(self._now.reply.seconds_decode, 1e-9)
+    def recalled_turns(self) -> tuple[RecalledTurn, ...]:
+        """A record of each turn of which recall restored tokens that are still held, in order."""
+        return tuple(RecalledTurn(*turn) for turn in self.recall.turns)
 
-    def start(self) -> list[Event]:
-        """The event `Started`, then a notice for each setting that does not suit this model."""
-        return self._events.started(self.model, self.profile)
+    @property
+    def last_said(self) -> str:
+        """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
+        if not self.undo_points:
+            is_off = self.seen and self.profile.archive == "off"
+            hint = "more messages can be undone with /set archive ram" if is_off else ""
+            raise UndoError("there is no message to undo", hint=hint)
+        return self.undo_points[-1].text
+
+    def divide(self) -> Division:
+        """How the budget is divided now among sinks, pins, the policy and recall."""
+        return self._engine.residency.divide()
+
+    def budget_for(self, tokens: int) -> int | None:
+        """The smallest budget that holds a message of so many tokens; None if there is none."""
+        settings = self._engine.settings
+        return budget_for(tokens, settings, self.ledger, self.model.context_length)
+
+    def check_pins(self, more: int) -> None:
+        """Raise SettingError if `more` pinned tokens, beside the held ones, are too many."""
+        self._engine.residency.check_pins(more, self.ledger.held_positions)
 
     def ask(
         self,
@@ -209,15 +165,32 @@ class Session:
         *,
         attempt: int = 0,
         reply: Reply | None = None,
+        allowed: Allowed | None = None,
     ) -> Iterator[Event]:
         """Read a user turn and answer it.
 
-        `attempt` varies the random numbers of sampling; the tokens of `reply`, if given, are taken
-        instead of sampled ones. Raises ContextFullError, before reading, if the turn can't fit.
+        `attempt` varies the random numbers of sampling, from the tokens that are `allowed`; those
+        of `reply` are taken instead. Raises ContextFullError, before reading, if it can't fit.
         """
         yield from self.read_user(text, interrupted)
-        self._now.attempt = attempt
-        yield from self._answer(interrupted, reply)
+        self.state.attempt = attempt
+        turn, closing, profile = self._begin("assistant"), self.template.closing, self.profile
+        given = None if reply is None else FixedIds(reply.ids)
+        records = self._engine.generate(
+            given or Sampler(build_sampling(profile), attempt, allowed),
+            turn.ref,
+            stop_ids=self.stop_ids,
+            max_new_tokens=profile.max_new_tokens,
+            closing=len(closing),
+            interrupted=interrupted if given is None else given.are_picked,
+            lookup=PromptLookup() if profile.lookup else None,
+            together=lambda: self.together,
+        )
+        stream = TextStream(self.model.tokenizer)
+        yield from turn.answer(
+            records, stream, closing, self._end_ids, reply.finish if reply is not None else None
+        )
+        self._at_reply = self.seen, self.ledger.held_positions.copy()
 
     def retry(
         self, interrupted: Interrupted = lambda: False, text: str | None = None
@@ -226,32 +199,9 @@ class Session:
 
         Pinned tokens stay pinned. Raises UndoError, changing nothing, if the turn can't be undone.
         """
-        text, attempt = (self.last_said, self._now.attempt + 1) if text is None else (text, 0)
+        text, attempt = (self.last_said, self.state.attempt + 1) if text is None else (text, 0)
         yield from self.undo(keep_pins=True)
         yield from self.ask(text, interrupted, attempt=attempt)
-
-    @contextmanager
-    def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
-        """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
-        profile, points = self.profile, self._undo_points
-        with undone(self._engine) as checkpoint:
-            start = UndoPoint.of(self._now, checkpoint, "", profile.pin_system, self.budget)
-            try:
-                self.switch(source, **updates)
-                yield
-            finally:
-                self.profile, self._undo_points = profile, points
-                self._now = start.conversation(self._now)
-        self._recall.undo()
-
-    @property
-    def last_reply(self) -> Reply | None:
-        """The last turn, if it is a reply (complete or not); None if it is no reply."""
-        return reply_at_end(self._engine.ledger, self.turns)
-
-    def attention_paid(self, turn: int) -> AttentionPaid:
-        """The attention that the reply with turn index `turn` paid to the held tokens before it."""
-        return attention_paid(self._engine, turn, self._at_reply, self.profile.sinks)
 
     def read_user(self, text: str, interrupted: Interrupted = lambda: False) -> Iterator[Event]:
         """Read a user turn without answering it; before the first one, read the system prompt."""
@@ -262,20 +212,16 @@ class Session:
         else:
             system, ids = None, self.template.user(text)
         self._check_room(ids, system)
-        checkpoint = self._engine.checkpoint()
-        point = UndoPoint.of(self._now, checkpoint, text, self.profile.pin_system, self.budget)
-        depth = undo_depth(self.profile.archive != "off", self._engine.cache.state_nbytes)
-        self._undo_points = [*self._undo_points, point][-depth:]
+        self._note_undo_point(text)
         if system is not None:
             yield from self._read_system(system)
-        self._now.round += 1
-        self._now.attempt = 0
-        self._now.in_round = True
+        state, closing = self.state, self.template.closing
+        state.round += 1
+        state.attempt, state.in_round = 0, True
         turn = self._begin("user")
-        closing = self.template.closing
         yield from turn.make_room(len(ids.ids), self.profile.max_new_tokens + len(closing))
         texts = [turn.text for turn in self.turns]
-        recollection = self._recall.renew(ids.ids, ids.roles, turn.ref, text, texts)
+        recollection = self.recall.renew(ids.ids, ids.roles, turn.ref, text, texts)
         if recollection is not None:
             turn.stats.seconds_prefill += recollection.seconds
             yield from self._events.recalled(turn.stats.index, recollection, self.recalled_turns)
@@ -294,47 +240,90 @@ class Session:
         yield turn.done(text)
         yield from self._events.problems()
 
-    def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
-        """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
-        written = [self.template.assistant(one).ids or self.template.closing for one in replies]
-        return score_continuations(self._engine.reader, written)
-
-    @property
-    def undoable(self) -> tuple[UndoPoint, ...]:
-        """An undo point for each user turn that can be undone, in the order of the turns."""
-        return tuple(self._undo_points)
-
-    @property
-    def last_said(self) -> str:
-        """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
-        if not self._undo_points:
-            off = self.seen and self.profile.archive == "off"
-            hint = "more messages can be undone with /set archive ram" if off else ""
-            raise UndoError("there is no message to undo", hint=hint)
-        return self._undo_points[-1].text
-
     def undo(self, *, keep_pins: bool = False) -> list[Event]:
         """Undo the last user turn, and all that was read, generated or pinned after it began.
 
-        The settings stay, but the system prompt becomes what it was before the turn. If `keep_pins`
-        is true, all pins stay. Raises UndoError, changing nothing, if there is no user turn, or if
-        a token that was evicted since the turn began is no longer archived.
+        The settings stay, but for the system prompt; with `keep_pins`, all pins stay. Raises
+        UndoError, changing nothing, if there is no such turn, or if a token is no longer archived.
         """
-        text, point = self.last_said, self._undo_points[-1]
+        text, point = self.last_said, self.undo_points[-1]
         try:
             self._engine.undo(point.checkpoint, keep_pins=keep_pins)
         except LookupError:
             why = "tokens that it evicted are no longer archived"
             raise UndoError(f"this message can't be undone: {why}") from None
-        self._undo_points.pop()
-        self._recall.undo()
-        self._now = point.conversation(self._now)
-        now = (self.profile.system, self.profile.pin_system)
-        if (self._now.prompt, point.pin_system) != now and self.seen:
-            self.profile = self.profile.model_copy(update={"system": self._now.prompt})
-            self._engine.ledger.pin(self._now.system, self.profile.pin_system)
-            self._engine.residency.exclude(np.asarray(self._now.system), excluded=False)
+        self.undo_points.pop()
+        self.recall.undo()
+        self.state = point.conversation(self.state)
+        prompt, pin_system = self.state.prompt, self.profile.pin_system
+        if (prompt, point.pin_system) != (self.profile.system, pin_system) and self.seen:
+            self.profile = self.profile.model_copy(update={"system": prompt})
+            self.ledger.pin(self.state.system, pin_system)
+            self._engine.residency.exclude(np.asarray(self.state.system), excluded=False)
         return [Undone(len(self.turns), text, self.resident, self.seen)]
+
+    @contextmanager
+    def trial(self, source: str, updates: dict[str, Any]) -> Iterator[None]:
+        """Context manager: in it, the settings `updates` hold; at its end, all is undone."""
+        profile, points = self.profile, self.undo_points
+        with undone(self._engine) as checkpoint:
+            start = UndoPoint.of(self.state, checkpoint, "", profile.pin_system, self.budget)
+            try:
+                self.switch(source, **updates)
+                yield
+            finally:
+                self.profile, self.undo_points = profile, points
+                self.state = start.conversation(self.state)
+        self.recall.undo()
+
+    def switch(
+        self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
+    ) -> list[Event]:
+        """Change the settings `updates`, and evict or restore tokens as the new settings require.
+
+        If the system prompt of a begun chat changes, the old one is evicted and the new one read;
+        an interrupt ends the reading. Raises SettingError, which begins with `source`, for a value
+        that is not allowed, changing nothing.
+        """
+        before, profile = self.profile, switched(self.profile, self.model, source, updates)
+        settings, state = build_cache_settings(profile, self._folder), self.state
+        is_replaced = self.seen > 0 and profile.system != before.system
+        prompt = self.template.system(profile.system) if is_replaced and profile.system else None
+        size = len(prompt.ids) if prompt is not None else 0
+        with all_or_nothing(self._engine):
+            if is_replaced or profile.pin_system != before.pin_system:
+                self.ledger.pin(state.system, profile.pin_system and not is_replaced)
+            moves = self._engine.residency.switch(settings, size if profile.pin_system else 0)
+            if is_replaced:
+                moves += self._engine.residency.exclude(np.asarray(state.system))
+            self._engine.require(size)
+        self.profile = profile
+        if is_replaced:
+            state.system, state.prompt = range(0), None
+        events = self._events.moved(state.last, moves)
+        restored = sum(len(move.positions) for move in moves if isinstance(move, RestoredRows))
+        events += self._events.switched(self.model, before, profile, restored)
+        if prompt is not None:
+            events += [*self._flush(), *self._read_system(prompt, interrupted)]
+        return events
+
+    def note_profile(self, profile: Profile) -> None:
+        """Set settings that are in force already, or that neither engine nor model use."""
+        self.profile = profile
+
+    def use_template(self, template: Template) -> None:
+        """Turn text into ids by `template` from the next turn on."""
+        self.template = template
+
+    @contextmanager
+    def replying(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Context manager: in it, the `settings` of sampling and of a reply's length hold."""
+        profile = self.profile
+        self.profile = profile.model_copy(update=settings)
+        try:
+            yield
+        finally:
+            self.profile, self.together = profile, False
 
     def pin(self, target: Target, pinned: bool = True, around: int = 0) -> list[Event]:
         """Pin or unpin `target` (text, `last` or `turn N`) and `around` tokens on each side of it.
@@ -343,7 +332,8 @@ class Session:
         SettingError, changing nothing, if the pins would leave too little room.
         """
         positions = self._positions_of(target, self._engine.store.reachable(), around)
-        events = self._events.moved(self._now.last, self._engine.residency.pin(positions, pinned))
+        moves = self._engine.residency.pin(positions, pinned)
+        events = self._events.moved(self.state.last, moves)
         events.append(Pinned(len(positions), pinned, self.resident))
         if not self._engine.settings.policy.honours_pins:
             events.append(Notice(f"policy {self.profile.policy} ignores pins"))
@@ -356,12 +346,12 @@ class Session:
         erased tokens. Raises UsageError if nothing matches.
         """
         system = self.profile.system
-        positions = tokens_to_erase(target, self._engine, self._texts, self._now, system)
+        positions = tokens_to_erase(target, self._engine, self._texts, self.state, system)
         self._engine.erase(positions)
-        self._now.prompt = erase_text(target, self._now, system)
-        self.profile = self.profile.model_copy(update={"system": self._now.prompt})
-        self._undo_points = []
-        self._recall.erase_words()
+        self.state.prompt = erase_text(target, self.state, system)
+        self.profile = self.profile.model_copy(update={"system": self.state.prompt})
+        self.undo_points = []
+        self.recall.erase_words()
         self.erasures += 1
         return [Erased(len(positions), self.resident)]
 
@@ -370,44 +360,19 @@ class Session:
         at, now = self._positions_of(target, np.arange(self.seen)), self.snapshot(strongest=0)
         return token_ranks(self._engine, self._texts, at, now, sinks=self.profile.sinks)
 
-    def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
-        ledger, roles = self._engine.ledger, self._now.roles
-        return positions_of(target, ledger, self._texts, roles, among, around)
+    def attention_paid(self, turn: int) -> AttentionPaid:
+        """The attention that the reply with turn index `turn` paid to the held tokens before it."""
+        return attention_paid(self._engine, turn, self._at_reply, self.profile.sinks)
 
-    def switch(
-        self, source: str, interrupted: Interrupted = lambda: False, /, **updates: Any
-    ) -> list[Event]:
-        """Change the settings `updates`, and evict or restore tokens as the new settings require.
+    def score_continuations(self, replies: Sequence[str]) -> tuple[ContinuationScore, ...]:
+        """For each reply, log-probabilities of its tokens, or of the end tokens if it is empty."""
+        template = self.template
+        ids = [template.assistant(reply).ids or template.closing for reply in replies]
+        return score_continuations(self._engine.reader, ids)
 
-        If the system prompt of a begun chat changes, the old one is evicted, and the new one is
-        read and, if `pin_system` is set, pinned; an interrupt ends the reading. Raises SettingError
-        for a value that is not allowed, changing nothing; its message begins with `source`.
-        """
-        before, profile = self.profile, switched(self.profile, self.model, source, updates)
-        settings = build_cache_settings(profile, self._folder)
-        replaced = self.seen > 0 and profile.system != before.system
-        prompt = self.template.system(profile.system) if replaced and profile.system else None
-        size = len(prompt.ids) if prompt is not None else 0
-        with all_or_nothing(self._engine):
-            if replaced or profile.pin_system != before.pin_system:
-                self._engine.ledger.pin(self._now.system, profile.pin_system and not replaced)
-            moves = self._engine.residency.switch(settings, size if profile.pin_system else 0)
-            if replaced:
-                moves += self._engine.residency.exclude(np.asarray(self._now.system))
-            self._engine.require(size)
-        self.profile = profile
-        if replaced:
-            self._now.system, self._now.prompt = range(0), None
-        events = self._events.moved(self._now.last, moves)
-        restored = sum(len(one.positions) for one in moves if isinstance(one, RestoredRows))
-        events += self._events.switched(self.model, before, profile, restored)
-        if prompt is not None:
-            events += [*self._flush(), *self._read_system(prompt, interrupted)]
-        return events
-
-    def end(self) -> Ended:
-        """The event that ends the session."""
-        return self._events.ended(self._now)
+    def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
+        """A record of each token, held or evicted, at these stream positions (ascending)."""
+        return self._events.tokens(np.asarray(positions, np.int64))
 
     def snapshot(self, strongest: int | None = None) -> Snapshot:
         """A snapshot of the cache; if `strongest` is given, a short one with so many tokens."""
@@ -415,50 +380,57 @@ class Session:
             self._engine,
             self.profile,
             self._texts,
-            self._now.roles,
+            self.state.roles,
             model=self.model.name,
             speed=self.speed,
-            in_round=self._now.in_round,
+            in_round=self.state.in_round,
             strongest=strongest,
             recalled_turns=self.recalled_turns,
         )
 
-    def tokens(self, positions: Sequence[int]) -> tuple[TokenRow, ...]:
-        """A record of each token, held or evicted, at these stream positions (ascending)."""
-        return self._events.tokens(np.asarray(positions, np.int64))
+    def start(self) -> list[Event]:
+        """The event `Started`, then a notice for each setting that does not suit this model."""
+        return self._events.started(self.model, self.profile)
 
-    def _answer(self, interrupted: Interrupted, reply: Reply | None = None) -> Iterator[Event]:
-        turn, closing = self._begin("assistant"), self.template.closing
-        given = None if reply is None else FixedIds(reply.ids)
-        records = self._engine.generate(
-            given or Sampler(build_sampling(self.profile), self._now.attempt, self.allowed),
-            turn.ref,
-            stop_ids=self.stop_ids,
-            max_new_tokens=self.profile.max_new_tokens,
-            closing=len(closing),
-            interrupted=interrupted if given is None else given.are_picked,
-            lookup=PromptLookup() if self.profile.lookup else None,
-            together=lambda: self.together,
-        )
-        if reply is not None:
-            records = turn.ending_as(records, reply.finish)
-        yield from turn.answer(records, TextStream(self.model.tokenizer), closing, self._end_ids)
-        self._at_reply = self.seen, self._engine.ledger.held_positions.copy()
+    def end(self) -> Ended:
+        """The event that ends the session."""
+        return self._events.ended(self.state)
+
+    def save(self) -> EngineState:
+        """The engine's state, without keys and values, to be saved in a file."""
+        return self._engine.save()
+
+    def rows(self, limit: int | None = None) -> KeyValues | None:
+        """Keys and values of held and archived tokens; `KeyValueStore.rows` explains `limit`."""
+        return self._engine.store.rows(limit)
+
+    def load(
+        self,
+        saved: EngineState,
+        state: ConversationState,
+        rows: KeyValues | None,
+        attention: AttentionCheckpoint | None = None,
+        undo_points: Sequence[UndoPoint] = (),
+    ) -> None:
+        """Continue a saved session; if `rows` is None, keys and values are computed again.
+
+        Of the loaded turns, only those that have a point in `undo_points` can be undone.
+        """
+        self.reset()
+        self._engine.load(saved, rows, attention)
+        self.state, self.undo_points = state, list(undo_points)
+
+    def _begin(self, role: str) -> OpenTurn:
+        return self._turn(self.state.begin(role))
+
+    def _turn(self, stats: TurnStats) -> OpenTurn:
+        return OpenTurn(self.state, self._engine, self._events, stats, self.profile.evict_thinking)
 
     def _flush(self) -> list[Event]:
         """Read the pending template ids of a turn that was cut off; returns the events."""
         if self.seen == 0:  # nothing was read: the turn is treated as never begun
-            self._now.pending_ids, self._now.turns = [], []
-        return self._turn(TurnStats(self._now.last, "")).flush()
-
-    def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
-        turn, start = self._begin("system"), self.seen
-        try:
-            yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
-        finally:  # also after an error: the part that was read is pinned, and can be unpinned
-            self._now.system = range(start, self.seen)
-            self._now.prompt = self.profile.system
-        yield turn.done(self.profile.system or "")
+            self.state.pending_ids, self.state.turns = [], []
+        return self._turn(TurnStats(self.state.last, "")).flush()
 
     def _check_room(self, ids: TurnIds, system: TurnIds | None = None) -> None:
         """Raise SettingError or ContextFullError if the turn `ids`, after `system`, can't fit."""
@@ -467,8 +439,20 @@ class Session:
             self._engine.residency.check_pins(before)
         self._engine.require(before + len(ids.ids) + len(self.template.closing))
 
-    def _begin(self, role: str) -> OpenTurn:
-        return self._turn(self._now.begin(role))
+    def _note_undo_point(self, text: str) -> None:
+        checkpoint, profile = self._engine.checkpoint(), self.profile
+        point = UndoPoint.of(self.state, checkpoint, text, profile.pin_system, self.budget)
+        depth = undo_depth(profile.archive != "off", self._engine.cache.state_nbytes)
+        self.undo_points = [*self.undo_points, point][-depth:]
 
-    def _turn(self, stats: TurnStats) -> OpenTurn:
-        return OpenTurn(self._now, self._engine, self._events, stats, self.profile.evict_thinking)
+    def _read_system(self, ids: TurnIds, interrupted: Interrupted = bool) -> Iterator[Event]:
+        turn, start, state = self._begin("system"), self.seen, self.state
+        try:
+            yield from turn.read(ids, interrupted, pinned=self.profile.pin_system)
+        finally:  # also after an error: the part that was read is pinned, and can be unpinned
+            state.system = range(start, self.seen)
+            state.prompt = self.profile.system
+        yield turn.done(self.profile.system or "")
+
+    def _positions_of(self, target: Target, among: Positions, around: int = 0) -> Positions:
+        return positions_of(target, self.ledger, self._texts, self.state.roles, among, around)

@@ -1,8 +1,7 @@
 """Lets the engine read or generate the ids of one turn, and yields the turn's events.
 
-The chat template ends each turn with certain ids, which are *pending* until the engine has read
-them. If an error cuts the turn off, the pending ids are read before the next turn, so that the chat
-always follows its template.
+The template's ids that end a turn are *pending* until the engine has read them; if an error cuts
+the turn off, they are read before the next turn, so that the chat always follows its template.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from sirchat.engine.types import (
     Generated,
     GeneratedToken,
     ReadProgress,
-    Stopped,
     TurnRef,
 )
 from sirchat.errors import ContextFullError
@@ -33,14 +31,9 @@ Interrupted = Callable[[], bool]
 
 
 class OpenTurn:
-    """One turn, while it is read or generated.
+    """One turn, while it is read or generated; its methods increase the counts of `stats`.
 
-    Args:
-        now: the conversation that the turn belongs to.
-        engine: reads and generates its ids.
-        events: makes the events.
-        stats: counts of this turn's tokens and seconds, which the methods increase.
-        evicts_thinking: whether a reply's reasoning is evicted when the reply is complete.
+    `evicts_thinking`: whether a reply's reasoning is evicted when the reply is complete.
     """
 
     def __init__(
@@ -59,10 +52,7 @@ class OpenTurn:
         self.ref = TurnRef(stats.index, now.round)
 
     def make_room(self, count: int, max_new_tokens: int) -> list[Event]:
-        """Evict tokens before a user turn of `count` ids is read, as the setting `evict` says.
-
-        Returns an event for each eviction.
-        """
+        """Evict tokens before a user turn of `count` ids is read, as the setting `evict` says."""
         records = self._engine.residency.make_room_for_turn(count, max_new_tokens, self.ref)
         return [self._evicted(record) for record in records]
 
@@ -76,9 +66,8 @@ class OpenTurn:
     ) -> Iterator[Event]:
         """Let the engine read the ids of `turn`; yields events of progress and evictions.
 
-        If `interrupted` returns true, the ids of the text that are not read yet are skipped, and
-        only the template's ids after the text are read. `after` are ids that the caller reads later
-        in this round; if the reading of `turn` fails, they become pending, too.
+        An interrupt skips the rest of the text, but not the template's ids after it. If reading
+        fails, `after`, which the caller reads later in this round, becomes pending, too.
         """
         done, end = 0, len(turn.ids)
         self._note_pending(turn, done, after)
@@ -109,25 +98,44 @@ class OpenTurn:
         stream: TextStream,
         closing: Sequence[int],
         end_ids: Collection[int],
+        finish: Finish | None = None,
     ) -> Iterator[Event]:
-        """Yield the events of a reply while it is generated, then read the `closing` ids after it.
+        """Yield the events of a reply as the engine generates it, then read the `closing` ids.
 
-        `records` are what the engine generates. If the stop id that ends the reply is not one of
-        the `end_ids`, the reply has ended at a control token. If an error cuts the reply off, its
-        text until then is stored, and the `closing` ids are read before the next turn.
+        A stop id that is not one of the `end_ids` is a control token; `finish`, if given, is the
+        known reason of the end. If an error cuts the reply off, its text until then is stored, and
+        the `closing` ids are read before the next turn.
         """
-        said: list[str] = []
-        self._now.reply, self._now.pending_ids = self.stats, list(closing)
-        self.stats.finish = "interrupt"  # not changed if the caller stops taking events
-        failure: ContextFullError | None = None
+        stats, said, failure = self.stats, list[str](), None
+        self._now.reply, self._now.pending_ids = stats, list(closing)
+        stats.finish = "interrupt"  # not changed if the caller stops taking events
         try:
             try:
-                yield from self._generated(records, stream, said, end_ids)
+                start = time.perf_counter()
+                for record in records:
+                    if isinstance(record, ChosenToken):
+                        yield Choosing(record)
+                        continue  # the time until it is read counts
+                    stats.seconds_decode += time.perf_counter() - start
+                    if isinstance(record, GeneratedToken):
+                        stats.tokens_out += 1
+                        said.append(stream.push(record.id))
+                        if said[-1]:
+                            yield Delta(said[-1])
+                    elif isinstance(record, EvictedRows):
+                        yield self._evicted(record)
+                    else:
+                        is_end = record.reason != "stop" or record.stop_id in end_ids
+                        stats.finish = finish or (record.reason if is_end else "control")
+                    start = time.perf_counter()
+                stats.seconds_decode += time.perf_counter() - start
+                said.append(stream.flush())
+                yield Delta(said[-1])
             except ContextFullError as error:
-                self.stats.finish, failure = "context", error
+                stats.finish, failure = "context", error
             closed = self.close(closing)
         except BaseException:  # the caller stopped taking events, or the model failed
-            self._now.finish(self.stats, "".join(said))
+            self._now.finish(stats, "".join(said))
             raise
         yield from closed
         yield self.done("".join(said))
@@ -135,48 +143,8 @@ class OpenTurn:
         if failure is not None:
             yield Notice(str(failure))
 
-    def ending_as(self, records: Iterator[Generated], finish: Finish) -> Iterator[Generated]:
-        """Yield the engine's records of a reply whose known tokens are read again.
-
-        The record of the reply's end is left out: `finish` is the reason why the reply ended when
-        it was first generated, and is stored instead.
-        """
-        for record in records:
-            if isinstance(record, Stopped):
-                self.stats.finish = finish
-            else:
-                yield record
-
-    def _generated(
-        self,
-        records: Iterator[Generated],
-        stream: TextStream,
-        said: list[str],
-        end_ids: Collection[int],
-    ) -> Iterator[Event]:
-        """Yield the events of a reply while it is generated; append its text to the list `said`."""
-        for record in self._timed(records):
-            if isinstance(record, GeneratedToken):
-                self.stats.tokens_out += 1
-                said.append(stream.push(record.id))
-                if said[-1]:
-                    yield Delta(said[-1])
-            elif isinstance(record, EvictedRows):
-                yield self._evicted(record)
-            elif isinstance(record, ChosenToken):
-                yield Choosing(record)
-            elif record.reason == "stop" and record.stop_id not in end_ids:
-                self.stats.finish = "control"
-            else:
-                self.stats.finish = record.reason
-        said.append(stream.flush())
-        yield Delta(said[-1])
-
     def close(self, closing: Sequence[int]) -> list[Event]:
-        """Read the template ids `closing` after a reply, and end the round; returns the events.
-
-        If the reasoning of replies is to be evicted, that of this reply is evicted now.
-        """
+        """Read the template ids `closing` after a reply, and end the round; returns the events."""
         events = list(self.read(_template_ids(closing)))
         self._close_round()
         if self._evicts_thinking:
@@ -200,24 +168,8 @@ class OpenTurn:
         self._now.finish(self.stats, text)
         return self._events.done(self.stats, text)
 
-    def _timed(self, records: Iterator[Generated]) -> Iterator[Generated]:
-        """Yield the engine's `records`, and count its time for them in `stats.seconds_decode`."""
-        while True:
-            start = time.perf_counter()
-            record = next(records, None)
-            if isinstance(record, ChosenToken):  # the time until it is read counts
-                yield record
-                record = next(records, None)
-            self.stats.seconds_decode += time.perf_counter() - start
-            if record is None:
-                return
-            yield record
-
     def _note_pending(self, turn: TurnIds, done: int, after: Sequence[int]) -> None:
-        """Set the pending ids: those that follow the text of `turn` and are unread, then `after`.
-
-        `done` is the number of ids of `turn` that the engine has read.
-        """
+        """Set the pending ids: the unread ones after the text of `turn`, then those `after` it."""
         self._now.pending_ids = [*turn.ids[max(done, turn.content[1]) :], *after]
 
     def _evicted(self, record: EvictedRows) -> Event:
@@ -230,5 +182,4 @@ class OpenTurn:
 
 
 def _template_ids(ids: Sequence[int]) -> TurnIds:
-    """The ids of a turn that has only chat-template `ids` and no text."""
     return TurnIds(list(ids), [Role.TEMPLATE] * len(ids), (0, 0))

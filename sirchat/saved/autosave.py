@@ -121,7 +121,8 @@ class Autosave:
             self._store.kv.drop()
             return False
         stamp = secrets.token_hex(8)
-        received, saved = self._session.attention(rows.positions), self._session.save()
+        received = self._session.ledger.attention.checkpoint(rows.positions)
+        saved = self._session.save()
         tensors = row_tensors(rows) | attention_tensors(received) | state_tensors(saved.state)
         self._store.kv.save(tensors, stamp)
         head = self._head(saved, stamp)

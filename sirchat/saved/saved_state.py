@@ -81,7 +81,7 @@ class _Fields(BaseModel):
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
     """The head of `session`; `saved` is its engine's state, `stamp` that of keys and values."""
-    conversation = session.conversation
+    conversation = session.state
     pinned = np.flatnonzero(saved.rows["flags"] & Flag.PINNED)
     fields = {
         "profile": session.profile.model_dump(),

@@ -108,7 +108,7 @@ class ServedConversation:
 
     def fork(self, history: History) -> int:
         """How many messages of `history` need not be read again; the last one always is."""
-        return shared_messages(self.keys, self.roles, history, len(self.session.undoable))
+        return shared_messages(self.keys, self.roles, history, len(self.session.undo_points))
 
     def fitness(self, history: History) -> tuple[int, bool, bool]:
         """How well `history` can be continued here; a greater tuple is better."""
@@ -134,7 +134,7 @@ class ServedConversation:
     def back_to(self, count: int) -> bool:
         """Undo all messages after the first `count`; pins stay. False if that is not possible."""
         turns = self.roles[count:].count("user")
-        if turns > len(self.session.undoable):
+        if turns > len(self.session.undo_points):
             return False
         try:
             for _ in range(turns):

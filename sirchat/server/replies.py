@@ -100,41 +100,37 @@ def generate_reply(
     other = {k: v for k, v in memory.items() if getattr(session.profile, k) != v}
     if other:  # raises SettingError, changing nothing
         session.switch("sirchat", **other)
-    usual = session.profile
-    session.profile = usual.model_copy(update=options.settings)
     conversation.is_exact = False
-    try:
-        _set_template(session, history)
-        if options.format is not None:
-            session.allowed = options.format(session)
-        for role, text in history.messages[len(conversation.roles) : -1]:
-            read = session.read_user if role in ("user", "tool") else session.read_reply
-            for _ in read(_prepared(session, role, text), gone):
-                yield None
-            conversation.add(role, text)
-            if gone():
-                conversation.take_back()
-                return
-        yield from _answer(conversation, history, options, gone, cached)
-    except (ContextFullError, SettingError, RequestError):
-        # These errors are raised before anything of the message is read.
-        conversation.is_exact = True
-        raise
-    finally:
-        session.profile, session.allowed, session.together = usual, None, False
+    with session.replying(options.settings):
+        try:
+            _set_template(session, history)
+            allowed = None if options.format is None else options.format(session)
+            for role, text in history.messages[len(conversation.roles) : -1]:
+                read = session.read_user if role in ("user", "tool") else session.read_reply
+                for _ in read(_prepared(session, role, text), gone):
+                    yield None
+                conversation.add(role, text)
+                if gone():
+                    conversation.take_back()
+                    return
+            yield from _answer(conversation, history, options, gone, cached, allowed)
+        except (ContextFullError, SettingError, RequestError):
+            # These errors are raised before anything of the message is read.
+            conversation.is_exact = True
+            raise
 
 
 def _set_template(session: Session, history: History) -> None:
     """Set the chat template to the kind that plain text, or tools with their calls, need."""
     model, template = session.model, session.template
     if history.messages[-1][0] == "text":
-        session.template = PlainText(model.tokenizer)
+        session.use_template(PlainText(model.tokenizer))
         return
     if not history.tools and {"tool", "calls"}.isdisjoint(role for role, _ in history.messages):
         return
     if not isinstance(template, ToolTemplate) or template.tools != history.tools:
         with _refused("tools"):
-            session.template = ToolTemplate(model.tokenizer, model.anchors, history.tools)
+            session.use_template(ToolTemplate(model.tokenizer, model.anchors, history.tools))
 
 
 def _prepared(session: Session, role: str, text: str) -> str:
@@ -170,6 +166,7 @@ def _answer(
     options: ReplyOptions,
     gone: Interrupted,
     cached: int,
+    allowed: Allowed | None,
 ) -> Iterator[Step]:
     """Read the last message, and reply; `cached` tokens had been read before this request."""
     session, pieces, notes = conversation.session, _Pieces(conversation.session, options), []
@@ -181,7 +178,7 @@ def _answer(
         if options.holds_all:
             hold_all(session, text)
         notes = [event.text for event in session.start() if isinstance(event, Notice)]
-    for event in session.ask(text, lambda: gone() or pieces.are_ended):
+    for event in session.ask(text, lambda: gone() or pieces.are_ended, allowed=allowed):
         if isinstance(event, Choosing):
             yield event.token
             continue

@@ -257,7 +257,7 @@ class Commands:
         """[on|off|RETRIEVER|WORDS]: restore archived tokens for each of your messages; alone, show
         what was restored; WORDS of the chat are restored now, with the words around them, and
         pinned."""
-        recalled = self._session.recalled
+        recalled = self._session.recall.scores
         if rest and self._are_words(rest):
             self._switching.pin(rest, pinned=True, around=_AROUND)
         elif rest or not recalled:

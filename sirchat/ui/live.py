@@ -100,7 +100,7 @@ class LiveView:
         if not self._has_begun and self._line:
             self._begin_reply()
         if self._markdown is not None:
-            self._markdown.push(self._line, self._session.conversation.reply.tokens_out)
+            self._markdown.push(self._line, self._session.state.reply.tokens_out)
             self._line = ""
             if self._is_due():
                 self._draw_in_time()

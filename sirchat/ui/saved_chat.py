@@ -309,11 +309,11 @@ class SavedChat:
     def _begin(self) -> None:
         """Switch the setting `save` on, and write all of the chat, to a new file if need be."""
         session, before = self._session, self._session.profile
-        session.profile = before.model_copy(update={"save": True})  # so `--resume` saves it, too
+        session.note_profile(before.model_copy(update={"save": True}))  # `--resume` saves it, too
         try:
             self._write()
         except Exception as error:
-            session.profile = before
+            session.note_profile(before)
             raise SessionError(f"the chat can't be saved: {error}") from error
 
     def _write(self) -> None:

@@ -37,7 +37,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
     Where that is no longer possible (after a resume, or without an archive), a new session reads
     the earlier turns again and is returned. Raises UndoError if there is no user turn.
     """
-    point = session.undoable[-1] if session.undoable else None
+    point = session.undo_points[-1] if session.undo_points else None
     try:
         events = session.undo()
     except UndoError:
@@ -59,7 +59,7 @@ def undo(session: Session, screen: Screen, saved_chat: SavedChat) -> Session | N
 
 def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Session:
     """A session whose last message can be undone: `session` or, if need be, one that reads anew."""
-    if session.undoable or not _has_message(session):
+    if session.undo_points or not _has_message(session):
         return session
 
     def say(again: Session) -> None:

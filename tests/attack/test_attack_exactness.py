@@ -25,7 +25,7 @@ from shadow import WatchedModel, check, follow, logits_gap, shadow_of, watching
 from sirchat.chat.rereading import copied
 from sirchat.chat.retry import retry_under
 from sirchat.chat.session import Session
-from sirchat.chat.state import Reply
+from sirchat.chat.state import Reply, reply_at_end
 from sirchat.config.profile import Profile
 from sirchat.errors import SirchatError
 from sirchat.memory.ledger import Role
@@ -130,17 +130,17 @@ class Talk:
     def ask(self, text: str, stop: int = 0, attempt: int = 0) -> None:
         reply = self.leader.reply if self.leader else None
         list(self.chat.ask(text, Stop(stop), attempt=attempt, reply=reply))
-        self.reply = self.chat.last_reply
+        self.reply = reply_at_end(self.chat.ledger, self.chat.turns)
 
     def read(self, text: str, reply: str) -> None:
         list(self.chat.read_user(text))
         list(self.chat.read_reply(reply))
 
     def retry(self, text: str | None = None) -> None:
-        attempt = 0 if text else self.chat.conversation.attempt + 1
+        attempt = 0 if text else self.chat.state.attempt + 1
         if self.leader is None:
             list(self.chat.retry(text=text))
-            self.reply = self.chat.last_reply
+            self.reply = reply_at_end(self.chat.ledger, self.chat.turns)
             return
         text = text or self.chat.last_said
         self.chat.undo(keep_pins=True)
@@ -164,7 +164,7 @@ class Talk:
             assert_same(digest(self.chat), before, f"there and back {updates}")
 
     def said_and_undone(self, text: str) -> None:
-        if self.chat.conversation.pending_ids:  # they are read first, and stay
+        if self.chat.state.pending_ids:  # they are read first, and stay
             self.read("ok", "I see.")
         before = digest(self.chat)
         self.ask(text)
@@ -269,7 +269,7 @@ def digest(chat: Session) -> list[Any]:
     layers = range(len(cache.row_layers) if cache.length else 0)
     return [
         (chat.seen, held.tolist(), [(turn.role, turn.text) for turn in chat.turns]),
-        (ledger.column("flags")[held].tolist(), ledger.log_decay, chat.conversation.pending_ids),
+        (ledger.column("flags")[held].tolist(), ledger.log_decay, chat.state.pending_ids),
         [cache.layer_keys(at).clone() for at in layers],
         [cache.layer_values(at).clone() for at in layers],
         [] if engine.logits is None else [engine.logits],

@@ -160,8 +160,8 @@ def test_random_sessions_are_exact(name: str) -> None:
 def copied(talk: Session) -> Session:
     """The same chat in another session."""
     made = Session(talk.model, talk.profile)
-    received = talk.attention(np.arange(talk.seen))
-    made.load(talk.save(), talk.conversation, talk.rows(), received)
+    received = talk.ledger.attention.checkpoint(np.arange(talk.seen))
+    made.load(talk.save(), talk.state, talk.rows(), received)
     return made
 
 
@@ -292,7 +292,7 @@ def test_what_is_erased_leaves_no_trace_in_the_state(name: str) -> None:
     talks = [chat(name, "my name is X", f"and {word} it is, so be it") for word in ("9", "7")]
     assert not same(*map(state, talks))
     for talk, word in zip(talks, ("9", "7"), strict=True):
-        talk._now.turns = talk._now.turns[:3]
+        talk.state.turns = talk.state.turns[:3]
         talk.undo()
         list(talk.read_user(f"and {word} it is, so be it"))
         talk.erase(word)

@@ -12,6 +12,7 @@ from chatting import answer, babbler, session, tiny
 from sirchat.chat.events import Notice, TurnDone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session
+from sirchat.chat.state import reply_at_end
 from sirchat.engine.sampling import Sampler
 from sirchat.errors import SettingError, SirchatError, UndoError, UsageError
 from sirchat.ui.turn_commands import parse_retry, retry
@@ -62,7 +63,7 @@ def test_the_cache_is_as_if_the_usual_settings_had_given_the_reply(
     sayings = ["red " * 30, "green " * 20, "red and blue " * 10]
     chat, plain = (told(*sayings, model=babbler(), policy=policy, **small) for _ in range(2))
     retried(chat, words)
-    reply = chat.last_reply
+    reply = reply_at_end(chat.ledger, chat.turns)
     assert reply is not None
     ids = iter(reply.ids)
     with monkeypatch.context() as patch:
@@ -87,7 +88,7 @@ def test_retry_recall_restores_for_one_reply() -> None:
     assert note.startswith("recalled ")
     assert "of turn" in note
     assert chat.profile.recall == "off"
-    assert not chat.recalled
+    assert not chat.recall.scores
     with pytest.raises(SettingError, match="recall"):
         retried(chat, "recall wrods")
 

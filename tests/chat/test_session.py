@@ -140,7 +140,7 @@ def test_full_closes_a_reply_that_reaches_the_context_length() -> None:
     assert chat.resident == chat.seen == 4096
     chat.switch("/policy", policy="entropy")
     assert chat.resident <= chat.budget == 1024
-    chat.profile = chat.profile.model_copy(update={"max_new_tokens": 5})
+    chat.switch("test", max_new_tokens=5)
     assert _turns(list(chat.ask("Go on.")))[-1].tokens_out == 5
 
 

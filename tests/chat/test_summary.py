@@ -13,6 +13,7 @@ from sirchat.chat.events import Event, Notice, Reading
 from sirchat.chat.pinned_summary import PREFIX, own_message, pin_summary, undo_summaries
 from sirchat.chat.rereading import read_whole
 from sirchat.chat.session import Session
+from sirchat.chat.state import reply_at_end
 from sirchat.chat.summary import WAYS, summary
 from sirchat.errors import SettingError, UsageError
 from sirchat.models.model import LoadedModel
@@ -62,11 +63,11 @@ def state(chat: Session) -> tuple[Any, ...]:
     return (
         [one.tobytes() for one in arrays],
         [one.numpy().tobytes() for one in rows.tensors],
-        deepcopy(chat.conversation),
-        [(one.text, one.turns) for one in chat.undoable],
+        deepcopy(chat.state),
+        [(one.text, one.turns) for one in chat.undo_points],
         chat.profile,
-        chat.last_reply,
-        chat.recalled,
+        reply_at_end(chat.ledger, chat.turns),
+        chat.recall.scores,
         chat.attention_paid(len(chat.turns) - 1),
     )
 

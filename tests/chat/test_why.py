@@ -51,7 +51,7 @@ def test_why_scores_held_tokens_as_the_policy_does() -> None:
 
 def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
     chat = told(recall="mips", recall_n=12)
-    assert chat.recalled
+    assert chat.recall.scores
     scores = {row.position: row.score for row in chat.snapshot().rows}
     for number in range(8):
         for one in chat.why(f"turn {number}"):

@@ -162,7 +162,7 @@ def talk(model: LoadedModel) -> list[Any]:
     note()
     again = Session(model, chat.profile)
     seen = chat.save()
-    again.load(seen, chat.conversation, chat.rows(), chat.attention(seen.held))
+    again.load(seen, chat.state, chat.rows(), chat.ledger.attention.checkpoint(seen.held))
     chat = again
     say("And now?")
     return told

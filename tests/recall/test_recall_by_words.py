@@ -46,7 +46,7 @@ def test_what_was_told_comes_back_whole_to_a_question_with_its_word(retriever: s
 def test_tokens_of_the_template_take_no_room(retriever: str) -> None:
     one = chat(retriever)
     ask(one, "Quixbert")
-    assert "template" not in {row.role for row in one.tokens(list(one.recalled))}
+    assert "template" not in {row.role for row in one.tokens(list(one.recall.scores))}
 
 
 @pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
@@ -89,8 +89,8 @@ def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> Non
     one = chat("bm25")
     ask(one, "Quixbert")
     by_turn: dict[int, set[float]] = {}
-    for row in one.tokens(list(one.recalled)):
-        by_turn.setdefault(row.turn, set()).add(one.recalled[row.position])
+    for row in one.tokens(list(one.recall.scores)):
+        by_turn.setdefault(row.turn, set()).add(one.recall.scores[row.position])
     assert all(len(scores) == 1 for scores in by_turn.values())
     best = max(by_turn, key=lambda turn: max(by_turn[turn]))
     assert one.turns[best].text == TOLD
@@ -100,13 +100,13 @@ def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> Non
 def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     one = chat(retriever)
     before = contents(one._engine)
-    first = ask(one, "Who is Quixbert?"), list(one.recalled.values())
+    first = ask(one, "Who is Quixbert?"), list(one.recall.scores.values())
     then = contents(one._engine)
     one.undo()
     assert same(contents(one._engine), before)
     ask(one, "Tell me a joke.")
     one.undo()
-    assert (ask(one, "Who is Quixbert?"), list(one.recalled.values())) == first
+    assert (ask(one, "Who is Quixbert?"), list(one.recall.scores.values())) == first
     assert same(contents(one._engine), then)
 
 
@@ -116,8 +116,8 @@ def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all()
         list(one.read_user("My name is Anna."))
         assert one.resident == one.seen
     list(one.read_user("Tell me a joke. " * 20))
-    assert one.division.reserve > 0, "this turn does not fit beside all that was said"
-    assert one.resident - len(one.recalled) <= 256 - one.division.reserve
+    assert one.divide().reserve > 0, "this turn does not fit beside all that was said"
+    assert one.resident - len(one.recall.scores) <= 256 - one.divide().reserve
 
 
 def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
@@ -127,8 +127,8 @@ def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
     assert 120 < before < 200
     list(one.read_user("Who is Quixbert? " * 20))
     assert one.seen - before > 68, "more than the reserve leaves to the policy"
-    assert one.recalled, "what was restored stays for this turn"
-    assert one.division.reserve == one.division.full_reserve > 0
+    assert one.recall.scores, "what was restored stays for this turn"
+    assert one.divide().reserve == one.divide().full_reserve > 0
     assert one.resident <= 256
 
 
@@ -139,7 +139,7 @@ def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
     while one.seen < 900:
         list(one.read_user("Tell me a joke."))
         list(one.read_reply("Fine."))
-    assert 256 - one.division.reserve < told < 128, "half of the budget may be pinned"
+    assert 256 - one.divide().reserve < told < 128, "half of the budget may be pinned"
     one.pin("turn 0")
     assert len(one._engine.ledger.pinned_positions) >= told
     assert one.resident <= 256
@@ -151,7 +151,7 @@ def test_a_first_message_larger_than_the_budget_has_all_of_it_until_the_next_tur
     list(one.read_user("My name is Anna. " * 80))
     assert one.seen > 256 >= one.resident > 256 - 16, "evicted in small blocks"
     list(one.read_user("Tell me a joke."))
-    assert one.resident - len(one.recalled) <= 256 - one.division.reserve < 256
+    assert one.resident - len(one.recall.scores) <= 256 - one.divide().reserve < 256
 
 
 def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
@@ -159,10 +159,10 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert "bert" in ask(one, "Quixbert")
     one.undo()
     one.erase("Quixbert")
-    assert not one._recall._index._texts
+    assert not one.recall._index._texts
     came = ask(one, "Quixbert")
     assert "bert" not in came
-    assert set(one.recalled.values()) == {0.0}
+    assert set(one.recall.scores.values()) == {0.0}
 
 
 @pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])

@@ -132,6 +132,6 @@ def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget(
     chat = session(budget=40, sinks=1, recall="random", recall_n=24, max_new_tokens=14)
     for text in ("My name is Anna and I live in Oslo.", "My favourite colour is green.", "ok"):
         list(chat.ask(text))
-    assert chat.recalled
+    assert chat.recall.scores
     list(chat.switch("/system", system="Speak like a sailor."))
     assert chat.resident <= 40

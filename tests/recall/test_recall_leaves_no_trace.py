@@ -74,7 +74,7 @@ def act(chat: Session, what: str, value: Any) -> Session:
 def resumed(chat: Session) -> Session:
     """The chat, saved and loaded in another session."""
     other = Session(chat.model, chat.profile)
-    other.load(chat.save(), chat.conversation, chat.rows())
+    other.load(chat.save(), chat.state, chat.rows())
     return other
 
 
@@ -118,7 +118,7 @@ def test_an_undone_turn_leaves_keys_and_values_as_they_were(retriever: str, text
         act(chat, "say", one)
     before, rows = chat.save(), chat.rows()
     list(chat.ask(text))
-    assert chat.recalled
+    assert chat.recall.scores
     chat.undo()
     after, again = chat.save(), chat.rows()
     assert columns(after.rows) == columns(before.rows)

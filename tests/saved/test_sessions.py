@@ -179,10 +179,10 @@ def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
     saving = Autosave(first)
     talk(straight, None, MESSAGES[:12])
     talk(first, saving, MESSAGES[:6])
-    assert first.recalled
+    assert first.recall.scores
     saving.close()
     second, store = resumed(folder, babbler())
-    assert bool(second.recalled) == (scope == "token")
+    assert bool(second.recall.scores) == (scope == "token")
     talk(second, None, MESSAGES[6:12])
     store.close()
     assert state(second) == state(straight)

@@ -274,7 +274,7 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
     with served(max_new_tokens=8) as server:
         longer = [*ASKED, assistant(server.reply(ASKED)), user(NAME)]
         usual = server.ask(longer)
-        monkeypatch.setattr("sirchat.chat.session.Session._answer", fail)
+        monkeypatch.setattr("sirchat.engine.engine.Engine.generate", fail)
         response = server.post(longer)
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "the reply failed: RuntimeError"

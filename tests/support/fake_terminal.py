@@ -96,7 +96,7 @@ def show_reply(
         for i, chunk in enumerate(chunks):
             if i in changes:
                 terminal.resize(*changes[i])
-            session.conversation.reply.tokens_out += 1
+            session.state.reply.tokens_out += 1
             view.show(Delta(chunk))
 
 

@@ -220,7 +220,7 @@ class _RunningSession:
     def look(self) -> dict[str, Any]:
         """Both panels, and the tables of tokens."""
         whole, session = self.session.snapshot(), self.session
-        came = session.recalled
+        came = session.recall.scores
         shown = [
             draw_panel(whole, NONE, 120),
             draw_panel(whole, NONE, 70),

@@ -147,7 +147,7 @@ class WatchedModel(LoadedModel):
         if chat is not None:
             repeats = chat._engine.settings.policy.repeat_layers is not None
             rows = cache.length + (0 if repeats else len(ids))
-            assert rows <= chat.division.hard_bound, f"{rows} rows of {chat.division.hard_bound}"
+            assert rows <= chat.divide().hard_bound, f"{rows} rows of {chat.divide().hard_bound}"
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def check(chat: Session, theta: float) -> None:
     assert (np.diff(held) > 0).all(), "held rows are not ascending"
     assert not len(held) or held[-1] < seen, "a row is held that was never read"
     assert cache.length == len(held) + cache.inserted_count, "cache and ledger differ"
-    assert cache.length <= chat.division.hard_bound, "over the budget"
+    assert cache.length <= chat.divide().hard_bound, "over the budget"
     state, flags = ledger.column("state"), ledger.column("flags")
     assert np.flatnonzero(state == State.HELD).tolist() == held.tolist(), "state of held rows"
     archived = np.flatnonzero(state == State.ARCHIVED)

@@ -56,7 +56,7 @@ def test_panel_and_table_name_the_words(asked: Session) -> None:
     assert told.words == ("Quixbert",)
     panel = "\n".join(lines(draw_panel(asked.snapshot(), NONE, 120), 120))
     assert f"turn {told.turn} (Quixbert)" in panel
-    rows = asked.tokens(list(asked.recalled))
+    rows = asked.tokens(list(asked.recall.scores))
     table = lines(draw_recalled_turns(rows, asked.recalled_turns, NONE), 120)
     (line,) = [row for row in table if row.split()[:1] == [str(told.turn)]]
     assert "Quixbert" in line

@@ -122,7 +122,7 @@ def ranked_by_recall(session: Session, text: str) -> Positions:
     """The stream positions that the session recalls for a user turn, best first."""
     for _ in session.read_user(text):
         pass
-    scores = session.recalled
+    scores = session.recall.scores
     session.undo()
     return np.array(sorted(scores, key=lambda at: (scores[at], at), reverse=True), np.int64)
 

@@ -264,7 +264,7 @@ def read_talk(session: Session, talk: LongTalk) -> dict[str, Positions]:
 
 def _read_on(session: Session, rounds: Sequence[TalkRound]) -> None:
     """Read rounds in an engine that continues the session; load its state into the session."""
-    engine, template, now = _continued(session), session.template, session.conversation
+    engine, template, now = _continued(session), session.template, session.state
     turns, bounds = list(now.turns), [session.seen]
     for number, (user, reply) in enumerate(rounds, now.round + 1):
         asked = template.user(user.text)
@@ -285,7 +285,7 @@ def _continued(session: Session) -> Engine:
     """Create an engine in the same state as the session's engine."""
     settings = replace(build_cache_settings(session.profile), folder=None)
     engine = build_engine(session.model, settings, session.profile.seed)
-    attention = session.attention(np.arange(session.seen))
+    attention = session.ledger.attention.checkpoint(np.arange(session.seen))
     engine.load(session.save(), session.rows(), attention)
     return engine
 

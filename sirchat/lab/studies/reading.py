@@ -96,11 +96,11 @@ def anchors_placed(session: Session, per: Per | None) -> Iterator[None]:
     if per is None or anchors is None:
         yield
         return
-    session.template = Template(session.model.tokenizer, replace(anchors, per=per))
+    session.use_template(Template(session.model.tokenizer, replace(anchors, per=per)))
     try:
         yield
     finally:
-        session.template = original
+        session.use_template(original)
 
 
 def switch(session: Session, **settings: object) -> None:

@@ -124,7 +124,7 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
         switch(chat, budget=96 + 40, recall=retriever, recall_n=40)
         for _ in chat.read_user(asked(question)[0]):
             pass
-        ranked = sorted(chat.recalled, key=lambda at: (-chat.recalled[at], -at))
+        ranked = sorted(chat.recall.scores, key=lambda at: (-chat.recall.scores[at], -at))
         turns = [set(positions[name].tolist()) - before for name in question.evidence]
         turns = [each for each in turns if each]
         missing = set[int]().union(*turns)

@@ -92,7 +92,7 @@ class FactsInDialogue(Grid):
         for user, reply in talk.rounds:
             read(session, user, reply)
         rows, tokens = session.save().rows, session.seen
-        first = session.conversation.roles.index("user")
+        first = session.state.roles.index("user")
         said = [
             np.flatnonzero((rows["turn"] == first + 2 * fact.round) & (rows["role"] == Role.USER))
             for fact in talk.facts
@@ -202,7 +202,7 @@ def asked(
                 "nats": nats[fact.right],
                 "told": float(np.isin(statement, held).mean()),
                 "held": float(np.isin(value, held).mean()),
-                "restored": len(session.recalled),
+                "restored": len(session.recall.scores),
             }
             if not generate:
                 break
