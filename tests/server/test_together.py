@@ -160,9 +160,9 @@ def test_a_long_message_holds_up_a_reply_by_one_chunk_for_each_token(
 ) -> None:
     read, usual = list[int](), Reader.read
 
-    def recorded(reader: Reader, chunk: Any, *rest: Any) -> None:
-        read.append(len(chunk))
-        usual(reader, chunk, *rest)
+    def recorded(reader: Reader, chunk: Any, *rest: Any) -> list[float]:
+        read.append(len(chunk.ids))
+        return usual(reader, chunk, *rest)
 
     monkeypatch.setattr(Reader, "read", recorded)
     with served(babbler(), budget=64) as server:
