@@ -13,10 +13,6 @@ from command import run
 from sirchat.chat.model_defaults import SOUND, with_model_defaults
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import Layer, merged
-from sirchat.engine.engine import Engine
-from sirchat.engine.types import CacheSettings, TurnRef
-from sirchat.memory.ledger import Role
-from sirchat.memory.policies.entropy import Entropy
 from sirchat.models.model import LoadedModel
 
 
@@ -117,12 +113,3 @@ def test_a_chat_says_which_settings_it_took() -> None:
     done = run("--json", "--model", str(tiny_dir()))
     assert f'"temperature": {SOUND["temperature"]}' in done.stdout.splitlines()[0]
     assert '"temperature": 0.0' in run("--json").stdout.splitlines()[0]
-
-
-def test_only_recent_words_count_as_said_before_and_never_the_templates() -> None:
-    engine = Engine(tiny(), CacheSettings(Entropy(), budget=256))
-    roles = [Role.TEMPLATE, Role.USER, Role.USER, Role.TEMPLATE, Role.ASSISTANT, Role.TEMPLATE]
-    list(engine.prefill([5, 6, 7, 8, 9, 10], roles, TurnRef(0, 0)))
-    assert engine._said_ids(0) == [6, 7, 9]
-    assert engine._said_ids(2) == [7, 9]
-    assert engine._said_ids(64) == [6, 7, 9]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from engine_steps import (
-    generate,
-    prefill,
-    some_ids,
-)
+from collections.abc import Callable
+
+from torch import Tensor
+
+from engine_steps import generate, prefill, some_ids
 from families import BigramModel
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import (
-    CacheSettings,
-    GeneratedToken,
-    Stopped,
-)
+from sirchat.engine.types import CacheSettings, GeneratedToken, Stopped, TurnRef
+from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.policies.entropy import Entropy
 
@@ -56,3 +53,18 @@ def test_the_same_seed_draws_the_same_conversation() -> None:
         return [*ids, *engine.ledger.held_positions.tolist()]
 
     assert conversation(1) == conversation(1) != conversation(2)
+
+
+def test_only_recent_words_count_as_said_before_and_never_the_templates() -> None:
+    asked: list[list[int]] = []
+
+    class Asking(Sampler):
+        def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
+            asked.extend(said_ids(count) for count in (0, 2, 64))
+            return 0
+
+    engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=64))
+    roles = [Role.TEMPLATE, Role.USER, Role.USER, Role.TEMPLATE, Role.ASSISTANT, Role.TEMPLATE]
+    list(engine.prefill([5, 6, 7, 8, 9, 10], roles, TurnRef(0, 0)))
+    generate(engine, 1, sampler=Asking(Sampling()), stop_ids=frozenset([0]))
+    assert asked == [[6, 7, 9], [7, 9], [6, 7, 9]]
