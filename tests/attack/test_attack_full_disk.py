@@ -24,7 +24,7 @@ from attacking import attack
 from command import run
 from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SessionError, SirchatError, UsageError
-from sirchat.memory.segments import SEGMENT_ROWS
+from sirchat.memory.archive import SEGMENT_ROWS
 from sirchat.models import compiling
 from sirchat.paths import data_dir
 from sirchat.saved import index

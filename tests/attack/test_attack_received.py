@@ -293,8 +293,7 @@ def test_all_that_is_written_is_for_its_owner_alone(
             if path != here and path.exists():
                 modes[str(path.relative_to(tmp_path))] = stat.S_IMODE(path.lstat().st_mode)
 
-    for module in ("archive", "segments"):
-        monkeypatch.setattr(f"sirchat.memory.{module}.SEGMENT_ROWS", 32)
+    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)
     with umask(mask):
         chat = Chat(archive="disk", budget=64, save_kv="on")
         chat.say("Some words, and more of them. " * 9, "more")

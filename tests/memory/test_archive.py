@@ -22,10 +22,9 @@ from torch import Tensor
 from chatting import babbler, session
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
-from sirchat.memory.archive import Archive
+from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role
-from sirchat.memory.segments import SEGMENT_ROWS, Segment, SegmentFiles
 from sirchat.memory.transfers import Transfer, Transfers, to_device
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
@@ -231,7 +230,7 @@ def test_rows_added_while_a_segment_is_written_are_in_it(
     with closing(Archive(folder=tmp_path / "a")) as archive:
         archive.add(rows(list(range(SEGMENT_ROWS))))
         archive._files.wait()
-        monkeypatch.setattr("sirchat.memory.segments.save_file", slow)
+        monkeypatch.setattr("sirchat.memory.archive.save_file", slow)
         last = np.arange(SEGMENT_ROWS - 9, SEGMENT_ROWS)
         archive.truncate(int(last[0])) if removed == "truncate" else archive.remove(last)
         archive.add(rows([1000, 1001, 1002]))
@@ -321,8 +320,7 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
     home: Path, monkeypatch: pytest.MonkeyPatch, recall: str
 ) -> None:
     """A search is undone, and what a switch restores is restored, from memory."""
-    for module in ("archive", "segments"):
-        monkeypatch.setattr(f"sirchat.memory.{module}.SEGMENT_ROWS", 32)
+    monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)
     put = SegmentFiles.put
 
     def put_at_once(files: SegmentFiles, number: int, segment: Segment) -> None:
@@ -335,7 +333,7 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sirchat.memory.segments.save_file", full)
+    monkeypatch.setattr("sirchat.memory.archive.save_file", full)
     notices = []
     for chat in chats:
         if recall == "off":
