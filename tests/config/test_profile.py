@@ -406,7 +406,7 @@ def test_an_endless_file_is_refused() -> None:
 def test_a_file_of_an_earlier_version_is_read_under_the_names_of_today(tmp_path: Path) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(
-        "policy: salience\nforget_thinking: true\nevict: turn\n"
+        "policy: salience\nforget_thinking: true\nevict: turn\nrecall_index: auto\n"
         "policy_options: {words: false, user: true}\n"
     )
     found = resolve(str(file), {}, {})

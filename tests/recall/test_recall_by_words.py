@@ -16,6 +16,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 
+BY_WORDS = ["bm25", "hybrid", "words"]
 TOLD = "Our zebra is called Quixbert."
 
 
@@ -36,20 +37,14 @@ def ask(one: Session, text: str) -> str:
     return "".join(row.text for row in one.tokens(came.positions))
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
-def test_what_was_told_comes_back_whole_to_a_question_with_its_word(retriever: str) -> None:
+@pytest.mark.parametrize("retriever", BY_WORDS)
+def test_what_was_told_is_restored_whole_for_a_question_with_its_word(retriever: str) -> None:
     one = chat(retriever)
     assert TOLD in ask(one, "What is the name of Quixbert's species?")
-
-
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
-def test_tokens_of_the_template_take_no_room(retriever: str) -> None:
-    one = chat(retriever)
-    ask(one, "Quixbert")
     assert "template" not in {row.role for row in one.tokens(list(one.recall.scores))}
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
+@pytest.mark.parametrize("retriever", BY_WORDS)
 def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
     one = chat(retriever)
     (came,) = [
@@ -96,7 +91,7 @@ def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> Non
     assert one.turns[best].text == TOLD
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
+@pytest.mark.parametrize("retriever", BY_WORDS)
 def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
     one = chat(retriever)
     before = contents(one._engine)
@@ -165,23 +160,23 @@ def test_what_is_erased_is_found_no_more_and_kept_nowhere() -> None:
     assert set(one.recall.scores.values()) == {0.0}
 
 
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"recall_query": "recent"}, "requires recall_query=turn"),
-        ({"recall_scope": "layer"}, "compares words, so it requires"),
-        ({"archive": "off"}, "requires archive=ram"),
+        *(({"recall": name, "recall_query": "recent"}, "_query=turn") for name in BY_WORDS),
+        *(({"recall": name, "recall_scope": "layer"}, "compares words, so") for name in BY_WORDS),
+        *(({"recall": name, "archive": "off"}, "archive=ram") for name in ("mips", *BY_WORDS)),
+        ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
+        ({"recall": "nonsense"}, "one of off, on, attention, bm25"),
+        ({"recall_n": 0}, "at least 1"),
     ],
 )
-def test_settings_that_do_not_go_with_words_are_refused(
-    retriever: str, settings: dict[str, object], words: str
-) -> None:
+def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(SettingError, match=words):
-        changed(Profile(), "/set", recall=retriever, **settings)
+        changed(Profile(), "/set", **settings)
 
 
 @pytest.mark.parametrize("family", ["falcon", "deepseek-mla"])
-@pytest.mark.parametrize("retriever", ["bm25", "hybrid", "words"])
+@pytest.mark.parametrize("retriever", BY_WORDS)
 def test_models_whose_queries_are_hidden_can_recall_by_words(family: str, retriever: str) -> None:
     check_recall(changed(Profile(), "flag", recall=retriever), loaded(family), "--recall")

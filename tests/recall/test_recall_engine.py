@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cache_contents import contents, same
 from families import loaded
-from recall_rounds import find, memory, say, some_ids, talked
+from recall_rounds import as_if_at_zero, find, memory, say, some_ids, talked
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, EvictedRows, RecallSettings, RestoredRows, TurnRef
@@ -31,29 +31,17 @@ Scope = Literal["token", "layer"]
 RETRIEVERS: list[str] = ["mips", "cosine", "cosine-pairwise", "attention"]
 
 
-def as_if_at_zero(model: LoadedModel, rows: KeyValues, layer: int, slot: int) -> Tensor:
-    """One row after the other, turned back from where it was written: [H, n, D]."""
-    rotation = (model.rotations[layer].key, model.rotations[layer].value)[slot]
-    out = []
-    each = rows.tensors[2 * layer + slot].unbind(1)
-    for at, one in zip(rows.written_at.tolist(), each, strict=True):
-        if rotation is not None:
-            one = rotation.apply(
-                one[:, None], *rotation.cos_sin(torch.tensor([at]), torch.tensor([0]))
-            )
-            one = one[:, 0]
-        out.append(one)
-    return torch.stack(out, 1).double()
-
-
 def by_the_equations(
     retriever: str, ours: KeyValues, theirs: KeyValues, model: LoadedModel
 ) -> list[list[float]]:
     """Equations (1) to (3) of the paper, entry by entry: one list for each layer."""
     found = []
     for layer in range(len(model.rotations)):
-        query = [as_if_at_zero(model, ours, layer, slot) for slot in (0, 1)]
-        evicted = [as_if_at_zero(model, theirs, layer, slot) for slot in (0, 1)]
+        rotations = (model.rotations[layer].key, model.rotations[layer].value)
+        query, evicted = (
+            [as_if_at_zero(each, 2 * layer + slot, rotations[slot]) for slot in (0, 1)]
+            for each in (ours, theirs)
+        )
         row = []
         for i in range(len(theirs)):
             alike = []
@@ -119,7 +107,7 @@ def test_what_comes_back_is_what_the_equations_choose(
     for layer, scores in enumerate(layers):
         block = engine.cache.layer_values(layer)[0, :, 4:34]  # behind the sinks
         rotation = model.rotations[layer].value
-        turned = as_if_at_zero(model, theirs, layer, 1).float()[:, still]
+        turned = as_if_at_zero(theirs, 2 * layer + 1, rotation).float()[:, still]
         chosen = []
         for slot in range(30):
             there = turned
@@ -174,7 +162,7 @@ def test_attention_is_what_the_queries_would_look_at() -> None:
     assert found is not None
     layers = []
     for layer, queries in asked.items():
-        keys = as_if_at_zero(model, theirs, layer, 0).float()
+        keys = as_if_at_zero(theirs, 2 * layer, model.rotations[layer].key).float()
         heads = []
         for head in range(4):
             logits = queries[head] @ keys[head // 2].T / math.sqrt(queries.shape[-1])  # [m, n]
@@ -211,10 +199,10 @@ def test_everything_brought_back_is_as_if_nothing_had_left(retriever: str) -> No
     roomy = Engine(model, replace(memory("sink", 1000), recall=None))
     for turn in range(6):
         list(roomy.prefill(some_ids(turn, 20), [Role.USER] * 20, TurnRef(turn, turn)))
-    list(roomy.residency.switch(memory("sink", 24, n=1)))
+    roomy.residency.switch(memory("sink", 24, n=1))
     assert small.resident <= 64
     assert roomy.resident < 30
-    list(roomy.residency.switch(memory("sink", 700, n=500, retriever=retriever)))
+    roomy.residency.switch(memory("sink", 700, n=500, retriever=retriever))
     list(roomy.residency.switch(memory("sink", 524, n=500, retriever=retriever)))
     assert roomy.resident <= 131
     for engine in (roomy, never):
@@ -276,7 +264,7 @@ def test_the_budget_holds_whatever_is_switched(data: st.DataObject) -> None:
             now = replace(now, recall=replace(recall, scope="layer", retriever="cosine"))
         elif change == "off":
             now = replace(now, recall=None)
-        list(engine.residency.switch(now))
+        engine.residency.switch(now)
         assert engine.resident <= engine.budget
         say(engine, model, turn, count=data.draw(st.integers(1, 60)))
         assert engine.resident <= engine.budget
@@ -291,9 +279,9 @@ def test_there_and_back_brings_what_came_back_too() -> None:
         engine, _ = talked(first)
         before, recalled = contents(engine), engine.residency.recalled_positions.tolist()
         assert recalled
-        list(engine.residency.switch(memory("entropy", 50)))
-        list(engine.residency.switch(replace(first, recall=None)))
-        list(engine.residency.switch(first))
+        engine.residency.switch(memory("entropy", 50))
+        (engine.residency.switch(replace(first, recall=None)))
+        engine.residency.switch(first)
         assert same(contents(engine), before)
         assert engine.residency.recalled_positions.tolist() == recalled
 
@@ -330,7 +318,7 @@ def test_an_empty_archive_is_not_searched() -> None:
 
 def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
     engine, model = talked(replace(memory("sink", 96), recall=None), rounds=1)
-    list(engine.residency.switch(memory("sink", 96, n=30)))
+    engine.residency.switch(memory("sink", 96, n=30))
     found = find(engine, model, some_ids(5, 300), 5)
     assert found is not None
     assert found.positions.max() < 20
@@ -339,7 +327,7 @@ def test_what_a_long_turn_itself_pushes_out_is_found_too() -> None:
 
 def test_records_of_a_switch_are_of_what_moved() -> None:
     engine, _ = talked(memory("sink", 96))
-    moved = list(engine.residency.switch(replace(memory("sink", 66), recall=None)))
+    moved = engine.residency.switch(replace(memory("sink", 66), recall=None))
     kinds = {type(one) for one in moved}
     assert kinds <= {EvictedRows, RestoredRows}
     assert engine.residency.recalled == 0

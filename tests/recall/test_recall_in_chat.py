@@ -95,20 +95,6 @@ def test_a_model_that_can_not_be_heard_goes_on_with_a_notice() -> None:
     assert answer(events)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"recall": "mips", "archive": "off"}, "requires archive=ram"),
-        ({"recall": "attention", "recall_query": "recent"}, "requires recall_query=turn"),
-        ({"recall": "nonsense"}, "one of off, on, attention, bm25"),
-        ({"recall_n": 0}, "at least 1"),
-    ],
-)
-def test_settings_that_can_not_work_are_refused(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(SettingError, match=words):
-        changed(Profile(), "/set", **settings)
-
-
 def notices(events: Iterable[Event]) -> list[str]:
     return [one.text for one in events if isinstance(one, Notice)]
 

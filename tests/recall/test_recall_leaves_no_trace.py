@@ -14,7 +14,7 @@ from chatting import babbler, session
 from session_files import columns
 from sirchat.chat.session import Session
 from sirchat.errors import SirchatError
-from sirchat.memory.ledger import Flag, State
+from sirchat.memory.ledger import Flag
 
 RETRIEVERS = ["words", "bm25", "hybrid"]
 TEXTS = [
@@ -127,10 +127,3 @@ def test_an_undone_turn_leaves_keys_and_values_as_they_were(retriever: str, text
     assert rows is not None
     assert again is not None
     assert all(map(torch.equal, rows.tensors, again.tensors))
-
-
-def test_states_name_what_is_archived() -> None:
-    chat = session(babbler(), policy="sink", budget=64)
-    for one in TEXTS * 2:
-        act(chat, "say", one)
-    assert State.ARCHIVED in state(chat)["state"]

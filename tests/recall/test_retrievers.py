@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from chatting import babbler, session
 from families import loaded
+from recall_rounds import as_if_at_zero
 from sirchat.chat.events import Recalled
 from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
@@ -33,7 +33,6 @@ from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
-from sirchat.memory.rope import Rotation
 from sirchat.recall import candidates, retrievers
 from sirchat.recall.candidates import Candidates, Query
 from sirchat.recall.retrievers import retriever
@@ -86,19 +85,6 @@ def asked(words: list[float] = WORDS, count: int = 3) -> Query:
     return Query(rows(list(range(60, 60 + count)), 2), words=np.array(words))
 
 
-def as_if_at_zero(
-    rows: KeyValues, key: Tensor, rotation: Rotation | None
-) -> list[list[list[float]]]:
-    """Keys [H][n][D], each rotated back from where it was written."""
-    out = key
-    if rotation is not None:
-        one = [rotation.cos_sin(torch.tensor([at]), torch.tensor([0])) for at in rows.written_at]
-        out = torch.cat(
-            [rotation.apply(key[:, n : n + 1], *each) for n, each in enumerate(one)], dim=1
-        )
-    return out.tolist()
-
-
 def cosine(one: list[float], other: list[float]) -> float:
     dot = sum(a * b for a, b in zip(one, other, strict=True))
     return dot / math.hypot(*one) / math.hypot(*other)
@@ -116,8 +102,8 @@ def standard(scores: list[float], among: list[int]) -> list[float]:
 
 def by_both(given: KeyValues, asked: KeyValues, rotation: LayerRotation) -> list[float]:
     """The definition of `hybrid` with loops: one score for each archived row."""
-    theirs = as_if_at_zero(given, given.tensors[2], rotation.key)
-    ours = as_if_at_zero(asked, asked.tensors[2], rotation.key)
+    theirs = as_if_at_zero(given, 2, rotation.key).tolist()
+    ours = as_if_at_zero(asked, 2, rotation.key).tolist()
     among = sorted(set(TURNS))
     keys = [0.0] * len(WORDS)
     for j in range(len(asked)):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 
+import torch
+from torch import Tensor
+
 from families import loaded
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, RecallSettings, TurnRef
+from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
+from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel
 from sirchat.recall.search import SearchResult, restore, search
 
@@ -48,3 +53,14 @@ def talked(
     for turn in range(rounds):
         say(engine, model, turn)
     return engine, model
+
+
+def as_if_at_zero(given: KeyValues, tensor: int, rotation: Rotation | None) -> Tensor:
+    """One key or value after the other, rotated back from where it was written: [H, n, D]."""
+    out = []
+    for at, one in zip(given.written_at.tolist(), given.tensors[tensor].unbind(1), strict=True):
+        if rotation is not None:
+            back = rotation.cos_sin(torch.tensor([at]), torch.tensor([0]))
+            one = rotation.apply(one[:, None], *back)[:, 0]
+        out.append(one)
+    return torch.stack(out, 1).double()
