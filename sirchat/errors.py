@@ -25,28 +25,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates: bytes not in UTF-8
-
-
-_LONGEST = 1000
-"""Maximum length of an error message, in characters: a longer message is cut."""
-
-
-def _on_one_line(text: str) -> str:
-    """Make `text` one line of at most `_LONGEST` characters, and escape its control characters."""
-    line = _CONTROLS.sub(_escape, " ".join(text.split()))
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
-
-
-def _escape(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+_LONGEST = 1000  # characters of an error message: a longer one is cut
 
 
 class SirchatError(Exception):
-    """Base class of all errors that sirchat raises on purpose.
-
-    `str(error)` is one line for the user: the message, then `hint` in parentheses, if given. The
-    hint says what the user can do next.
-    """
+    """Base class; `str(error)` is one line: the message, then what the user can do next."""
 
     exit_code = 1
 
@@ -78,7 +61,7 @@ class SessionError(SirchatError):
 
 
 class DamagedSessionError(SessionError):
-    """The file `path` of a saved session is damaged: its contents are not what sirchat wrote."""
+    """The contents of a saved session's file are not what sirchat wrote."""
 
     def __init__(self, path: Path) -> None:
         hint = f"restore it from a backup, or remove it: sirchat sessions rm {path.stem}"
@@ -87,10 +70,7 @@ class DamagedSessionError(SessionError):
 
 
 class UndoError(SirchatError):
-    """A turn can't be undone.
-
-    Either there is no turn, or a token that was in the cache before the turn is no longer archived.
-    """
+    """There is no turn to undo, or a token that was in the cache before it is not archived."""
 
 
 class ModelError(SirchatError):
@@ -107,16 +87,34 @@ def terminal_has_gone(error: BaseException) -> bool:
 
 
 def nearest(name: str, allowed: Iterable[str], prefix: str = "", *, alike: float = 0.5) -> str:
-    """A hint `did you mean X?` for a misspelt `name`; empty if no allowed name is similar enough.
+    """A hint `did you mean X?` for a misspelt `name`; empty if no allowed name is like it.
 
-    X is the name in `allowed` that is most similar to `name`. Its similarity, from 0 to 1, must be
-    at least `alike`. Besides, X must contain all letters of `name` in the same order, or `name`
-    must begin with X, or the two may differ only by a few typing errors. In the hint, `prefix`
-    (such as a slash) is put before X.
+    X has at least the similarity `alike` (0 to 1), and has all letters of `name` in order, or is
+    its beginning, or differs by a few typing errors. `prefix` (such as a slash) is put before X.
     """
     close = difflib.get_close_matches(name, list(allowed), n=3, cutoff=alike)
-    meant = [one for one in close if _may_be_meant(name.casefold(), one.casefold())]
-    return f"did you mean {prefix}{meant[0]}?" if meant else ""
+    for candidate in close:
+        if _may_be_meant(name.casefold(), candidate.casefold()):
+            return f"did you mean {prefix}{candidate}?"
+    return ""
+
+
+def format_value(value: object) -> str:
+    """A value as text for an error message: one line of at most 60 characters."""
+    scalar = isinstance(value, str | int | float | None)
+    text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
+    text = text.encode(errors="backslashreplace").decode()
+    text = _CONTROLS.sub(_escape, text)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _on_one_line(text: str) -> str:
+    line = _CONTROLS.sub(_escape, " ".join(text.split()))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def _may_be_meant(typed: str, name: str) -> bool:
@@ -128,27 +126,18 @@ def _may_be_meant(typed: str, name: str) -> bool:
     )
 
 
-def _slips(one: str, other: str) -> int:
-    """The smallest number of typing errors that turn the text `one` into `other`.
+def _slips(text: str, other: str) -> int:
+    """The smallest number of typing errors that turn `text` into `other`.
 
     An error is one letter added, missing or wrong, or two neighbouring letters swapped.
     """
     before, last = [0] * (len(other) + 1), list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+    for i, a in enumerate(text, 1):
         row = [i]
         for j, b in enumerate(other, 1):
             best = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a != b))
-            if i > 1 and j > 1 and (a, b) == (other[j - 2], one[i - 2]):
+            if i > 1 and j > 1 and (a, b) == (other[j - 2], text[i - 2]):
                 best = min(best, before[j - 2] + 1)
             row.append(best)
         before, last = last, row
     return last[-1]
-
-
-def format_value(value: object) -> str:
-    """A value as text for an error message: one line of at most 60 characters."""
-    scalar = isinstance(value, str | int | float | None)
-    text = json.dumps(value, ensure_ascii=False) if scalar else reprlib.repr(value)
-    text = text.encode(errors="backslashreplace").decode()
-    text = _CONTROLS.sub(_escape, text)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,6 @@
 """Paths of sirchat's files; and functions that make folders and files only the owner can read.
 
-If the environment variable `SIRCHAT_HOME` names a folder, the folders `config`, `data` and `state`
-are in this folder. Otherwise they are where the operating system puts such folders.
+The folders are where the operating system puts them, or in the folder that `SIRCHAT_HOME` names.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def user_profiles_dir() -> Path:
 
 
 def history_file() -> Path:
-    """The file with the history of lines typed at the prompt; the arrow keys show these lines."""
+    """The history of lines typed at the prompt."""
     return state_dir() / "history"
 
 
@@ -54,10 +53,7 @@ def served_dir() -> Path:
 
 
 def server_socket(model: str) -> Path:
-    """The path of the Unix socket at which the user's server for this model answers.
-
-    `model` is the model's name or path, as in the setting `model`.
-    """
+    """The Unix socket at which the user's server for this model (a name or a path) answers."""
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
     return state_dir() / "servers" / f"{sha256(name.encode()).hexdigest()[:12]}.sock"
@@ -69,10 +65,9 @@ def models_dir() -> Path:
 
 
 def scorer_files(model: str) -> tuple[Path, Path]:
-    """The two paths at which the scorer of `model` can be: in the user's data, in the package.
+    """Where the scorer of `model`, for the policy `learned`, can be: the user's data, the package.
 
-    A scorer is a small file of weights for the eviction policy `learned`. If `model` is a folder or
-    a file, the name of the scorer's file is made from the absolute path of the model.
+    The scorer of a folder or file is called after its absolute path.
     """
     path = Path(os.path.expanduser(model))
     name = str(path.absolute()) if path.exists() else model
@@ -81,26 +76,23 @@ def scorer_files(model: str) -> tuple[Path, Path]:
 
 
 def archives_dir() -> Path:
-    """The folder in which running chats store evicted tokens (setting `archive: disk`)."""
+    """Where running chats store evicted tokens (setting `archive: disk`)."""
     return data_dir() / "archives"
 
 
 def compiled_dir() -> Path:
-    """The folder of compiled programs that generate tokens; deleted ones are compiled again."""
+    """Compiled programs that generate tokens; deleted ones are compiled again."""
     return state_dir() / "compiled"
 
 
 def shipped_profiles_dir() -> Path:
-    """The folder of the profiles that come with sirchat.
-
-    It is in the installed package or, if sirchat runs from its source tree, beside the package.
-    """
+    """The profiles that come with sirchat: in the package or, in a source tree, beside it."""
     packaged = _package() / "profiles"
     return packaged if packaged.is_dir() else _package().parent / "profiles"
 
 
 def tiny_dir() -> Path:
-    """The folder of the model `tiny`, which comes with sirchat: weights, tokenizer, model card."""
+    """The bundled model `tiny`: weights, tokenizer, model card."""
     return _package() / "tiny"
 
 
@@ -113,29 +105,22 @@ def abbreviated(path: Path) -> str:
 
 
 def private_dir(path: Path) -> Path:
-    """Make the folder `path` and its missing parents, with mode 0700; returns `path`.
-
-    Existing folders keep their mode. Raises OSError if a folder can't be made.
-    """
+    """Make the folder `path` and its missing parents, with mode 0700; OSError if it can't be."""
     for folder in reversed([path, *path.parents]):
         folder.mkdir(mode=0o700, exist_ok=True)
     return path
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Open the file `path` as `open()` does; a new file has mode 0600.
-
-    Text is encoded in UTF-8. Raises OSError as `open()` does.
-    """
+    """As `open()`; a new file has mode 0600, and text is UTF-8."""
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, encoding=encoding, opener=_owner_only)
 
 
 def write_private(path: Path, text: str, *, replaces: bool) -> None:
-    """Write `text` to the file `path`, which only its owner can read.
+    """Write a file that only its owner can read, wholly or not at all.
 
-    An existing file is replaced if `replaces` is true; otherwise FileExistsError is raised. Raises
-    OSError if writing fails; then no partial file is left.
+    Raises FileExistsError unless `replaces`, and OSError if writing fails.
     """
     new = path.with_name(f".sirchat-{secrets.token_hex(4)}.new") if replaces else path
     file = open_private(new, "x")
