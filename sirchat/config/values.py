@@ -229,10 +229,10 @@ def _limits(key: str) -> str:
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     limited = [get_args(kind)[1].metadata for kind in _union_members(key) if _is_limited(kind)]
     limits = chain(Profile.model_fields[key].metadata, *limited)  # such as Gt(gt=0)
-    found = {
+    bounds = {
         sign: getattr(limit, sign) for limit in limits for sign in words if hasattr(limit, sign)
     }
-    return " and ".join(f"{word} {found[sign]:,}" for sign, word in words.items() if sign in found)
+    return " and ".join(f"{words[sign]} {bounds[sign]:,}" for sign in words if sign in bounds)
 
 
 def _parse_options(text: str) -> object:

@@ -30,9 +30,9 @@ def checked_name(text: str) -> str:
     return name
 
 
-def same_name(one: str, other: str) -> bool:
+def same_name(name: str, other: str) -> bool:
     """Whether two names are equal but for case, spaces and Unicode composition."""
-    return bool(one) and _key(one) == _key(other)
+    return bool(name) and _key(name) == _key(other)
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:

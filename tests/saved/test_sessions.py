@@ -52,20 +52,38 @@ def talk(chat: Session, saving: Autosave | None, messages: list[str]) -> None:
             saving.update()
 
 
-def resumed(folder: Path, model: LoadedModel, **changes: Any) -> tuple[Session, SessionStore]:
+def saved(messages: list[str], model: LoadedModel | None = None, **settings: Any) -> Session:
+    """A chat with these messages, saved and closed."""
+    chat = session(model or babbler(), **{**SMALL, **settings})
+    saving = Autosave(chat)
+    talk(chat, saving, messages)
+    saving.close()
+    return chat
+
+
+def reopened(
+    folder: Path, model: LoadedModel, /, *, rebuild: bool = False, **changes: Any
+) -> tuple[Session, SessionStore]:
+    """The last chat, resumed under changed settings, and its open file."""
     store = SessionStore.open(find_session(folder, "last"))
     chat = Session(model, saved_profile(store).model_copy(update=changes))
     try:
-        resume_session(chat, store)
+        resume_session(chat, store, rebuild=rebuild)
     except SessionError:
         store.close()
         raise
     return chat, store
 
 
+def resumed(folder: Path, model: LoadedModel) -> Session:
+    chat, store = reopened(folder, model)
+    store.close()
+    return chat
+
+
 def state(chat: Session) -> dict[str, Any]:
     """Everything that the next turn depends on, and everything shown except times."""
-    logits = chat._engine.logits
+    logits = chat.save().logits
     assert logits is not None
     view = chat.snapshot()
     end = chat.end()
@@ -74,7 +92,6 @@ def state(chat: Session) -> dict[str, Any]:
         "rows": [(row.position, row.id, row.score, row.flags) for row in view.rows],
         "shares": view.turns,
         "counts": (end.turns, end.seen, end.resident, end.tokens_out),
-        "archived": chat._engine.store.archived,
         "logits": logits.tolist(),
         "profile": chat.profile,
         "kv": contents(chat.rows()),
@@ -116,13 +133,10 @@ def forget_scores(path: Path) -> None:
 def test_a_chat_from_before_learned_scores_goes_on_and_its_new_tokens_have_some(
     folder: Path,
 ) -> None:
-    chat = session(scored(), policy="learned", **SMALL)
-    saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:3])
-    saving.close()
+    chat = saved(MESSAGES[:3], scored(), policy="learned")
     seen = chat.seen
     forget_scores(find_session(folder, "last"))
-    again, store = resumed(folder, scored())
+    again, store = reopened(folder, scored())
     assert np.isnan(again.save().rows["learned_score"]).all()
     saving = Autosave(again, store)
     talk(again, saving, MESSAGES[3:6])
@@ -131,8 +145,7 @@ def test_a_chat_from_before_learned_scores_goes_on_and_its_new_tokens_have_some(
     known = np.isfinite(scores)
     assert not known[:seen].any()
     assert known[seen:].all()
-    last, store = resumed(folder, scored())
-    store.close()
+    last = resumed(folder, scored())
     assert state(last) == state(again)
     assert np.array_equal(last.save().rows["learned_score"], scores, equal_nan=True)
 
@@ -163,7 +176,7 @@ def test_twelve_turns_equal_six_and_six_with_a_resume_between(
         list(chat.pin("turn 3"))
         list(chat.pin("turn 3", pinned=False))
     saving.close()
-    second, store = resumed(folder, model)
+    second, store = reopened(folder, model)
     assert state(second) == state(straight)
     for chat in (straight, second):
         talk(chat, None, MESSAGES[6:12])
@@ -181,7 +194,7 @@ def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
     talk(first, saving, MESSAGES[:6])
     assert first.recall.scores
     saving.close()
-    second, store = resumed(folder, babbler())
+    second, store = reopened(folder, babbler())
     assert bool(second.recall.scores) == (scope == "token")
     talk(second, None, MESSAGES[6:12])
     store.close()
@@ -196,8 +209,7 @@ def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
     list(chat.switch("/policy", policy="sink", budget=120))
     saving.update()
     saving.close()
-    again, store = resumed(folder, babbler())
-    store.close()
+    again = resumed(folder, babbler())
     assert again.profile == chat.profile
     assert state(again) == state(chat)
 
@@ -214,8 +226,7 @@ def test_undone_turns_are_not_on_disk_and_the_new_ones_are(folder: Path) -> None
     list(chat.retry())
     saving.update()
     saving.close()
-    again, store = resumed(folder, babbler())
-    store.close()
+    again = resumed(folder, babbler())
     assert state(again) == state(chat)
     assert [turn.text for turn in again.turns if turn.role == "user"] == [
         *MESSAGES[:2],
@@ -246,12 +257,8 @@ def test_a_chat_without_turns_is_not_saved(folder: Path) -> None:
 def test_without_keys_and_values_the_held_tokens_are_read_again(
     folder: Path, settings: dict[str, Any]
 ) -> None:
-    chat = session(babbler(), policy="entropy", **SMALL, **settings)
-    saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:6])
-    saving.close()
-    again, store = resumed(folder, babbler())
-    store.close()
+    chat = saved(MESSAGES[:6], policy="entropy", **settings)
+    again = resumed(folder, babbler())
     assert again.snapshot().rows == chat.snapshot().rows
     assert again.turns == chat.turns
     kept = {path.suffix for path in folder.iterdir()}
@@ -261,34 +268,22 @@ def test_without_keys_and_values_the_held_tokens_are_read_again(
 
 
 def test_the_whole_text_can_be_read_again(folder: Path) -> None:
-    chat = session(babbler(), **SMALL)
-    saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:6])
-    saving.close()
-    store = SessionStore.open(find_session(folder, "last"))
-    again = Session(babbler(), saved_profile(store).model_copy(update={"budget": 2000}))
-    resume_session(again, store, rebuild=True)
+    chat = saved(MESSAGES[:6])
+    again, store = reopened(folder, babbler(), rebuild=True, budget=2000)
     assert [(t.role, t.text) for t in again.turns] == [(t.role, t.text) for t in chat.turns]
     assert again.resident == again.seen
     saving = Autosave(again, store)
     talk(again, saving, MESSAGES[6:7])
     saving.close()
-    third, store = resumed(folder, babbler())
-    store.close()
+    third = resumed(folder, babbler())
     assert state(third) == state(again)
 
 
 def test_a_session_read_again_by_another_model_is_that_models(folder: Path) -> None:
-    chat = session(babbler(), policy="entropy", **SMALL)
-    saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:2])
-    saving.close()
-    store = SessionStore.open(find_session(folder, "last"))
-    again = Session(tiny(), saved_profile(store).model_copy(update={"model": "tiny"}))
-    resume_session(again, store, rebuild=True)
+    saved(MESSAGES[:2], policy="entropy")
+    again, store = reopened(folder, tiny(), rebuild=True, model="tiny")
     store.close()
-    third, store = resumed(folder, tiny())
-    store.close()
+    third = resumed(folder, tiny())
     assert third.snapshot().rows == again.snapshot().rows
     with pytest.raises(SessionError, match="--model tiny"):
         resumed(folder, babbler())
@@ -322,8 +317,7 @@ def test_closing_saves_the_rest(folder: Path) -> None:
     talk(chat, saving, MESSAGES[:1])
     talk(chat, None, MESSAGES[1:2])
     saving.close()
-    again, store = resumed(folder, babbler())
-    store.close()
+    again = resumed(folder, babbler())
     assert state(again) == state(chat)
 
 
@@ -333,23 +327,23 @@ def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     talk(chat, saving, MESSAGES[:6])
-    a_row = chat._engine.cache.first_written(torch.arange(1), chat.save().held[:1]).nbytes
-    monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * a_row)
+    rows = chat.rows()
+    assert rows is not None
+    assert len(rows) > chat.resident
+    monkeypatch.setattr("sirchat.saved.autosave.KV_BYTES", 100 * rows.nbytes // len(rows))
     saving.close()
-    again, store = resumed(folder, babbler())
-    store.close()
-    assert again._engine.store.archived == 0 < chat._engine.store.archived
+    again = resumed(folder, babbler())
+    kept = again.rows()
+    assert kept is not None
+    assert kept.positions.tolist() == chat.save().held.tolist()
     assert again.snapshot().rows == chat.snapshot().rows
-    for one in (chat, again):
-        list(one.ask("and on"))
+    for each in (chat, again):
+        list(each.ask("and on"))
     assert again.turns == chat.turns
 
 
 def test_another_model_or_dtype_is_refused_with_a_hint(folder: Path) -> None:
-    chat = session(babbler(), **SMALL)
-    saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:1])
-    saving.close()
+    saved(MESSAGES[:1])
     with pytest.raises(SessionError, match=r"--model babbler.*--rebuild"):
         resumed(folder, tiny())
     with pytest.raises(SessionError, match=r"--dtype float32.*--rebuild"):
@@ -385,7 +379,7 @@ def test_a_killed_chat_has_every_finished_turn_and_goes_on(folder: Path, tmp_pat
         said = finished.read_text().splitlines()
         if not said:
             continue
-        chat, store = resumed(folder, model)
+        chat, store = reopened(folder, model)
         turns = [turn.text for turn in chat.turns if turn.role == "user"]
         assert turns[: len(said)] == said
         assert len(turns) <= len(said) + 1
