@@ -12,7 +12,6 @@ from sirchat.chat.events import (
     Evicted,
     Notice,
     Recalled,
-    RecalledTurn,
     Restored,
     Started,
     Switched,
@@ -87,10 +86,8 @@ class EventBuilder:
             for record in records
         ]
 
-    def recalled(
-        self, turn: int, recollection: Recollection, turns: tuple[RecalledTurn, ...]
-    ) -> list[Event]:
-        """The events for what recall did for turn `turn`; `turns` have the restored tokens."""
+    def recalled(self, turn: int, recollection: Recollection) -> list[Event]:
+        """The events for what recall did for turn `turn`."""
         events: list[Event] = []
         positions, recall = self.engine.residency.recalled_positions, self.engine.settings.recall
         if recollection.problem:
@@ -103,7 +100,7 @@ class EventBuilder:
                 positions=tuple(positions.tolist()),
                 scores=recollection.scores,
                 released=tuple(recollection.released.tolist()),
-                turns=turns,
+                turns=recollection.turns,
                 seconds=recollection.seconds,
                 resident=self.engine.resident,
                 seen=self.engine.ledger.seen,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sirchat.recall import RecalledTurn
+
 if TYPE_CHECKING:
     from sirchat.engine.types import ChosenToken
 
@@ -131,15 +133,6 @@ class Restored(_Moved):
     """Archived tokens at these stream positions were restored to the cache after turn `turn`."""
 
     kind: ClassVar[str] = "restore"
-
-
-@dataclass(frozen=True)
-class RecalledTurn:
-    """An earlier turn of which recall restored tokens, for a new turn."""
-
-    turn: int  # its index
-    tokens: int  # how many of them recall restored
-    words: tuple[str, ...] = ()  # that both turns have, rarest first; empty if not compared
 
 
 @dataclass(frozen=True)

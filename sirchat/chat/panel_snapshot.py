@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sirchat.chat.events import RecalledTurn, TokenRow
+from sirchat.chat.events import TokenRow
 from sirchat.chat.token_rows import Floats, policy_scores, shown_scores, token_rows
 from sirchat.chat.words import around, is_mark, said, words_at
 from sirchat.config.profile import Profile
@@ -15,6 +15,7 @@ from sirchat.engine.engine import Engine
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.recall import RecalledTurn
 from sirchat.text.detokenizer import Texts
 
 # Edges of the bins of `Histogram`: surprisal in nats; a bin includes its lower edge.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sirchat.chat.event_builder import EventBuilder
-from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, RecalledTurn, TokenRow, Undone
+from sirchat.chat.events import Ended, Erased, Event, Notice, Pinned, TokenRow, Undone
 from sirchat.chat.panel_snapshot import Snapshot, take_snapshot
 from sirchat.chat.settings import (
     all_or_nothing,
@@ -132,11 +132,6 @@ class Session:
         return memory_by_device(self.model.module, self._engine.cache, self._engine.store.archive)
 
     @property
-    def recalled_turns(self) -> tuple[RecalledTurn, ...]:
-        """A record of each turn of which recall restored tokens that are still held, in order."""
-        return tuple(RecalledTurn(*turn) for turn in self.recall.turns)
-
-    @property
     def last_said(self) -> str:
         """Text of the user turn that `undo` takes back; raises UndoError if there is none."""
         if not self.undo_points:
@@ -224,7 +219,7 @@ class Session:
         recollection = self.recall.renew(ids.ids, ids.roles, turn.ref, text, texts)
         if recollection is not None:
             turn.stats.seconds_prefill += recollection.seconds
-            yield from self._events.recalled(turn.stats.index, recollection, self.recalled_turns)
+            yield from self._events.recalled(turn.stats.index, recollection)
         yield from turn.read(ids, interrupted, after=closing)
         yield turn.done(text)
         yield from self._events.problems()
@@ -385,7 +380,7 @@ class Session:
             speed=self.speed,
             in_round=self.state.in_round,
             strongest=strongest,
-            recalled_turns=self.recalled_turns,
+            recalled_turns=self.recall.turns,
         )
 
     def start(self) -> list[Event]:

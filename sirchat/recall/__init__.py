@@ -1,1 +1,14 @@
 """Recall: finds the evicted tokens that a new turn needs, and restores them for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RecalledTurn:
+    """An earlier turn of which recall restored tokens, for a new turn."""
+
+    turn: int  # its index
+    tokens: int  # how many of them recall restored
+    words: tuple[str, ...] = ()  # that both turns have, rarest first; empty if not compared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from sirchat.engine.types import TurnRef
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
+from sirchat.recall import RecalledTurn
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import Retriever, WordRetriever
 from sirchat.recall.search import SearchResult, restore, search
@@ -26,11 +28,12 @@ from sirchat.recall.word_vectors import WordVectors
 class Recollection:
     """What recall did for a turn.
 
-    `scores` belong to the restored tokens in order; `released` are the positions of those restored
-    for the turn before; `problem` says why the retriever could not search, or is empty.
+    `scores` and `turns` are those of the restored tokens, `released` the positions of the tokens
+    restored for the turn before; `problem` says why the retriever could not search, or is empty.
     """
 
     scores: tuple[float, ...]
+    turns: tuple[RecalledTurn, ...]
     released: Positions
     seconds: float
     problem: str = ""
@@ -55,16 +58,16 @@ class Recall:
         return {at: self._scores.get(at, 0.0) for at in restored.tolist()}
 
     @property
-    def turns(self) -> list[tuple[int, int, tuple[str, ...]]]:
-        """For each turn with restored tokens: its index, their number, words of the new turn in it.
+    def turns(self) -> tuple[RecalledTurn, ...]:
+        """The turns with restored tokens that are still held, in order.
 
-        Words are not saved: there are none after an undo, and in a chat that was loaded.
+        The words are not saved: there are none after an undo, and in a chat that was loaded.
         """
         of_tokens = self._engine.ledger.column("turn")[self._engine.residency.recalled_positions]
-        turns, counts = (column.tolist() for column in np.unique(of_tokens, return_counts=True))
-        return [
-            (turn, n, self._shared.get(turn, ())) for turn, n in zip(turns, counts, strict=True)
-        ]
+        counts = Counter(of_tokens.tolist())
+        return tuple(
+            RecalledTurn(turn, counts[turn], self._shared.get(turn, ())) for turn in sorted(counts)
+        )
 
     def undo(self) -> None:
         """Drop what the last recall found: its turn was undone."""
@@ -112,8 +115,9 @@ class Recall:
         scores = _scores_of(restored, result)
         self._scores = dict(zip(restored.tolist(), scores, strict=True))
         if len(words):
-            self._shared = self._index.shared([turn for turn, _, _ in self.turns], text)
-        return Recollection(scores, released, time.perf_counter() - start, problem)
+            self._shared = self._index.shared([each.turn for each in self.turns], text)
+        seconds = time.perf_counter() - start
+        return Recollection(scores, self.turns, released, seconds, problem)
 
     def _index_for(self, needs: Retriever) -> TurnIndex:
         if needs.wide_words and not isinstance(self._index, WideIndex):

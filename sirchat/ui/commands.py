@@ -264,7 +264,7 @@ class Commands:
             self._switching.setting("/recall", "recall", rest)
         else:
             rows, theme = self._session.tokens(list(recalled)), self._screen.theme
-            turns = draw_recalled_turns(rows, self._session.recalled_turns, theme)
+            turns = draw_recalled_turns(rows, self._session.recall.turns, theme)
             self._screen.page(Group(turns, Text(), draw_recalled(rows, recalled, theme)))
 
     def _are_words(self, rest: str) -> bool:

@@ -147,7 +147,7 @@ class LiveView:
         gone, self._gone = sorted(self._gone), set()
         if not self._screen.is_quiet:
             words = evicted_words(self._session, gone)[:_WORDS] if gone else ()
-            recalled = self._session.recalled_turns
+            recalled = self._session.recall.turns
             budget = self._session.budget
             self._note(describe_round(self._user, turn, budget, words, recalled))
         if self._session.profile.panel == "turn" and not self._screen.is_plain:

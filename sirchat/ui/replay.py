@@ -124,7 +124,7 @@ class _Dialogue:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
         if excess := describe_excess(turn, self._session, "--budget"):
             self._screen.note(excess)
-        recalled = self._session.recalled_turns if turn.role == "user" else ()
+        recalled = self._session.recall.turns if turn.role == "user" else ()
         self._screen.remark(describe_turn(turn, self._session.budget, recalled))
 
 

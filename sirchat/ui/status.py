@@ -19,8 +19,9 @@ from sirchat.ui.text import displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
-    from sirchat.chat.events import RecalledTurn, TurnDone
+    from sirchat.chat.events import TurnDone
     from sirchat.chat.session import Session
+    from sirchat.recall import RecalledTurn
 
 _GAUGE = 8  # cells of the toolbar's bar
 _WIDE = 80  # least columns for that bar

@@ -14,10 +14,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from sirchat.chat.events import RecalledTurn, TokenRow
+from sirchat.chat.events import TokenRow
 from sirchat.chat.evicted_text import EvictedText
 from sirchat.chat.panel_snapshot import EDGES, HeldShare, Histogram
 from sirchat.chat.why import TokenRank
+from sirchat.recall import RecalledTurn
 from sirchat.ui.cells import StyledRun, cut, line_of, quoted
 from sirchat.ui.text import displayable_line
 from sirchat.ui.theme import ROLE_NAMES, Theme

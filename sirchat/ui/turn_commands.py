@@ -215,8 +215,8 @@ def _report(text: str, session: Session, screen: Screen, how: str = "", after: s
 
 def _describe_retry(session: Session, as_usual: Profile, note: str) -> str:
     """What a reply under other settings than `as_usual` had; called while these are in force."""
-    if session.profile.recall != as_usual.recall and session.recalled_turns:
-        how = describe_recalled(session.recalled_turns)
+    if session.profile.recall != as_usual.recall and session.recall.turns:
+        how = describe_recalled(session.recall.turns)
     elif session.profile.recall != "off":
         how = "recall found nothing to restore"
     elif session.resident == session.seen:

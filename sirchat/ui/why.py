@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from sirchat.chat.events import RecalledTurn
 from sirchat.chat.session import Session
 from sirchat.chat.targets import turn_of_target, without_quotes
 from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
 from sirchat.chat.words import around, said, words_at
 from sirchat.errors import UsageError
+from sirchat.recall import RecalledTurn
 from sirchat.recall.terms import STOP_WORDS
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
@@ -125,7 +125,7 @@ def explain(
 def _why(
     session: Session, ranks: Sequence[TokenRank], target: str, paid: AttentionPaid | None
 ) -> list[str]:
-    explained = explain(ranks, target, session.profile.policy, session.recalled_turns)
+    explained = explain(ranks, target, session.profile.policy, session.recall.turns)
     if paid is None:
         return [explained]
     can_retry = _can_retry_full(session)

@@ -52,20 +52,20 @@ def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
         for event in one.read_user("What is the zebra's name? Quixbert?")
         if isinstance(event, Recalled)
     ]
-    assert came.turns == one.recalled_turns
+    assert came.turns == one.recall.turns
     assert sum(each.tokens for each in came.turns) == len(came.positions)
     assert [each.turn for each in came.turns] == sorted({each.turn for each in came.turns})
     (told,) = [each for each in came.turns if one.turns[each.turn].text == TOLD]
     assert {"Quixbert", "zebra"} <= set(told.words)
     assert came.seconds > 0
     one.undo()
-    assert not any(each.words for each in one.recalled_turns)  # those of the turn before
+    assert not any(each.words for each in one.recall.turns)  # those of the turn before
 
 
 def test_a_turn_beside_the_one_that_has_the_words_is_named_with_them() -> None:
     one = chat("words")
     list(one.read_user("Quixbert"))
-    beside = [each for each in one.recalled_turns if "Quixbert" not in one.turns[each.turn].text]
+    beside = [each for each in one.recall.turns if "Quixbert" not in one.turns[each.turn].text]
     assert any(each.words == ("Quixbert",) for each in beside)
 
 
@@ -77,7 +77,7 @@ def test_a_correction_in_other_words_comes_back_with_what_it_corrects() -> None:
         list(one.read_user(text))
         list(one.read_reply("Fine, thank you."))
     list(one.read_user("When does my train leave?"))
-    assert {told, correction} <= {one.turns[each.turn].text for each in one.recalled_turns}
+    assert {told, correction} <= {one.turns[each.turn].text for each in one.recall.turns}
 
 
 def test_a_turn_has_one_score_and_the_best_is_the_one_that_has_the_word() -> None:

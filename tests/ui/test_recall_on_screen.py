@@ -6,8 +6,9 @@ import pytest
 
 from chatting import babbler, session
 from drawing import NONE, lines
-from sirchat.chat.events import RecalledTurn, TurnDone
+from sirchat.chat.events import TurnDone
 from sirchat.chat.session import Session
+from sirchat.recall import RecalledTurn
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.status import describe_recalled, describe_round, describe_turn
 from sirchat.ui.tables import draw_recalled_turns
@@ -52,12 +53,12 @@ def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
 
 
 def test_panel_and_table_name_the_words(asked: Session) -> None:
-    told = next(one for one in asked.recalled_turns if asked.turns[one.turn].text == TOLD)
+    told = next(one for one in asked.recall.turns if asked.turns[one.turn].text == TOLD)
     assert told.words == ("Quixbert",)
     panel = "\n".join(lines(draw_panel(asked.snapshot(), NONE, 120), 120))
     assert f"turn {told.turn} (Quixbert)" in panel
     rows = asked.tokens(list(asked.recall.scores))
-    table = lines(draw_recalled_turns(rows, asked.recalled_turns, NONE), 120)
+    table = lines(draw_recalled_turns(rows, asked.recall.turns, NONE), 120)
     (line,) = [row for row in table if row.split()[:1] == [str(told.turn)]]
     assert "Quixbert" in line
     assert TOLD in line
@@ -65,6 +66,6 @@ def test_panel_and_table_name_the_words(asked: Session) -> None:
 
 def test_why_says_by_which_words(asked: Session) -> None:
     ranks = asked.why('"zebra"')
-    told = explain(ranks, '"zebra"', "sink", asked.recalled_turns)
+    told = explain(ranks, '"zebra"', "sink", asked.recall.turns)
     assert told.endswith("for this round only: it was recalled by the words “Quixbert”.")
     assert explain(ranks, '"zebra"', "sink").endswith("for this round only: it was recalled.")
