@@ -123,17 +123,13 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         raise DamagedSessionError(path)
 
 
-def check_whole(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise DamagedSessionError for a file that fails SQLite's integrity check."""
+def check_contents(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise DamagedSessionError if SQLite, or the check sums, find the file damaged."""
     if _pragma(connection, "quick_check(1)") != "ok":
         raise DamagedSessionError(path)
-
-
-def check_sums(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise DamagedSessionError for a file whose contents do not match its check sums."""
     written = _written(connection)
     if written is None and _pragma(connection, "user_version") < 2:
-        return  # the first format has none
+        return  # the first format has no sums
     if written != {table: _sum(connection, table) for table in _SUMS}:
         raise DamagedSessionError(path)
 
@@ -153,26 +149,9 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise session_error(path, error) from None
+        raise _session_error(path, error) from None
     except OSError as error:
         raise SessionError(f"{path} can't be used: {error.strerror}") from None
-
-
-def session_error(path: Path, error: sqlite3.Error) -> SessionError:
-    match result_code(error):
-        case sqlite3.SQLITE_BUSY:
-            other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
-            return SessionError(
-                f"{path} is in use by another process{_holder(path)}",
-                hint=f"{other} --branch NAME" if path.suffix == SUFFIX else "try again later",
-            )
-        case sqlite3.SQLITE_NOTADB:
-            return no_session(path)
-        case sqlite3.SQLITE_CORRUPT:
-            return DamagedSessionError(path)
-        case 0 if isinstance(error, sqlite3.OperationalError):  # from Python: text not in UTF-8
-            return DamagedSessionError(path)
-    return SessionError(f"{path} can't be used: {error}")
 
 
 def result_code(error: sqlite3.Error) -> int:
@@ -239,6 +218,23 @@ def put_sums(connection: sqlite3.Connection, turns: int = 0, rows: int = 0) -> N
     }
     values = ("sums", json.dumps(sums))
     connection.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", values)
+
+
+def _session_error(path: Path, error: sqlite3.Error) -> SessionError:
+    match result_code(error):
+        case sqlite3.SQLITE_BUSY:
+            other = f"close the other chat first, or go on in a copy: sirchat --resume {path.stem}"
+            return SessionError(
+                f"{path} is in use by another process{_holder(path)}",
+                hint=f"{other} --branch NAME" if path.suffix == SUFFIX else "try again later",
+            )
+        case sqlite3.SQLITE_NOTADB:
+            return no_session(path)
+        case sqlite3.SQLITE_CORRUPT:
+            return DamagedSessionError(path)
+        case 0 if isinstance(error, sqlite3.OperationalError):  # from Python: text not in UTF-8
+            return DamagedSessionError(path)
+    return SessionError(f"{path} can't be used: {error}")
 
 
 def _sign(path: Path) -> None:

@@ -25,9 +25,8 @@ from sirchat.saved.database import (
     FORMAT,
     SUFFIX,
     TABLES,
+    check_contents,
     check_format,
-    check_sums,
-    check_whole,
     decoding,
     explained,
     locked,
@@ -118,8 +117,7 @@ class SessionStore:
         refuse_missing(path)
         with decoding(path), locked(path) as connection:
             check_format(connection, path)
-            check_whole(connection, path)
-            check_sums(connection, path)
+            check_contents(connection, path)
             make_durable(connection)
             store = cls(path, connection)
             store.kv.drop_unfinished()

@@ -83,13 +83,6 @@ class ToolTemplate(Template):
         others_ids = [self._after_reply(other) for other in others]
         return self._spans(self._after_reply(messages), Role.USER, others_ids)
 
-    def _after_reply(self, messages: Sequence[Message]) -> list[int]:
-        ids = self._after_answer(self._render([*STUB_HISTORY, *messages], prompt=True))
-        size = len(self._closing)
-        if ids[:size] != self._closing:
-            raise ModelError("the model's chat template has no place for what a tool returns")
-        return ids[size:]
-
     def calls(self, content: str, calls: Sequence[Message]) -> TurnIds:
         """The ids of a given reply, which has the text `content` and then calls tools.
 
@@ -124,6 +117,13 @@ class ToolTemplate(Template):
             if written == {"name": QUESTION, name: {QUESTION: ANSWER}}:
                 return text[:start], name, text[start + size :]
         return None
+
+    def _after_reply(self, messages: Sequence[Message]) -> list[int]:
+        ids = self._after_answer(self._render([*STUB_HISTORY, *messages], prompt=True))
+        size = len(self._closing)
+        if ids[:size] != self._closing:
+            raise ModelError("the model's chat template has no place for what a tool returns")
+        return ids[size:]
 
     def _controls(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(i for i in ids if i in self._added)

@@ -110,15 +110,6 @@ class Template:
             ids = self.as_text(content)
         return self._anchored(TurnIds(ids, [Role.ASSISTANT] * len(ids), (0, len(ids))), content)
 
-    def _reply(self, message: Message) -> list[int] | None:
-        """The ids of a reply; None if they can't be separated from the template's own."""
-        header = self._render([STUB_QUESTION], prompt=True)
-        chat = self._render([STUB_QUESTION, message, STUB_QUESTION], prompt=True)
-        tail = self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
-        end = len(chat) - len(tail)
-        fits = chat[: len(header)] == header and chat[end:] == tail and end >= len(header)
-        return chat[len(header) : end] if fits else None
-
     @cached_property
     def opens_reasoning(self) -> bool:
         """Whether the template itself writes the `<think>` that begins a reply's reasoning."""
@@ -131,12 +122,6 @@ class Template:
     def closing(self) -> list[int]:
         """The ids to read after a reply: the chat template's, and then an anchor, if any."""
         return [*self._closing, *self._round_end]
-
-    @cached_property
-    def _closing(self) -> list[int]:
-        alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
-        followed = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
-        return _common(alone, self._after_answer(followed))
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
         """The ids that stop generation: `end_ids`, and control tokens that no reply contains.
@@ -156,6 +141,25 @@ class Template:
         ids |= {self._tokenizer.eos_token_id}
         ids |= set(self._closing[:1]) & set(self._tokenizer.added_tokens_decoder)
         return frozenset(int(i) for i in ids if i is not None)
+
+    def as_text(self, text: str) -> list[int]:
+        """The ids of `text` alone, without anything from the chat template."""
+        return self._render([_message("assistant", text)], prompt=False, template=_BARE)
+
+    def _reply(self, message: Message) -> list[int] | None:
+        """The ids of a reply; None if they can't be separated from the template's own."""
+        header = self._render([STUB_QUESTION], prompt=True)
+        chat = self._render([STUB_QUESTION, message, STUB_QUESTION], prompt=True)
+        tail = self._after_answer(self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True))
+        end = len(chat) - len(tail)
+        fits = chat[: len(header)] == header and chat[end:] == tail and end >= len(header)
+        return chat[len(header) : end] if fits else None
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        alone = self._after_answer(self._render(STUB_HISTORY, prompt=False))
+        followed = self._render([*STUB_HISTORY, STUB_QUESTION], prompt=True)
+        return _common(alone, self._after_answer(followed))
 
     @property
     def _openers(self) -> set[int]:
@@ -262,10 +266,6 @@ class Template:
         if isinstance(value, dict):
             return {name: self._marked(item) for name, item in value.items()}
         return [self._marked(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def as_text(self, text: str) -> list[int]:
-        """The ids of `text` alone, without anything from the chat template."""
-        return self._render([_message("assistant", text)], prompt=False, template=_BARE)
 
     def _after_answer(self, ids: list[int]) -> list[int]:
         """The part of a rendered conversation that follows the stub answer."""

@@ -89,10 +89,6 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             if name not in _COSTLY_FILTERS
         }
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
-        return parsed
-
     def render_within(self, template: jinja2.Template, most: int, variables: Any) -> str:
         """Render `template`, in which no text may have more than `most` characters."""
         rendering = self._rendering
@@ -103,33 +99,6 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             return template.render(variables)
         finally:
             sys.settrace(before)
-
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        return self._step if frame.f_code.co_filename.startswith(_TIMED) else None
-
-    def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
-        if time.thread_time() - self._rendering.start > _SECONDS:
-            raise TemplateError(f"rendering takes more than {_SECONDS:g} seconds")
-        return self._step
-
-    def _count(self, size: int) -> None:
-        """Count the size, in characters or items, of a text or list that is about to be made."""
-        self._rendering.made += size
-        if size > self._rendering.most or self._rendering.made > _MOST_MADE:
-            raise TemplateError("rendering takes too much memory")
-
-    def _limited(self, name: str, function: Callable[..., Any], *owner: str) -> Callable[..., Any]:
-        """A filter, or a method of the text `owner`, that first counts the size of its result."""
-        passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja's own first argument
-
-        @wraps(function)
-        def limited(*args: Any, **named: Any) -> Any:
-            # The added "" keeps a value that is given by its name from being the first argument.
-            given = [*owner, *args[passed:], "", *named.values()]
-            self._count(_most_made(name, given[0], given[1:]))
-            return function(*args, **named)
-
-        return limited
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute `left operator right`; a power, which may take for ever, is refused."""
@@ -160,6 +129,37 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         texts = list(parts)
         self._count(sum(map(len, texts)))
         return "".join(texts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed: nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
+        return parsed
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        return self._step if frame.f_code.co_filename.startswith(_TIMED) else None
+
+    def _step(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        if time.thread_time() - self._rendering.start > _SECONDS:
+            raise TemplateError(f"rendering takes more than {_SECONDS:g} seconds")
+        return self._step
+
+    def _count(self, size: int) -> None:
+        """Count the size, in characters or items, of a text or list that is about to be made."""
+        self._rendering.made += size
+        if size > self._rendering.most or self._rendering.made > _MOST_MADE:
+            raise TemplateError("rendering takes too much memory")
+
+    def _limited(self, name: str, function: Callable[..., Any], *owner: str) -> Callable[..., Any]:
+        """A filter, or a method of the text `owner`, that first counts the size of its result."""
+        passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja's own first argument
+
+        @wraps(function)
+        def limited(*args: Any, **named: Any) -> Any:
+            # The added "" keeps a value that is given by its name from being the first argument.
+            given = [*owner, *args[passed:], "", *named.values()]
+            self._count(_most_made(name, given[0], given[1:]))
+            return function(*args, **named)
+
+        return limited
 
     def _shown(self, value: Any) -> Any:
         if not isinstance(value, str):

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sirchat import paths
-from sirchat.text.detokenizer import WordContinuation, continues_word
+from sirchat.text.boundaries import WordContinuation, continues_word
 
 
 @pytest.mark.parametrize(
