@@ -319,7 +319,7 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
         "follow_redirects": True,
     }
     with (
-        get_session().stream("GET", url, follow_redirects=True, **options) as response,
+        get_session().stream("GET", url, **options) as response,
         part.open("r+b") as stream,
     ):
         hf_raise_for_status(response)

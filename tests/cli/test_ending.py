@@ -24,7 +24,7 @@ from warm_python import warm_python
 def archived(home: Path) -> list[Path]:
     """What lies in the folder of archives, without the locks."""
     folder = home / "data" / "archives"
-    return [one for one in folder.glob("*") if one.suffix != ".lock"]
+    return [path for path in folder.glob("*") if path.suffix != ".lock"]
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def replaying(home: Path) -> Iterator[subprocess.Popen[bytes]]:
     ) as process:
         try:
             end = time.monotonic() + 120
-            while not any([*one.glob("*")] for one in archived(home) if one not in before):
+            while not any([*new.glob("*")] for new in archived(home) if new not in before):
                 assert time.monotonic() < end
                 assert process.poll() is None, process.stderr and process.stderr.read()
                 time.sleep(0.05)
@@ -103,7 +103,8 @@ def test_an_archives_folder_and_lock_are_private(tmp_path: Path) -> None:
     folder.make()
     folder.make()
     lock = folder.path.with_name("1.lock")
-    assert [one.stat().st_mode & 0o777 for one in (folder.path.parent, folder.path)] == [0o700] * 2
+    for path in (folder.path.parent, folder.path):
+        assert path.stat().st_mode & 0o777 == 0o700
     assert lock.stat().st_mode & 0o777 == 0o600
 
 
@@ -144,14 +145,25 @@ def test_however_a_command_ends_while_a_bar_is_drawn_the_cursor_is_shown(
     assert "\x1b[?25h" in terminal.getvalue()
 
 
+def ended(program: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a program that ends in order after SIGTERM and SIGHUP."""
+    begin = """
+import os, signal, sys, time
+from contextlib import suppress
+from sirchat.cli.signals import end_in_order
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+end_in_order()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", begin + program], capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_is_not_lost_where_exceptions_are_ignored(name: str) -> None:
     program = f"""
-import os, signal, sys, time
-from sirchat.cli.signals import end_in_order
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-end_in_order()
 class Ending:
     def __del__(self):
         os.kill(os.getpid(), signal.{name})
@@ -161,70 +173,44 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (128 + getattr(signal, name), b"")
+    assert ended(program) == (128 + getattr(signal, name), "", "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_signal_that_a_library_swallows_is_sent_again(name: str) -> None:
     program = f"""
-import os, signal, time
-from contextlib import suppress
-from sirchat.cli.signals import end_in_order
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-end_in_order()
 with suppress(BaseException):
     os.kill(os.getpid(), signal.{name})
     time.sleep(30)
 time.sleep(30)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
-    assert (done.returncode, done.stderr) == (128 + getattr(signal, name), b"")
+    assert ended(program) == (128 + getattr(signal, name), "", "")
 
 
 @pytest.mark.slow
-def test_a_program_that_takes_long_to_end_is_not_disturbed() -> None:
-    program = """
-import os, signal, time
-from sirchat.cli.signals import end_in_order
-end_in_order()
-try:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(30)
-finally:
-    try:
-        raise KeyError("of what is closed")
-    except KeyError:
-        time.sleep(2)
-    time.sleep(1)
-    print("closed")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
-    assert (done.returncode, done.stdout, done.stderr) == (143, b"closed\n", b"")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("pause", "out"), [(0.0, b"closed\n"), (1.2, b"")])
-def test_a_signal_that_comes_twice_at_once_is_one_and_a_later_one_ends_at_once(
-    pause: float, out: bytes
+@pytest.mark.parametrize(
+    ("closing", "code", "out"),
+    [
+        ("raise KeyError('of what is closed')", 143, "closed\n"),  # it takes long to end
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "closed\n"),  # twice at once is one
+        ("time.sleep(1.2); os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+    ],
+)
+def test_an_ending_is_not_disturbed_but_by_a_later_signal(
+    closing: str, code: int, out: str
 ) -> None:
     program = f"""
-import os, signal, time
-from sirchat.cli.signals import end_in_order
-end_in_order()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 finally:
-    time.sleep({pause})
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
+    with suppress(KeyError):
+        {closing}
+    time.sleep(2)
     print("closed")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
-    assert done.stdout == out
-    assert done.returncode == (143 if out else -signal.SIGTERM)
+    assert ended(program) == (code, out, "")
 
 
 def test_ctrl_c_before_the_commands_are_there_ends_in_one_line(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,19 +132,3 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     assert "there is no folder 'nowhere'" in run("models", "--in", "nowhere").stderr
     assert "budget can't be" in run("models", "--budget", "many").stderr
     assert run("models", "--json", "list").returncode == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["--in", "m"], ["fit", "m/babbler"]])
-def test_no_heavy_library_is_imported(folder: Path, words: list[str]) -> None:
-    code = (
-        "import sys; from sirchat.cli import main\n"
-        f"sys.argv = ['sirchat', 'models', *{words!r}]\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'huggingface_hub', 'prompt_toolkit'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "m/babbler" in done.stdout

@@ -77,7 +77,3 @@ def test_a_command_of_another_program_is_answered_with_ours(name: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f'sirchat: there is no command "{name}" (sirchat ')
     assert name not in [command.name for command in app.registered_commands]
-
-
-def test_a_mistyped_option_suggests_one() -> None:
-    assert "--budget" in run("--bugdet", "5").stderr
