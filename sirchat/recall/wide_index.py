@@ -145,10 +145,11 @@ class _Sums:
     def of(self, words: Sequence[tuple[Postings, float]]) -> tuple[NDArray[np.int64], Floats]:
         """The turns [k] with one of the `words` in or beside them, and their weighted counts."""
         at = np.concatenate([postings.turns for postings, _ in words]).astype(np.int64) + 1
-        told = np.concatenate([np.array(each.told) * np.float32(share) for each, share in words])
-        asked = np.concatenate(
-            [np.array(each.asked) * np.float32(weight) for each, weight in words]
+        told, asked = (
+            np.concatenate([np.array(each[column]) * np.float32(share) for each, share in words])
+            for column in (1, 2)
         )
+        # Only these places take time; `np.unique` would take twice as long.
         places = np.concatenate([at, at + 1, at - 1])
         np.add.at(self._counts, places, np.concatenate(_shares(told, asked)))
         order = np.arange(len(places))
