@@ -1,9 +1,7 @@
 """The attention hook: gives observers the queries, keys and attention weights of every layer.
 
-sirchat registers an attention function of its own with transformers' attention interface. This
-function calls the model's usual attention function, then passes the arguments and the result to the
-observers. A model of transformers uses this function after `install_hook`. No module is patched,
-and the logits do not change. A model of `decoder.py` calls `report` itself.
+A function registered with transformers' attention interface calls the usual one, then reports. No
+module is patched, and the logits do not change. A `Decoder` calls `report` itself.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from torch import Tensor
 from sirchat.memory.cache_layers import LayerRotation
 from sirchat.memory.rope import unrotated
 
-_NAME = "sirchat_hooked_"
+_NAME = "sirchat_hooked_"  # and the name of the usual attention function
 
 
 @dataclass(frozen=True)
@@ -44,27 +42,16 @@ class LayerQueries:
 class AttentionCall:
     """The arguments and the result of one layer's attention in one forward pass over m tokens.
 
-    There are H_q query heads, H key heads, and n keys of D numbers in each key head. The last m of
-    these keys belong to the m tokens.
-
-    Attributes:
-        layer: the layer's number, counted from 0 among the layers with keys and values.
-        queries: the tokens' queries [1, H_q, m, D], rotated.
-        keys: [1, H, n, D], rotated.
-        mask: the model's mask, [1, H_q or 1, m, >= n]: boolean, or numbers that are added to the
-            scores; None for plain causal attention.
-        options: the other arguments of the attention function, such as `scaling` and
-            `sliding_window`.
-        returned: attention weights [1, H_q, m, n] that the attention function returned; None if it
-            returned none.
+    The last m of the n keys belong to these tokens.
     """
 
-    layer: int
-    queries: Tensor
-    keys: Tensor
+    layer: int  # counted from 0 among the layers with keys and values
+    queries: Tensor  # [1, H_q, m, D], rotated
+    keys: Tensor  # [1, H, n, D], rotated
+    # [1, H_q or 1, m, >= n], boolean, or added to the scores; None for plain causal attention
     mask: Any
-    options: dict[str, Any]
-    returned: Tensor | None
+    options: dict[str, Any]  # the function's other arguments: `scaling`, `sliding_window`, ...
+    returned: Tensor | None  # attention weights [1, H_q, m, n], if the function returned any
 
     @property
     def scale(self) -> float:
@@ -72,45 +59,33 @@ class AttentionCall:
         return float(self.options.get("scaling") or self.queries.shape[-1] ** -0.5)
 
     def weights(self) -> Tensor:
-        """The layer's attention weights, float32 [H_q, m, n]: query heads, tokens, keys.
-
-        If the model's attention function returned no weights, this method computes them from the
-        queries and the keys.
-        """
+        """The attention weights, float32 [H_q, m, n]: returned, or else computed anew."""
         if self.returned is not None and self.returned.ndim == 4:  # some return sums instead
             return self.returned[0].float()
         return attention_weights(self).flatten(0, 1)
 
     def mean_weights(self) -> Tensor:
-        """The layer's attention weights averaged over all heads, float32 [m, n]: tokens, keys."""
+        """The attention weights averaged over all heads, float32 [m, n]."""
         return self.weights().mean(0)
 
 
 class AttentionObserver(Protocol):
-    """Protocol of an object that receives each layer's queries, keys and attention weights."""
+    """Receives each layer's queries, keys and attention weights."""
 
     def observe(self, call: AttentionCall) -> None:
-        """Receive the attention of one layer in one forward pass.
-
-        An observer that needs a tensor of `call` later must copy the tensor.
-        """
+        """Receive the attention of one layer in one pass; copy a tensor that is needed later."""
 
 
 class QueryRecorder:
-    """An attention observer that records every layer's queries in one or more forward passes."""
+    """Records every layer's queries in one or more forward passes."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[tuple[Tensor, int]]] = {}  # by layer: queries, first slot
         self._shape: dict[int, tuple[float, int]] = {}  # by layer: scale, number of key heads
 
     @property
-    def is_empty(self) -> bool:
-        """Whether this recorder has recorded no layer's queries yet."""
-        return not self._parts
-
-    @property
     def passes(self) -> list[int]:
-        """The number of recorded passes for each layer of which queries were recorded, in order."""
+        """The number of recorded passes for each layer that has any, in order."""
         return [len(self._parts[layer]) for layer in sorted(self._parts)]
 
     def observe(self, call: AttentionCall) -> None:
@@ -119,13 +94,7 @@ class QueryRecorder:
         self._shape[call.layer] = call.scale, call.keys.shape[1]
 
     def queries(self, rotations: Sequence[LayerRotation]) -> list[LayerQueries]:
-        """The recorded queries of each layer, with their rotation (RoPE) undone.
-
-        The list ends before the first layer of which no queries were recorded.
-
-        Args:
-            rotations: the rotary embedding of each layer with keys and values.
-        """
+        """Each layer's queries, not rotated; ends before the first layer without any."""
         out = []
         for layer, rotation in enumerate(rotations):
             parts = [
@@ -150,9 +119,7 @@ def observed_by(
 ) -> Iterator[None]:
     """Context manager: `observer` receives the attention of each forward pass of `module`.
 
-    The observer receives nothing if the model's attention function cannot be replaced. `numbers` is
-    needed if some layers have no keys and values. It maps the number of each layer with keys and
-    values to the number that the observer gets (see `LoadedModel.layer_numbers`).
+    `numbers` is `LoadedModel.layer_numbers`: what the observer gets as numbers of the layers.
     """
     install_hook(module)
     token = _OBSERVERS.set((*_OBSERVERS.get(), (observer, numbers or {})))
@@ -163,17 +130,12 @@ def observed_by(
 
 
 def is_observed() -> bool:
-    """Whether an observer now receives each layer's attention, because `observed_by` is active."""
+    """Whether an observer now receives each layer's attention."""
     return bool(_OBSERVERS.get())
 
 
 def install_hook(module: Any) -> bool:
-    """Make a transformers model report its attention to observers from now on.
-
-    Returns whether the model's attention function could be replaced by one that reports. While
-    there are no observers, reporting takes no time. A `Decoder` (sirchat's own kind of model) is
-    not changed, because it always reports its attention.
-    """
+    """Make a transformers model report its attention from now on; returns whether it can."""
     if getattr(module, "has_own_hook", False):
         return True
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -192,8 +154,6 @@ def install_hook(module: Any) -> bool:
 
 
 def _hooked(usual: str) -> Callable[..., Any]:
-    """Make an attention function that calls the one named `usual`, then reports to observers."""
-
     def attend(
         module: Any,
         queries: Tensor,
@@ -212,36 +172,23 @@ def _hooked(usual: str) -> Callable[..., Any]:
 
 
 def report(call: AttentionCall) -> None:
-    """Pass one layer's attention to all active observers.
-
-    `call.layer` is the layer's number among all layers of the model. The observers get its number
-    among the layers with keys and values.
-    """
+    """Pass one layer's attention to all observers; here `call.layer` counts all layers."""
     for observer, numbers in _OBSERVERS.get():
         observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
 
 
 def _function(name: str, module: Any) -> Callable[..., Any]:
-    """Find the attention function of a transformers model by its name.
-
-    For `eager`, this is the function in the source file of the model's own class.
-    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name in ALL_ATTENTION_FUNCTIONS:
-        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
-        return found
-    own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return own
+        return cast(Callable[..., Any], ALL_ATTENTION_FUNCTIONS[name])
+    # `eager` is a function in the source file of the model's own class.
+    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    return cast(Callable[..., Any], own)
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
-    """Compute one layer's attention weights, softmax(q k^T scale), as the model does.
-
-    Returns float32 [H, H_q / H, m, n] for m tokens and n keys. With grouped-query attention, each
-    of the H key heads is shared by H_q / H neighbouring query heads; H_q is the number of query
-    heads.
-    """
+    """Compute softmax(q k^T scale) as the model does, float32 [H, H_q / H, m, n]."""
     _, heads, rows, dims = call.keys.shape
     count = call.queries.shape[2]
     grouped = call.queries.reshape(heads, -1, dims) * call.scale  # [H, group x m, D]
@@ -258,11 +205,7 @@ def attention_weights(call: AttentionCall) -> Tensor:
 
 
 def _masked(logits: Tensor, call: AttentionCall) -> Tensor:
-    """Apply the attention mask to the scores `logits` [H, group, m, n].
-
-    A boolean mask sets the scores of hidden keys to minus infinity; a mask of numbers is added to
-    the scores. If `call` has no mask, attention is causal, and a sliding window hides older keys.
-    """
+    # Scores are [H, group, m, n]. Without a mask, attention is causal, within the window.
     heads, group, count, rows = logits.shape
     if isinstance(call.mask, Tensor):
         mask = call.mask[0, :, -count:, :rows]  # [H_q or 1, m, n]

@@ -1,10 +1,7 @@
 """Compiles a decode step in a process of its own: `python -m sirchat.models.compile_worker FILE N`.
 
-The process reads the graph, pickled by `compiled_step.without_weights`, from standard input, and
-writes the compiled program to FILE if it can be loaded. N is the process's niceness: a higher one
-means lower priority. The process ends when its parent process ends. The exit status is 0 after
-success, `TEMPORARY` after an error that may not recur (the disk was full, memory was short), and 1
-if this program can't be compiled.
+Reads the graph from standard input and writes the program to FILE; N is the niceness. Ends with its
+parent. Exit status: 0, `TEMPORARY`, or 1 if this program can't be compiled.
 """
 
 from __future__ import annotations
@@ -20,11 +17,11 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+# The prefix of the names of the temporary folders in which decode steps are compiled.
 UNFINISHED = "making-"
-"""The prefix of the names of the temporary folders in which decode steps are compiled."""
 
+# The exit status after an error that may not recur at a later start, such as a full disk.
 TEMPORARY = 75
-"""The exit status after an error that may not recur at a later start, such as a full disk."""
 
 _TEMPORARY_ERRORS = (
     *("No space left", "Disk quota", "Read-only file system", "Permission denied"),
@@ -33,11 +30,7 @@ _TEMPORARY_ERRORS = (
 
 
 def main(path: Path, niceness: int) -> None:
-    """Compile the graph from standard input into the file `path`, with a lowered priority.
-
-    The file appears only when it is complete. `niceness` is the number by which the priority is
-    lowered.
-    """
+    """Compile the graph from standard input into the file `path`, which appears only complete."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the chat
     give_way(niceness)
     folder = tempfile.mkdtemp(prefix=UNFINISHED, dir=path.parent)
@@ -62,18 +55,14 @@ def main(path: Path, niceness: int) -> None:
 
 
 def is_temporary(error: Exception) -> bool:
-    """Whether compiling may succeed at a later start, though it failed now with `error`.
-
-    This is true if the disk or memory was full, or if a file could not be read or written. A
-    compiler's message, which is part of `error`, may say so, too.
-    """
+    """Whether compiling may succeed at a later start: the disk or memory was full, ..."""
     if isinstance(error, OSError | MemoryError):
         return True
     return any(text in str(error) for text in _TEMPORARY_ERRORS)
 
 
 def give_way(niceness: int) -> None:
-    """Lower the CPU priority of this process by `niceness`, so that a chat's replies stay fast."""
+    """Lower the priority of this process, so that a chat's replies stay fast."""
     os.nice(niceness)
     if niceness and os.path.exists("/proc/self/autogroup"):
         # Linux shares processors among sessions first, each with a priority of its own.

@@ -1,8 +1,7 @@
-"""A decode step (a forward pass for one token), compiled in advance by torch's AOTInductor.
+"""A decode step, compiled in advance by torch's AOTInductor.
 
-The exported graph accepts a cache of any length, so one program serves every budget, and nothing is
-compiled again during a chat. A program holds no weights: it serves every model of the same shape,
-and uses the weights that the model has loaded.
+The graph accepts a cache of any length, so one program serves every budget. It holds no weights: it
+serves every model of the same shape, and uses the weights that the model has loaded.
 """
 
 from __future__ import annotations
@@ -35,16 +34,10 @@ class WrongProgramError(Exception):
 
 
 class CompiledStep:
-    """A decode step that runs as a compiled program: computes the logits after one token.
+    """A decode step as a compiled program, tested with the embeddings `tokens` [4, d].
 
-    Args:
-        path: the file of the compiled program, as `build` writes it.
-        graph: the `StepGraph` that was compiled; the program uses its weights.
-        tokens: the embeddings [4, d] of any four tokens, with which the program is tested.
-
-    Raises DamagedProgramError if the file is not as `build` wrote it, and WrongProgramError if the
-    program computes other logits than `graph`. Raises any other error if the program can't be
-    loaded now on this machine.
+    Raises DamagedProgramError if the file is not as `build` wrote it, WrongProgramError if the
+    program computes other logits than `graph`, and any error if it can't be loaded now.
     """
 
     def __init__(self, path: Path, graph: nn.Module, tokens: Tensor) -> None:
@@ -62,20 +55,14 @@ class CompiledStep:
         self._check(graph, tokens)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether the compiled program can read the next token with the KV cache `cache`.
-
-        The cache must have at least two rows (cached tokens), and room for one more.
-        """
+        """Whether the program can read the next token: after two at least, with room for one."""
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: BoundedCache
     ) -> tuple[Tensor, Tensor]:
-        """Read one token: returns the logits and hidden states that `StepGraph.forward` returns.
-
-        The token's keys and values are written into `cache`.
-        """
+        """Read one token into the cache; returns what `StepGraph.forward` returns."""
         held = torch.empty(cache.length, dtype=torch.uint8)
         pairs = [layer.tensors for layer in cache.layers]
         buffers = [pair[at].buffer for at in (0, 1) for pair in pairs]
@@ -84,28 +71,23 @@ class CompiledStep:
 
     @torch.inference_mode()
     def _check(self, graph: nn.Module, tokens: Tensor) -> None:
-        """Compare the compiled program with `graph`; raises WrongProgramError if they differ.
-
-        `graph` reads the first three embeddings of `tokens` [4, d]. Then `graph` and the program
-        each read the fourth one, and their logits, hidden states, keys and values are compared. The
-        embeddings are those of real tokens: for random numbers, differences in rounding would grow
-        too large in some models.
-        """
+        """Raise WrongProgramError if the program and `graph` differ after three common tokens."""
+        # Embeddings of real tokens: with random numbers, some models round too differently.
         _, cos, sin, _, keys, values = _example(graph)
         cos.fill_(1), sin.zero_()
-        for one in (*keys, *values):
-            one.zero_()
+        for buffer in (*keys, *values):
+            buffer.zero_()
         step, *before = _Exported(graph), *tokens[:-1]
         for count, x in enumerate(before):
             step(x, cos, sin, torch.empty(count), keys, values)
         inputs = tokens[-1], cos, sin, torch.empty(len(before), dtype=torch.uint8), keys, values
         copied = copy.deepcopy(inputs)
-        wanted = step(*inputs)
-        found = self._program.run([*copied[:4], *copied[4], *copied[5]])
-        for one, other in zip((*found, *copied[5]), (*wanted, *values), strict=True):
-            if not other.numel():  # no layer is scored
+        theirs = step(*inputs)
+        ours = self._program.run([*copied[:4], *copied[4], *copied[5]])
+        for compiled, plain in zip((*ours, *copied[5]), (*theirs, *values), strict=True):
+            if not plain.numel():  # no layer is scored
                 continue
-            error = (one - other).norm() / other.norm()
+            error = (compiled - plain).norm() / plain.norm()
             if not error < _TOLERANCE:  # NaN, too
                 raise WrongProgramError(
                     f"the logits of the compiled step and of the model differ by {error:.2g}"
@@ -113,14 +95,10 @@ class CompiledStep:
 
 
 def program_name(graph: nn.Module) -> str:
-    """The name of the file that contains the compiled program for a graph.
-
-    The name is a hash of all that the program depends on: the graph, the shapes of its weights, the
-    processor's instructions, torch's version and this code.
-    """
-    weights = [(name, one.dtype, tuple(one.shape)) for name, one in graph.state_dict().items()]
+    """The name of the program's file: a hash of all that the program depends on."""
+    weights = [(name, w.dtype, tuple(w.shape)) for name, w in graph.state_dict().items()]
     machine = (torch.__version__, torch.backends.cpu.get_cpu_capability())
-    code = [Path(inspect.getfile(one)).read_bytes() for one in (type(graph), CompiledStep)]
+    code = [Path(inspect.getfile(kind)).read_bytes() for kind in (type(graph), CompiledStep)]
     about = repr((str(graph), weights, machine, code))
     return f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.so"
 
@@ -133,10 +111,9 @@ def without_weights(graph: nn.Module) -> bytes:
 
 
 def build(pickled: bytes, path: Path) -> None:
-    """Compile the graph in `pickled` (see `without_weights`) into the file `path`.
+    """Compile the graph in `pickled` into the file `path`: a shared library, then its SHA-256.
 
-    This takes about a minute. The file is a shared library, followed by its SHA-256. Unpickling can
-    run code, so `pickled` must come from sirchat itself.
+    Takes about a minute. Unpickling can run code, so `pickled` must come from `without_weights`.
     """
     graph: nn.Module = pickle.loads(pickled)
     graph = _with_parameters_only(graph.to_empty(device="cpu")).requires_grad_(False)
@@ -170,17 +147,13 @@ def build(pickled: bytes, path: Path) -> None:
 
 
 def load_program(path: Path) -> Any:
-    """Load the compiled program in the file `path`, without weights; it may crash the process."""
+    """Load a program without weights; it may crash the process."""
     # Unlike `aoti_load_package`, this needs no temporary files.
     return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
 
 
 def _with_parameters_only(graph: nn.Module) -> nn.Module:
-    """Turn all buffers of a graph into parameters, in place; returns the graph.
-
-    While torch compiles a graph, it copies the memory of buffers, but not that of parameters. The
-    weights of this graph have no values, and take no memory unless they are copied.
-    """
+    # While torch compiles, it copies the memory of buffers, but not that of parameters.
     for module in graph.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             delattr(module, name)
@@ -189,7 +162,7 @@ def _with_parameters_only(graph: nn.Module) -> nn.Module:
 
 
 class _Exported(nn.Module):
-    """A decode step in a form that torch can export: the KV cache is passed as plain tensors."""
+    """A decode step that torch can export: the KV cache is passed as plain tensors."""
 
     def __init__(self, graph: nn.Module) -> None:
         super().__init__()
@@ -204,11 +177,9 @@ class _Exported(nn.Module):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Read a token: returns its logits [V], and the hidden states [layers x d] for a scorer.
+        """Read a token into the layers' buffers [2, 1, H, C, D] and [1, 1, H, C, D].
 
-        `keys` and `values` have a buffer for each layer, [2, 1, H, C, D] and [1, 1, H, C, D], with
-        room for C tokens. The token's key and value are written into the buffers. The length of
-        `held` is the number of tokens that are cached before; its values are not used.
+        Only the length of `held` counts: the number of tokens before.
         """
         count = held.shape[0]
 
@@ -222,10 +193,7 @@ class _Exported(nn.Module):
 
 
 def _example(graph: Any) -> tuple[Any, ...]:
-    """Make example arguments for `_Exported.forward`: tensors with valid shapes, without values.
-
-    The arguments describe a cache with a few tokens.
-    """
+    """Arguments for `_Exported.forward`, without values: a cache with a few tokens."""
     layer = graph.layers[0]
     size = layer.size
     heads = (layer.queries_keys_values.rows // size - layer.heads) // 2

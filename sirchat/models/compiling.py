@@ -1,7 +1,7 @@
-"""Loads the model of a profile, and finds or makes its compiled decode step.
+"""Finds or makes a model's compiled decode step.
 
-Compiled programs are kept for the next start. They contain machine code, so a file is loaded only
-if no other user could have written it.
+Programs are kept for the next start. They are machine code, so a file is loaded only if no other
+user could have written it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.progress import Progress
 from sirchat.paths import abbreviated, compiled_dir, private_dir, write_private
 
+# `auto` uses a compiled program that exists; if there is none, a chat makes it in the background.
+# `on` makes it before the chat starts.
 Compile = Literal["auto", "on", "off"]
-"""The setting `compile`: whether single tokens are read by a compiled decode step.
-
-`auto` uses the compiled program if its file exists; if not, a chat compiles it in the background.
-`on` compiles a missing program before the chat starts. `off` uses no compiled program.
-"""
 
 _LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abandoned
 
@@ -45,8 +42,7 @@ _LEFT_AFTER = 3600  # seconds after which an unfinished program counts as abando
 def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = None) -> None:
     """Make a model use its compiled decode step, if the setting `compile` allows it.
 
-    `how` is the value of the setting, see `Compile`. With `on`, a missing program is compiled
-    first. Raises ModelError if `how` is `on` and the decode step can't be compiled or loaded.
+    Raises ModelError if `how` is `on` and the decode step can't be compiled or loaded.
     """
     step = model.decode_step
     if how == "off":
@@ -79,9 +75,7 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     """Compile a model's decode step in a process of low priority; the model uses it when ready.
 
-    Returns the thread that waits for the process. Returns None if the model has no decode step, if
-    there is no compiler, if a compiled program exists already, or if compiling failed before. The
-    process ends when sirchat ends.
+    Returns the thread that waits for the process; None if nothing is to be compiled, or can be.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
@@ -105,7 +99,7 @@ def has_compiler() -> bool:
 
 
 def compiled_in_words(model: LoadedModel) -> str:
-    """Text for `sirchat doctor`: whether the model uses a compiled decode step; if not, why not."""
+    """Whether the model uses a compiled decode step, as text; if not, why not."""
     step = model.decode_step
     if step is None:
         return "no: this model has no decode step that can be compiled on this machine"
@@ -125,11 +119,9 @@ def _path(step: DecodeStep) -> Path:
 
 
 def _use(step: DecodeStep, path: Path) -> str:
-    """Make `step` use the compiled program in the file `path`, if this file exists.
+    """Make `step` use the program in `path`, if it exists; returns why it can't, or "".
 
-    Returns a message that says why the program can't be used, or "" if there is no problem. A
-    damaged or wrong program is deleted. After any other error, such as a lack of memory, the file
-    stays, because the next start may succeed.
+    A damaged or wrong program is deleted. After any other error the next start may succeed.
     """
     try:
         if not path.exists():
@@ -150,10 +142,7 @@ def _use(step: DecodeStep, path: Path) -> str:
 
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile a decode step into the file `path`; returns an error message in one line, or "".
-
-    If another process is compiling the same program, this function waits for that process.
-    """
+    """Compile a decode step into `path`, or wait for who does; returns the error, or ""."""
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)
@@ -173,7 +162,6 @@ def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
 
 
 def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
-    """Compile a decode step in a new process; returns an error message in one line, or ""."""
     worker = ["-P", "-m", "sirchat.models.compile_worker", str(path), str(niceness)]
     process = subprocess.Popen(
         [sys.executable, *worker],
@@ -203,29 +191,22 @@ def _run_worker(step: DecodeStep, path: Path, niceness: int) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete useless files from the folder of compiled programs.
-
-    These are the temporary files of processes that were killed, and programs of an older format.
-    """
-    for one in folder.glob(f"{UNFINISHED}*"):
+    """Delete what processes that were killed have left, and programs of an older format."""
+    for left in folder.glob(f"{UNFINISHED}*"):
         with suppress(OSError):  # another process sweeps, too
-            if time.time() - one.stat().st_mtime > _LEFT_AFTER:
-                shutil.rmtree(one, ignore_errors=True)
-    for one in folder.glob("*.pt2"):
+            if time.time() - left.stat().st_mtime > _LEFT_AFTER:
+                shutil.rmtree(left, ignore_errors=True)
+    for old in folder.glob("*.pt2"):
         with suppress(OSError):
-            one.unlink(missing_ok=True)
+            old.unlink(missing_ok=True)
 
 
 def _writable_by_others(path: Path) -> Path | None:
-    """Find out whether other users could have changed the file of a compiled program.
-
-    Returns the file or its folder if it belongs to another user, or if others may write to it.
-    Returns None if only this user may write to both.
-    """
-    for one in (path, path.parent):
-        about = one.stat()
+    """The file or its folder, whichever another user may write to; None if neither."""
+    for place in (path, path.parent):
+        about = place.stat()
         if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-            return one
+            return place
     return None
 
 
@@ -234,7 +215,7 @@ def _failure(path: Path) -> Path:
 
 
 def _fail(path: Path, error: object) -> None:
-    """Delete a compiled program and save the error, so that no later start compiles it again."""
+    """Delete a program and keep the error, so that no later start compiles it again."""
     with suppress(OSError):  # if nothing can be written, later starts try again
         path.unlink(missing_ok=True)
         write_private(_failure(path), _in_a_line(error), replaces=True)

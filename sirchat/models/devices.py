@@ -26,11 +26,11 @@ from sirchat.memory.cache import BoundedCache
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
+# A place for a part of a model: a device, or the text `disk`; the CPU is the text `cpu`.
 Where = torch.device | str
-"""A place for a part of a model: a device, or the text `disk`; the CPU is the text `cpu`."""
 
+# The device of each layer, and of each module outside the layers, by the module's name.
 Placement = dict[str, Where]
-"""The device of each layer, and of each module outside the layers, by the module's name."""
 
 CPU, DISK = "cpu", "disk"
 

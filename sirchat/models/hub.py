@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+# The longest wait for the hub's answer, in seconds; looking up the hub's address counts.
 _SECONDS = 1.5
-"""The longest wait for the hub's answer, in seconds; looking up the hub's address counts."""
 
 
 def require(name: str) -> None:

@@ -45,15 +45,14 @@ from sirchat.models.probe import (
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.text.tokenizer import tokenizer_of_folder
 
+# The setting `quantize`: how a CPU stores the weights of a model.
+#
+# `none` unpacks the weights of a GGUF file; `packed` keeps them packed. `auto` means `packed` if
+# the file has weights in blocks of few bits, if the CPU can compute with packed weights, and if no
+# dtype was given; else `none`. `int8` rounds every matrix to eight bits with a scale for each row.
+# `int4` rounds every matrix to four bits with a scale and a minimum for each 32 weights, or to
+# eight bits if the shape of the matrix does not allow four.
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
-"""The setting `quantize`: how a CPU stores the weights of a model.
-
-`none` unpacks the weights of a GGUF file; `packed` keeps them packed. `auto` means `packed` if the
-file has weights in blocks of few bits, if the CPU can compute with packed weights, and if no dtype
-was given; else `none`. `int8` rounds every matrix to eight bits with a scale for each row. `int4`
-rounds every matrix to four bits with a scale and a minimum for each 32 weights, or to eight bits if
-the shape of the matrix does not allow four.
-"""
 
 
 MOST_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens

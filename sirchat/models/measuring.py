@@ -146,13 +146,13 @@ def _kept(
     return found
 
 
+# Rows and columns of the matrix whose products are measured; and the most rows of an input.
 _SIZE, _WIDE = 1024, 64
-"""Rows and columns of the matrix whose products are measured; and the most rows of an input."""
 
 _TIMES = 6  # number of times that each product is measured
 
+# The limits in `Products` are among these numbers of rows: few, so that measurements agree.
 _STEPS = (8, 32, 64)
-"""The limits in `Products` are among these numbers of rows: few, so that measurements agree."""
 
 _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
 

@@ -287,7 +287,7 @@ class LoadedModel:
         recorder = QueryRecorder()
         self.forward([0], self.new_cache(1), observer=recorder)
         once = recorder.passes == [1] * len(self.rotations)  # layers may share one attention
-        return once if self.has_state else not recorder.is_empty
+        return once if self.has_state else bool(recorder.passes)
 
     @cached_property
     def anchors(self) -> Anchors | None:

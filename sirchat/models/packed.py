@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from sirchat.models.shape import MOST_UNPACKED
 
+# Number of neighbouring four-bit weights that share a scale and a minimum.
 GROUP = 32
-"""Number of neighbouring four-bit weights that share a scale and a minimum."""
 
 _VOCABULARY = 4096  # a larger eight-bit matrix is unpacked in parts of this many rows
 _LIKELIEST = 16  # number of a row's largest logits, which are computed in float32
@@ -362,8 +362,8 @@ class _Shared(NamedTuple):
     are_arranged: bool
 
 
+# The unpacked weights that forward passes share; None outside `SharedWeights`.
 _SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
-"""The unpacked weights that forward passes share; None outside `SharedWeights`."""
 
 
 class SharedWeights:

@@ -20,8 +20,8 @@ from sirchat.models.packed import (
     four_bits,
 )
 
+# Groups of layers with the same input; a decode step computes one product for each group.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Groups of layers with the same input; a decode step computes one product for each group."""
 
 _ALIGN = 64  # bytes
 

@@ -80,8 +80,8 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
         transformers_logging.set_tqdm_hook(before)
 
 
+# A function that gets a task's name, the amount done, and the total amount (None if unknown).
 Progress = Callable[[str, int, int | None], None]
-"""A function that gets a task's name, the amount done, and the total amount (None if unknown)."""
 
 
 def bar_class(progress: Progress) -> type[tqdm]:

@@ -213,17 +213,14 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _gguf_context_length(file: GgufFile) -> int | None:
-    prefix = file.architecture
-    limit = positive(file.metadata.get(f"{prefix}.context_length"))
-    original = positive(file.metadata.get(f"{prefix}.rope.scaling.original_context_length"))
+    limit = positive(file.settings.get("context_length"))
+    original = positive(file.settings.get("rope.scaling.original_context_length"))
     scales = "rope_factors_long.weight" in file.tensors  # it varies with the text's length
     return min(limit, original) if scales and limit and original else limit
 
 
 def _gguf_row_elements(file: GgufFile) -> _Elements:
-    def said(name: str) -> Any:
-        return file.metadata.get(f"{file.architecture}.{name}")
-
+    said = file.settings.get
     hidden, of_queries = positive(said("embedding_length")), positive(said("attention.head_count"))
     usual = hidden // of_queries if hidden and of_queries else None
     key = positive(said("attention.key_length")) or usual

@@ -60,8 +60,8 @@ def surprisal_of(logits: Tensor, token_id: int) -> float:
     return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
 
 
+# Types of models whose logits are the product of the last hidden states and the output head.
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models whose logits are the product of the last hidden states and the output head."""
 
 _ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
 

@@ -1,4 +1,7 @@
-"""How llama.cpp's converter writes the models of each architecture: names, settings and weights."""
+"""How llama.cpp's converter writes the models of each architecture: names, settings and weights.
+
+Names and settings are those of https://github.com/ggml-org/llama.cpp/tree/master/conversion.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+# What llama.cpp's converter does to a tensor; loading a GGUF file undoes this change.
 Change = Literal[
+    # The rows of each head are in rotary pairs, not in two halves.
     "query pairs",
     "key pairs",
+    # 1 is added to the weights.
     "plus one",
+    # One tensor has these matrices of all experts; transformers joins gate and up.
     "gate",
     "up",
     "down",
+    # Each expert's matrices are joined, too: the rows of gate, then those of up.
     "gate and up",
+    # The rows of all query heads, then all key heads, then all value heads; in transformers, each
+    # key head and its value head follow the query heads that share it.
     "qkv heads",
+    # The value heads that share a key head are not neighbours. A value head is in the last rows, in
+    # rows, in columns, or has one row.
     "qkv values",
     "value rows",
     "value columns",
     "head rows",
+    # -exp(x) for the weights x, in the order of `head rows`.
     "minus exp",
 ]
-"""What llama.cpp's converter does to a tensor; loading a GGUF file undoes this change.
 
-`query pairs`, `key pairs`: the rows of each head are in rotary pairs, not in two halves.
-`plus one`: 1 is added to the weights.
-`gate`, `up`, `down`: the file has one tensor with these matrices of all experts; transformers joins
-gate and up.
-`gate and up`: the file joins these matrices of each expert, too: the rows of gate, then those of
-up.
-`qkv heads`: the file has the rows of all query heads, then all key heads, then all value heads; in
-transformers, each key head and its value head follow the query heads that share it.
-`qkv values`, `value rows`, `value columns`, `head rows`: in the file, the value heads that share a
-key head are not neighbours. A value head is in the last rows, in rows, in columns, or has one row.
-`minus exp`: the file stores -exp(x) for the weights x, in the order of `head rows`.
-"""
-
+# The settings of every architecture: for each key of the GGUF header, the name in the config.
 SIZES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -48,83 +48,67 @@ SIZES = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-"""The settings of every architecture: for each key of the GGUF header, the name in the config."""
 
+# Keys of the GGUF header that are ignored, unless an architecture gives them a config value.
 MEANS_NOTHING = ("attention.value_length", "expert_count")
-"""Keys of the GGUF header that are ignored, unless an architecture gives them a config value."""
 
+# Parts outside the layers in most models: for each name in the file, the name in transformers.
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Parts outside the layers in most models: for each name in the file, the name in transformers."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a GGUF file of one architecture is read.
+    """How a GGUF file of one architecture is read; a dictionary maps the file's names to others."""
 
-    Attributes:
-        model_type: the name of the same architecture in transformers.
-        layer: for the name of each part of a layer in the file, its name in transformers. `.weight`
-            or `.bias` is added to both names, unless the key is a tensor's whole name.
-        outer: names like those of `layer`, for the parts outside the layers.
-        layers: the path of the layers in transformers.
-        of_two_norms: names that replace those of `layer` in a file whose layers have two norms, one
-            before attention and one before the feed-forward part.
-        sizes: for each key of the header, the name of the config value, in addition to `SIZES`;
-            `a.b` is the value b in the config's object a.
-        texts: for each key of the header whose value is a text, the name of the config value (empty
-            if there is none), and the texts that are supported.
-        ratios: for each name of a config value, two keys of the header; the config value is the
-            value of the first key divided by that of the second.
-        lists: for each tensor that has numbers for the config instead of weights, the name of the
-            config value.
-        slowed: the name of the tensor by which the frequencies of RoPE are divided, as in Llama
-            3.1.
-        ignored: keys of the header that do not matter for a model of text.
-        needed: keys of the header that must be there; transformers reads a file without them.
-        fixed: config values that are not in the header, but the same for all models.
-        flags: for each name of a config value, the end of a tensor's name; the config value says
-            whether the file has a tensor whose name ends so.
-        changes: for each part whose weights the converter changes, what it does; see `Change`.
-        extra_layers: the key with the number of layers at the end that predict further tokens
-            (multi-token prediction); these layers are not read.
-        part_rotates: whether only the first `rope.dimension_count` numbers of a head may rotate.
-        state_kind: the kind of the layers without key heads, in a file that lists the number of key
-            heads of each layer.
-        varies_by_layer: whether layers with a sliding window have other sizes than those without.
-            The file then lists the sizes of each layer, and some layers use the keys and values of
-            others.
-        has_head_dim: whether the config has a `head_dim`; if not, the size of a head is the hidden
-            size divided by the number of heads.
-        refusal: the hint in the error for a file with unknown tensors or settings, which
-            transformers would misread; empty if transformers may read such a file.
-        wide_layers: a model with this number of layers scales attention by the hidden size per
-            head, not by `head_dim`; 0 if the file or config gives the scale.
-        swaps_experts: whether, in transformers, the experts' matrices are transposed, and the rows
-            of gate and up alternate.
-    """
-
+    # The same architecture in transformers.
     model_type: str
+    # The parts of a layer, by their names in transformers. `.weight` or `.bias` is added to both
+    # names, unless the key is a tensor's whole name.
     layer: dict[str, str]
+    # The same for the parts outside the layers, and the path of the layers in transformers.
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     layers: str = "model.layers"
+    # Replaces names of `layer` in a file whose layers have two norms, one before attention and one
+    # before the feed-forward part.
     of_two_norms: Mapping[str, str] = field(default_factory=dict)
+    # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
     sizes: dict[str, str] = field(default_factory=dict)
+    # Header keys whose value is a text: config value (empty if none) and the supported texts.
     texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    # Config values that are one header value divided by another.
     ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # Tensors that have numbers for the config instead of weights.
     lists: Mapping[str, str] = field(default_factory=dict)
+    # The tensor by which the frequencies of RoPE are divided, as in Llama 3.1.
     slowed: str = ""
+    # Header keys that do not matter for a model of text.
     ignored: tuple[str, ...] = ()
+    # Header keys that must be there; transformers reads a file without them.
     needed: tuple[str, ...] = ()
+    # Config values that the header lacks, because they are the same for all models.
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    # Config values that say whether the file has a tensor whose name ends so.
     flags: Mapping[str, str] = field(default_factory=dict)
+    # What the converter does to the weights of some parts.
     changes: dict[str, Change] = field(default_factory=dict)
+    # The header key with the number of last layers that only predict further tokens (multi-token
+    # prediction); these are not read.
     extra_layers: str = ""
+    # Whether only the first `rope.dimension_count` numbers of a head may rotate.
     part_rotates: bool = False
+    # The kind of the layers without key heads, in a file that lists each layer's key heads.
     state_kind: str = ""
+    # Whether sliding-window layers have other sizes than the rest. The file then lists the sizes of
+    # each layer, and some layers use the keys and values of others.
     varies_by_layer: bool = False
+    # Whether the config has a `head_dim`; if not, it is the hidden size by the number of heads.
     has_head_dim: bool = True
+    # The hint in the error for a file with unknown tensors or settings, which transformers would
+    # misread; empty if transformers may read such a file.
     refusal: str = ""
+    # A model of so many layers scales attention by the hidden size per head, not by `head_dim`.
     wide_layers: int = 0
+    # Whether transformers has the experts' matrices transposed, with gate and up rows alternating.
     swaps_experts: bool = False
 
 
@@ -168,15 +152,9 @@ _STACKED: dict[str, Change] = {
     "ffn_up_exps": "up",
     "ffn_down_exps": "down",
 }
-_PLUS_ONE: dict[str, Change] = {
-    "output_norm": "plus one",
-    "attn_norm": "plus one",
-    "post_attention_norm": "plus one",
-    "ffn_norm": "plus one",
-    "post_ffw_norm": "plus one",
-    "attn_q_norm": "plus one",
-    "attn_k_norm": "plus one",
-}
+_PLUS_ONE: dict[str, Change] = dict.fromkeys(
+    ("output_norm", *_NORMS_BEFORE_AND_AFTER, *_HEAD_NORMS), "plus one"
+)
 _MOE_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -185,6 +163,13 @@ _MOE_SIZES = {
 _SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 
 _DENSE = _NORMS | _ATTENTION | _GATED
+_QWEN35_SIZES = {
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 _QWEN35 = Architecture(
     "qwen3_5_text",
     _ATTENTION
@@ -203,24 +188,10 @@ _QWEN35 = Architecture(
         "ssm_a": "linear_attn.A_log",
         "ssm_dt.bias": "linear_attn.dt_bias",
     },
-    sizes={
-        "full_attention_interval": "full_attention_interval",
-        "ssm.conv_kernel": "linear_conv_kernel_dim",
-        "ssm.state_size": "linear_key_head_dim",
-        "ssm.group_count": "linear_num_key_heads",
-        "ssm.time_step_rank": "linear_num_value_heads",
-    },
+    sizes=_QWEN35_SIZES,
     ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
     ignored=("rope.dimension_sections", "ssm.inner_size"),
-    needed=(
-        "full_attention_interval",
-        "ssm.conv_kernel",
-        "ssm.state_size",
-        "ssm.group_count",
-        "ssm.time_step_rank",
-        "ssm.inner_size",
-        "rope.dimension_count",
-    ),
+    needed=(*_QWEN35_SIZES, "ssm.inner_size", "rope.dimension_count"),
     changes=_PLUS_ONE
     | {
         "attn_qkv": "qkv values",
@@ -238,6 +209,7 @@ _QWEN35 = Architecture(
 _LONG = "rope_parameters.long_factor"
 _SHORT = "rope_parameters.short_factor"
 
+# For each architecture that sirchat reads, by its name in GGUF files: how such a file is read.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _DENSE, changes=_PAIRS, slowed="rope_freqs.weight"),
     "qwen2": Architecture("qwen2", _DENSE),
@@ -250,11 +222,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
             "attention.sliding_window": "sliding_window",
         },
-        needed=(
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "attention.sliding_window",
-        ),
+        needed=("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"),
         changes=_PLUS_ONE,
         wide_layers=46,
     ),
@@ -500,4 +468,3 @@ ARCHITECTURES: dict[str, Architecture] = {
         refusal="Falcon is read with rotary positions and without biases, not with ALiBi",
     ),
 }
-"""For each architecture that sirchat reads, by its name in GGUF files: how such a file is read."""

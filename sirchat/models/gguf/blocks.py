@@ -16,22 +16,16 @@ from sirchat.models.packed import GROUP
 
 
 class FourBit(NamedTuple):
-    """A matrix [N, K] in four bits: each weight is `q * scale + minimum`.
+    """A matrix [N, K] in four bits, in groups of 32: each weight is `q * scale + minimum`."""
 
-    Attributes:
-        nibbles: uint8 [N, K / 32, 16], two values q of 0 to 15 in each byte. The low four bits are
-            the first 16 values of a group of 32, the high four bits the other 16.
-        scale: float32 [N, K / 32], one for each group.
-        minimum: float32 [N, K / 32], also one for each group.
-    """
-
+    # uint8 [N, K / 32, 16]: q of 0 to 15; low four bits: the first 16 of a group, high: the others
     nibbles: Tensor
-    scale: Tensor
-    minimum: Tensor
+    scale: Tensor  # float32 [N, K / 32]
+    minimum: Tensor  # float32 [N, K / 32]
 
     @property
     def q(self) -> Tensor:
-        """The four-bit values q of all weights, uint8 [N, K]."""
+        """The values q of all weights, uint8 [N, K]."""
         return _nibbles(self.nibbles).flatten(1)
 
 
@@ -68,13 +62,11 @@ def floats(tensor: GgufTensor) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """Read the float16 number at byte `at` of each block [b, bytes]; returns float32 [b, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()  # [b, 1]
 
 
 def _nibbles(bytes_: Tensor) -> Tensor:
-    """Split n bytes [..., n] into their low four bits, then their high four bits: [..., 2 n]."""
-    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)
+    return torch.cat((bytes_ & 15, bytes_ >> 4), dim=-1)  # [..., 2 n]
 
 
 def _q4_0(blocks: Tensor) -> FourBit:

@@ -1,8 +1,6 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies in the mapped file.
+"""The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-This module reads versions 2 and 3, little-endian
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but not the tensors themselves. A file
-is not trusted: every length is checked against the file's size before memory is allocated for it.
+A file is not trusted: every length is checked against its size before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,22 +19,11 @@ from numpy.typing import NDArray
 
 from sirchat.errors import ModelError
 
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # struct's codes
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
 
+# For each known tensor type: its number in a file, the weights per block, the bytes per block.
 BLOCKS = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -54,35 +42,28 @@ BLOCKS = {
     "BF16": (30, 1, 2),
     "MXFP4": (39, 32, 17),
 }
-"""For each known tensor type: its number in a file, the weights per block, the bytes per block."""
 
+# The types of tensors whose matrices sirchat can keep in four bits.
 FOUR_BIT = ("Q4_0", "Q4_1", "Q4_K")
-"""The types of tensors whose matrices sirchat can keep in four bits."""
 
 _TYPES = {number: (name, values, size) for name, (number, values, size) in BLOCKS.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
-    """A tensor as a GGUF file stores it: in blocks of few bits, or as plain floats.
+    """A tensor as a GGUF file stores it: in blocks of few bits, or as plain floats."""
 
-    Attributes:
-        shape: the dimensions in torch's order; the fastest-changing dimension is the last.
-        type: a key of `BLOCKS`, or text such as `type 19` for an unknown type.
-        data: the tensor's bytes [n], a view of the mapped file; empty for an unknown type.
-    """
-
-    shape: tuple[int, ...]
-    type: str
-    data: NDArray[np.uint8]
+    shape: tuple[int, ...]  # in torch's order: the last dimension changes fastest
+    type: str  # a key of `BLOCKS`, or text such as `type 19` for an unknown type
+    data: NDArray[np.uint8]  # [n] bytes, a view of the mapped file; empty for an unknown type
 
     @property
     def blocks(self) -> NDArray[np.uint8]:
-        """The tensor's bytes with one row for each block: [number of blocks, bytes of a block]."""
+        """The tensor's bytes, [number of blocks, bytes of a block]."""
         return self.data.reshape(-1, BLOCKS[self.type][2])
 
     def row_blocks(self, most: int) -> Iterator[GgufTensor]:
-        """Split this tensor into parts of at most `most` rows, and yield each part as a tensor."""
+        """Yield the tensor in parts of at most `most` rows."""
         by_row = self.data.reshape(self.shape[0], -1)
         for start in range(0, self.shape[0], most):
             part = by_row[start : start + most]
@@ -91,12 +72,9 @@ class GgufTensor:
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """The metadata and the tensors of a GGUF file.
+    """The metadata and the tensors, in the file's order, of a GGUF file.
 
-    Attributes:
-        metadata: the keys and values of the header; arrays are lists.
-        tensors: each tensor by its name, in the file's order.
-        mapped: the file as mapped into memory, if the tensors are views of it; otherwise None.
+    `mapped` is the file as mapped into memory, if the tensors are views of it.
     """
 
     metadata: Mapping[str, Any]
@@ -108,12 +86,18 @@ class GgufFile:
         """The name of the model's architecture, such as `llama`."""
         return str(self.metadata.get("general.architecture", ""))
 
-    def leave_pages(self) -> None:
-        """Give back the memory of those pages of the file that were read (Linux, macOS).
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The metadata of the model itself; the keys are without the architecture's name."""
+        prefix = f"{self.architecture}."
+        return {
+            key.removeprefix(prefix): value
+            for key, value in self.metadata.items()
+            if key.startswith(prefix)
+        }
 
-        The pages then no longer count as memory of this process. The tensors can still be read: the
-        system reads the file again, mostly from its own cache.
-        """
+    def leave_pages(self) -> None:
+        """Give back the memory of the file's pages that were read; they can be read again."""
         if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -121,8 +105,8 @@ class GgufFile:
 def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
     """Map a GGUF file into memory and read its header; raises ModelError if it is not valid.
 
-    Lists of text, such as the vocabulary, take most of the time; `with_lists_of_text=False` leaves
-    them empty.
+    Lists of text (the vocabulary) take most of the time; without `with_lists_of_text` they are
+    left empty.
     """
     try:
         with path.open("rb") as file:
@@ -137,57 +121,44 @@ def parse_gguf(path: Path, *, with_lists_of_text: bool = True) -> GgufFile:
 
 
 class _Entry(NamedTuple):
-    """What a GGUF header says of one tensor.
-
-    `type` is the type's number, as in `BLOCKS`. `offset` is where the tensor begins, in bytes from
-    the beginning of all tensors.
-    """
-
     name: str
     shape: tuple[int, ...]
-    type: int
-    offset: int
+    type: int  # a number of `BLOCKS`
+    offset: int  # bytes from the beginning of all tensors
 
 
 class _Reader:
-    """Reads the header of a mapped GGUF file from its beginning to its end."""
-
     def __init__(self, path: Path, mapped: mmap.mmap, with_lists_of_text: bool) -> None:
         self._path, self._mapped, self._at = path, mapped, 0
         self._size = len(mapped)
         self._with_lists_of_text = with_lists_of_text
 
     def broken(self, why: str) -> ModelError:
-        """Make the ModelError for an invalid GGUF file; `why` says what is wrong with the file."""
         return ModelError(
             f"{self._path} is not a valid GGUF file: {why}",
             hint="the file may be incomplete: compare its size with that of the original",
         )
 
     def file(self) -> GgufFile:
-        """Read the whole header; returns a `GgufFile` with metadata and tensors.
-
-        Raises ModelError if the header is invalid.
-        """
         if self._mapped[:4] != b"GGUF":
             raise self.broken("it does not begin with GGUF")
         self._at = 4
         version = self._scalar("I")
         if version not in (2, 3):
             raise self.broken(f"its version is {version}, but must be 2 or 3")
-        tensors, pairs = self._count(24), self._count(13)
+        tensor_count, pairs = self._count(24), self._count(13)
         metadata = {}
         for _ in range(pairs):
             key = self._string()
             metadata[key] = self._value(self._scalar("I"))
-        entries = [self._entry() for _ in range(tensors)]
+        entries = [self._entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
             raise self.broken(f"alignment {alignment}")
         start = -(-self._at // alignment) * alignment
         data = np.frombuffer(self._mapped, np.uint8)
-        tensors_by_name = {one.name: self._tensor(data, start, one) for one in entries}
-        return GgufFile(metadata, tensors_by_name, self._mapped)
+        tensors = {entry.name: self._tensor(data, start, entry) for entry in entries}
+        return GgufFile(metadata, tensors, self._mapped)
 
     def _scalar(self, kind: str) -> Any:
         (value,) = struct.unpack_from("<" + kind, self._mapped, self._at)
@@ -195,10 +166,7 @@ class _Reader:
         return value
 
     def _count(self, least: int) -> int:
-        """Read the number of entries that follow in the header, each of at least `least` bytes.
-
-        Raises ModelError if the file is too short for so many entries.
-        """
+        """Read the number of entries that follow, of at least `least` bytes each."""
         count = int(self._scalar("Q"))
         if count * least > self._size - self._at:
             raise self.broken(f"it ends before {count:,} entries")
@@ -233,10 +201,7 @@ class _Reader:
         return list(values)
 
     def _texts(self, count: int) -> list[str]:
-        """Read `count` texts from the header.
-
-        One loop reads all of them, because calls of `_string` would take three times as long.
-        """
+        # One loop, because calls of `_string` would take three times as long.
         at, data, length_of, texts = self._at, self._mapped, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             start = at + 8

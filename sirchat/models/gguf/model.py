@@ -1,9 +1,6 @@
 """Makes a model from a GGUF file: an empty model first, then one tensor at a time.
 
-It reads the architectures of `architectures.py`: Llama-shaped models become a `Decoder`, all others
-a model of transformers. transformers itself can read more architectures, but in several passes over
-the file, and with all weights in memory twice. Blocks are laid out as in ggml
-(https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h).
+transformers reads more architectures, but in several passes, with all weights in memory twice.
 """
 
 from __future__ import annotations
@@ -49,11 +46,10 @@ def load_module(
     keep_packed: bool = False,
     for_hub: bool = False,
 ) -> Any:
-    """Make the model of a GGUF file on the CPU, with its weights unpacked to `dtype`.
+    """Make the model of a GGUF file on the CPU, with weights of `dtype`, or packed.
 
-    With `keep_packed`, four-bit matrices stay as they are, and matrices in blocks of other types
-    get eight bits with a scale for each row. With `for_hub`, the model is always one of
-    transformers. Raises ModelError if tensors are missing, or have a wrong shape.
+    With `keep_packed`, four-bit matrices stay so, and other blocks get eight bits. With `for_hub`,
+    it is a model of transformers. Raises ModelError if tensors are missing or of a wrong shape.
     """
     loader = _Loader(file, dtype, keep_packed, for_hub)
     read = 0
@@ -70,8 +66,6 @@ def load_module(
 
 
 class _Loader:
-    """Makes an empty model for a GGUF file, and puts the file's tensors into it one by one."""
-
     def __init__(
         self, file: GgufFile, dtype: torch.dtype, keep_packed: bool, for_hub: bool
     ) -> None:
@@ -86,7 +80,6 @@ class _Loader:
         self._waiting = defaultdict[str, dict[Change, Any]](dict)
 
     def add(self, name: str, tensor: GgufTensor) -> None:
-        """Put a tensor into the model; the experts' matrices wait until a layer has all of them."""
         target, change = target_of(name, self._file) or Target("")
         if not target:
             return
@@ -102,7 +95,6 @@ class _Loader:
             _put(self._module, target, weight.to(self._dtype))
 
     def finished(self) -> Any:
-        """Return the module with all its weights; raises ModelError if a weight is missing."""
         module = self._module
         if not isinstance(module.get_input_embeddings(), SharedEmbedding):
             module.tie_weights()
@@ -115,7 +107,6 @@ class _Loader:
         return module
 
     def _stays_packed(self, target: str, tensor: GgufTensor) -> bool:
-        """Whether a tensor stays packed: only blocks of a linear layer or of embeddings can."""
         if not self._keep_packed or len(tensor.shape) != 2 or BLOCKS[tensor.type][1] == 1:
             return False
         try:
@@ -125,7 +116,7 @@ class _Loader:
         return isinstance(layer, nn.Linear | nn.Embedding)
 
     def _add_experts(self, name: str, target: str, part: Change, tensor: GgufTensor) -> None:
-        """Add a tensor of a layer's experts: the weights or biases of `part`, such as `gate`."""
+        # Matrices wait until all that are joined, or all of a layer if they stay packed, are there.
         path = target.rpartition(".")[0]
         if self._keep_packed and len(tensor.shape) == 3 and _can_pack_experts(name, self._file):
             waiting = self._waiting[path]
@@ -137,7 +128,8 @@ class _Loader:
             if len(waiting) == len(_EXPERT_PARTS):
                 _replace_experts(self._module, path, self._waiting.pop(path))
             return
-        weight, swaps = floats(tensor).to(self._dtype), self._swaps_experts
+        weight = floats(tensor).to(self._dtype)
+        swaps = ARCHITECTURES[self._file.architecture].swaps_experts
         if swaps and weight.ndim == 3:
             weight = weight.mT.contiguous()  # [E, K, N]
         if part in ("gate", "up"):
@@ -150,15 +142,11 @@ class _Loader:
             del self._waiting[target]
         _put(self._module, target, weight)
 
-    @property
-    def _swaps_experts(self) -> bool:
-        return ARCHITECTURES[self._file.architecture].swaps_experts
-
     def _packed_experts(self, tensor: GgufTensor, parts: int = 1) -> Iterator[PackedLinear]:
         """Pack each expert's matrix; yields `parts` layers per expert, with equally many rows."""
         rows = -(-tensor.shape[1] // parts) or 1
-        for one in tensor.row_blocks(1):
-            for matrix in GgufTensor(one.shape[1:], one.type, one.data).row_blocks(rows):
+        for expert in tensor.row_blocks(1):
+            for matrix in GgufTensor(expert.shape[1:], expert.type, expert.data).row_blocks(rows):
                 packed = self._packed(matrix, None, tensor.type in FOUR_BIT, True)
                 self._store.move(packed)
                 yield packed
@@ -166,12 +154,9 @@ class _Loader:
     def _packed(
         self, tensor: GgufTensor, change: Change | None, wants_four: bool, is_alone: bool
     ) -> PackedLinear:
-        """Make a packed layer without bias from a matrix in blocks.
+        """Make a packed layer without bias: of four bits if wanted and possible, else of eight.
 
-        The layer has four bits if `wants_four` is true and the matrix allows it, else eight.
-        `is_alone` means that the layer is not joined with others. The eight-bit weights of such a
-        layer are written directly into the `WeightStore`, because a copy of a large layer, such as
-        the output head, would take much memory.
+        `is_alone`: the layer is not joined with others.
         """
         values, most = self._values, _NUMBERS // tensor.shape[1] // 64 * 64 or 64  # rows
         splits_group = change == "value columns" and values["linear_value_head_dim"] % GROUP
@@ -182,6 +167,7 @@ class _Loader:
                 for part in parts
             ]
             return layers[0] if len(layers) == 1 else Int4Linear.joining(layers)
+        # At once in its place: a copy of a large layer, such as the head, would take much memory.
         has_place = is_alone and change is None
         q = (self._store.empty if has_place else torch.empty)(tensor.shape, dtype=torch.int8)
         scale = torch.empty(len(q), dtype=torch.bfloat16)
@@ -192,7 +178,6 @@ class _Loader:
 
 
 def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Make a model of transformers without weights from the values of its config."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -203,7 +188,6 @@ def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
-    """Raise ModelError if sizes in a GGUF file's config contradict the shapes of its tensors."""
     layers, hidden = values.get("num_hidden_layers"), values.get("hidden_size")
     last = f"blk.{(layers or 0) - 1}."
     embedding = file.tensors.get("token_embd.weight")
@@ -226,11 +210,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
 
 
 def _restored(weight: Tensor, change: Change | None, values: Mapping[str, Any]) -> Tensor:
-    """Undo the change that llama.cpp's converter made to a weight; `values` are the config's.
-
-    If the change is an order of rows, `weight` may also be scales or another tensor with one entry
-    for each row.
-    """
+    """Undo the converter's change to a weight, or to other numbers of its rows such as scales."""
     if change == "plus one":
         return weight.float() - 1
     if change in ("query pairs", "key pairs"):
@@ -266,39 +246,34 @@ def _grouped(weight: Tensor, values: Mapping[str, Any]) -> Tensor:
 
 
 def _may_have_four_bits(name: str) -> bool:
-    """Whether the matrix `name` may keep its four bits; embeddings and output head get eight."""
+    # Embeddings and output head get eight.
     return not name.endswith("token_embd.weight") and name != "output.weight"
 
 
 def _can_pack_experts(name: str, file: GgufFile) -> bool:
-    """Whether all experts' matrices in the layer of the tensor `name` are stored in blocks."""
+    """Whether all experts' matrices in the layer of the tensor `name` are in blocks."""
     layer = name.rpartition(".ffn_")[0]
-    names = (f"{layer}.ffn_{one}_exps.weight" for one in (*_EXPERT_PARTS, "gate_up"))
-    parts = [file.tensors[one] for one in names if one in file.tensors]
-    return all(BLOCKS[one.type][1] > 1 for one in parts)
+    names = (f"{layer}.ffn_{part}_exps.weight" for part in (*_EXPERT_PARTS, "gate_up"))
+    parts = [file.tensors[name] for name in names if name in file.tensors]
+    return all(BLOCKS[part.type][1] > 1 for part in parts)
 
 
 def _most_packed(file: GgufFile) -> int:
     """An upper bound for the bytes that all packed layers of a GGUF file take in memory."""
     size = 0
-    for name, one in file.tensors.items():
-        if len(one.shape) > 1 and BLOCKS[one.type][1] > 1:
-            has_four = one.type in FOUR_BIT and _may_have_four_bits(name)
+    for name, tensor in file.tensors.items():
+        if len(tensor.shape) > 1 and BLOCKS[tensor.type][1] > 1:
+            has_four = tensor.type in FOUR_BIT and _may_have_four_bits(name)
             # 32 weights take 20 bytes (four bits each, two bfloat16) or 32 (eight bits)
-            size += prod(one.shape) // 32 * (20 if has_four else 32)
+            size += prod(tensor.shape) // 32 * (20 if has_four else 32)
             # a row takes 2 more; the beginning of a matrix is aligned
-            size += 2 * prod(one.shape[:-1]) + 128 * prod(one.shape[:-2])
+            size += 2 * prod(tensor.shape[:-1]) + 128 * prod(tensor.shape[:-2])
     return size
 
 
 def _replace(
     module: Any, name: str, packed: PackedLinear, dtype: torch.dtype, store: WeightStore
 ) -> None:
-    """Replace the layer that has the weight `name` by the packed layer, and keep its bias.
-
-    The packed weights go into `store`. Packed embeddings return vectors of type `dtype`; they also
-    become the output head if that has the same weights.
-    """
     path = name.removesuffix(".weight")
     before = module.get_submodule(path)
     wanted = [packed.out_features, packed.in_features]
@@ -318,7 +293,6 @@ def _replace(
 
 
 def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[PackedLinear]]) -> None:
-    """Replace the experts at `path` by packed layers; raises ModelError for wrong shapes."""
     experts = module.get_submodule(path)
     down = experts.down_proj
     sizes = down.shape[1:][::-1] if experts.is_transposed else down.shape[1:]  # of down: [N, K]
@@ -331,7 +305,6 @@ def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[Packed
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
-    """Set a model's parameter; raises ModelError if the model lacks it or its shape differs."""
     owner_name, _, own = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)

@@ -1,7 +1,4 @@
-"""Translates a GGUF file to transformers: the values of its config, and the names of its tensors.
-
-The module does not import torch, so that `sirchat models` lists files quickly.
-"""
+"""Translates a GGUF file to transformers: its config's values, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -26,17 +23,27 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 _MOST = 1 << 40  # values of this size or more count as invalid
 
+# Header keys with one value for each layer, or one value for all sliding-window layers.
+_BY_LAYER = (
+    "attention.head_count_kv",
+    "attention.sliding_window_pattern",
+    "feed_forward_length",
+    "rope.dimension_count_swa",
+)
+_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+
+# RoPE settings of all models since Llama 3.1. A GGUF file has only a tensor computed from them.
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 class Target(NamedTuple):
-    """Where a tensor of a GGUF file goes in the transformers model.
+    """Where a tensor of a GGUF file goes in the transformers model, and how it was changed."""
 
-    Attributes:
-        name: the parameter's name in transformers; empty for a tensor that is not a weight of the
-            model.
-        change: how the converter changed the weights; None if they are as in transformers.
-    """
-
-    name: str
+    name: str  # in transformers; empty for a tensor that is not a weight of the model
     change: Change | None = None
 
 
@@ -49,11 +56,7 @@ def is_supported(file: GgufFile) -> bool:
 
 
 def refuse_misread(file: GgufFile) -> None:
-    """Raise ModelError for a GGUF file that transformers would read wrongly.
-
-    The file has tensors or settings that sirchat does not know, and its architecture has a
-    `refusal`.
-    """
+    """Raise ModelError for an unsupported GGUF file that transformers would read wrongly."""
     known = ARCHITECTURES.get(file.architecture)
     if known is None or not known.refusal:
         return
@@ -67,18 +70,15 @@ def refuse_misread(file: GgufFile) -> None:
 
 def has_blocks(file: GgufFile) -> bool:
     """Whether a GGUF file stores any weights in blocks of few bits, not as plain floats."""
-    return any(BLOCKS[one.type][1] > 1 for one in file.tensors.values())
+    return any(BLOCKS[tensor.type][1] > 1 for tensor in file.tensors.values())
 
 
 def config_values(file: GgufFile) -> Mapping[str, Any] | None:
-    """The values of transformers' config for the model in a GGUF file, by name.
-
-    Returns None if the architecture or a setting of the file is not supported.
-    """
+    """The values of transformers' config for a GGUF file; None if a setting is not supported."""
     known, metadata = ARCHITECTURES.get(file.architecture), file.metadata
     if known is None:
         return None
-    said = _said(file)
+    said = file.settings
     values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
     if any(key not in said for key in known.needed) or not _add_said(values, said, known):
         return None
@@ -102,21 +102,45 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
     return _nested(values)
 
 
-def _said(file: GgufFile) -> dict[str, Any]:
-    """The model's settings in a GGUF header; the keys are without the architecture's name."""
-    prefix = file.architecture + "."
-    return {
-        key.removeprefix(prefix): value
-        for key, value in file.metadata.items()
-        if key.startswith(prefix)
-    }
+def expands_keys(file: GgufFile) -> bool:
+    """Whether the model caches keys for every query head: the larger forms of Falcon do."""
+    known = ARCHITECTURES.get(file.architecture)
+    if known is None or not known.of_two_norms:
+        return False
+    return _has_two_norms(file) or file.settings.get("attention.head_count_kv") != 1
+
+
+def target_of(name: str, file: GgufFile) -> Target | None:
+    """Find where a tensor of a GGUF file goes in the transformers model; None if it is unknown."""
+    known = ARCHITECTURES[file.architecture]
+    if name in known.lists or name == known.slowed:
+        return Target("")
+    layer = re.match(r"blk\.(\d{1,9})\.", name)
+    extra = file.settings.get(known.extra_layers)
+    if layer and extra and int(layer[1]) >= _count_layers(file.settings, known):
+        return Target("")
+    if layer and known.varies_by_layer and name[layer.end() :].startswith(("attn_k", "attn_v")):
+        shared = file.settings.get("attention.shared_kv_layers", 0)
+        if int(layer[1]) >= _count_layers(file.settings, known) - shared:
+            return Target("")  # it uses the keys and values of another layer
+    rest = name[layer.end() :] if layer else name
+    names = known.layer if layer else known.outer
+    if layer and known.of_two_norms and _has_two_norms(file):
+        names = {**names, **known.of_two_norms}
+    part, dot, kind = rest.rpartition(".")
+    inner = names.get(rest)
+    if inner == "":
+        return Target("")
+    if inner is None and kind in ("weight", "bias") and part in names:
+        inner = f"{names[part]}.{kind}"
+    if inner is None:
+        return None
+    change = known.changes.get(part if dot else rest)
+    return Target(f"{known.layers}.{layer[1]}.{inner}" if layer else inner, change)
 
 
 def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Translate the settings `said` of a GGUF header, and add them to the config's `values`.
-
-    Returns False if a setting is not supported.
-    """
+    """Add the header's settings to the config's `values`; False if one is not supported."""
     sizes = {**SIZES, **known.sizes}
     elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
     for key, value in said.items():
@@ -127,7 +151,9 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
             if name:
                 values[name] = value
         elif key == "attention.head_count_kv" and known.state_kind and isinstance(value, list):
-            if not value or not all(isinstance(one, int) and 0 <= one < _MOST for one in value):
+            if not value or not all(
+                isinstance(count, int) and 0 <= count < _MOST for count in value
+            ):
                 return False
             values["layer_types"] = ["full_attention" if n else known.state_kind for n in value]
             values[sizes[key]] = max(value)
@@ -141,10 +167,10 @@ def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architectu
             values[sizes[key]] = value
         elif key not in elsewhere:
             return False  # such as a scaled rotation
-    for name, (whole, part) in known.ratios.items():
-        if not all(isinstance(said[key], int) and said[key] > 0 for key in (whole, part)):
+    for name, (over, under) in known.ratios.items():
+        if not all(isinstance(said[key], int) and said[key] > 0 for key in (over, under)):
             return False
-        values[name] = said[whole] // said[part]
+        values[name] = said[over] // said[under]
     values["num_hidden_layers"] = _count_layers(said, known)
     return True
 
@@ -153,41 +179,14 @@ def _has_two_norms(file: GgufFile) -> bool:
     return "blk.0.attn_norm_2.weight" in file.tensors
 
 
-def expands_keys(file: GgufFile) -> bool:
-    """Whether the model in a GGUF file caches keys and values for every query head.
-
-    The larger forms of Falcon do this in transformers, although query heads share keys and values.
-    """
-    known = ARCHITECTURES.get(file.architecture)
-    if known is None or not known.of_two_norms:
-        return False
-    return _has_two_norms(file) or _said(file).get("attention.head_count_kv") != 1
-
-
-def _is_extra(layer: int, file: GgufFile, known: Architecture) -> bool:
-    """Whether layer number `layer` of a GGUF file only predicts further tokens.
-
-    Such layers are for multi-token prediction, and are not read.
-    """
-    said = _said(file) if known.extra_layers else {}
-    return bool(said.get(known.extra_layers)) and layer >= _count_layers(said, known)
-
-
 def _count_layers(said: Mapping[str, Any], known: Architecture) -> int:
-    """The number of a model's layers, from the settings of a GGUF header; 0 if unknown.
-
-    Layers that only predict further tokens (multi-token prediction) do not count.
-    """
+    """The number of layers, without those that only predict further tokens; 0 if unknown."""
     layers, extra = said.get("block_count"), said.get(known.extra_layers, 0)
     return layers - extra if isinstance(layers, int) and isinstance(extra, int) else 0
 
 
 def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
-    """Add the values that depend on the size of an attention head to the config's `values`.
-
-    Returns False if the architecture does not support the head's size, or the part of a head that
-    RoPE rotates.
-    """
+    """Add what depends on the size of a head; False if it, or its rotated part, is unsupported."""
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return True  # refused later
@@ -211,22 +210,8 @@ def _add_head_size(values: dict[str, Any], said: Mapping[str, Any], known: Archi
     return True
 
 
-_BY_LAYER = (
-    "attention.head_count_kv",
-    "attention.sliding_window_pattern",
-    "feed_forward_length",
-    "rope.dimension_count_swa",
-)
-"""Header keys with one value for each layer, or one value for all sliding-window layers."""
-
-_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-
-
 def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: GgufFile) -> bool:
-    """Replace the header's sizes of each layer in `values` by the config values that Gemma 4 has.
-
-    Returns False if Gemma 4's config can't express these sizes.
-    """
+    """Add Gemma 4's config values for the sizes of each layer; False if it can't express them."""
     for key in _BY_LAYER[1:]:
         values.pop(key, None)
     layers, slides = values.get("num_hidden_layers", 0), said["attention.sliding_window_pattern"]
@@ -244,7 +229,7 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
     if not widths or not counts or not all(isinstance(n, int) and 0 < n < _MOST for n in both):
         return False
     wide = [widths[0]] * (layers - shared) + [2 * widths[0]] * shared
-    near = next((n for n, one in zip(counts, slides, strict=False) if one), counts[-1])
+    near = next((n for n, does in zip(counts, slides, strict=False) if does), counts[-1])
     values |= {"intermediate_size": widths[0], "use_double_wide_mlp": widths == wide}
     values |= {"num_key_value_heads": near, "num_global_key_value_heads": counts[-1]}
     values["attention_k_eq_v"] = f"blk.{slides.index(False)}.attn_v.weight" not in file.tensors
@@ -252,24 +237,21 @@ def _add_sizes_by_layer(values: dict[str, Any], said: Mapping[str, Any], file: G
     rows = file.tensors.get("per_layer_token_embd.weight")
     if rows is not None:
         values["vocab_size_per_layer_input"] = rows.shape[0]
-    whole, part = values["global_head_dim"], values["head_dim"]
+    size, near_size = values["global_head_dim"], values["head_dim"]
     rotated = (said["rope.dimension_count"], said["rope.dimension_count_swa"])
     return (
         (widths == wide or widths == [widths[0]] * layers)
-        and counts == [near if one else counts[-1] for one in slides]
+        and counts == [near if does else counts[-1] for does in slides]
         and (near == counts[-1] or values["attention_k_eq_v"])
         and ("blk.0.ffn_gate_inp.weight" not in file.tensors or all(map(said.get, _OF_EXPERTS)))
-        and rotated == (whole, part)
-        and _add_proportion(values, file, whole)
+        and rotated == (size, near_size)
+        and _add_proportion(values, file, size)
     )
 
 
 def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
-    """Add to the config's `values` which part of a head RoPE rotates; `size` is the head's size.
-
-    A tensor of the file shows the part: it divides the frequencies of the numbers that do not
-    rotate by more than 1e20. Returns False if the file has no valid tensor of this kind.
-    """
+    """Add which part of a head of `size` numbers RoPE rotates; False without a valid tensor."""
+    # The tensor divides the frequencies of the numbers that do not rotate by more than 1e20.
     slowed = file.tensors.get("rope_freqs.weight")
     if slowed is None or slowed.type != "F32" or slowed.shape != (size // 2,):
         return False
@@ -280,10 +262,7 @@ def _add_proportion(values: dict[str, Any], file: GgufFile, size: int) -> bool:
 
 
 def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -> bool:
-    """Add to the config's `values` the RoPE settings that a GGUF file stores as tensors.
-
-    Returns False if these settings are not supported.
-    """
+    """Add the RoPE settings that the file has as tensors; False if they are not supported."""
     tensors = {name: file.tensors.get(key) for key, name in known.lists.items()}
     if any(tensors.values()):
         for name, tensor in tensors.items():
@@ -299,27 +278,11 @@ def _add_rotation(values: dict[str, Any], file: GgufFile, known: Architecture) -
         return False
     factor = float(_numbers(slowed).max())
     values["rope_parameters"] = {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
-    wanted = _slowed(values["rope_theta"], size, factor)
-    return np.allclose(_numbers(slowed), wanted, rtol=1e-4)
-
-
-_LLAMA_3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""RoPE settings of all models since Llama 3.1.
-
-A GGUF file does not state them, but has a tensor that is computed from them.
-"""
-
-
-def _slowed(theta: float, size: int, factor: float) -> NDArray[np.float64]:
-    """The numbers [size / 2] by which Llama 3.1 divides the RoPE frequencies of a head."""
-    wave = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)  # tokens of a full turn
-    fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)  # 0 for slow ones, 1 for fast ones
-    out: NDArray[np.float64] = 1 / ((1 - fast) / max(factor, 1) + fast)
-    return out
+    # What Llama 3.1 divides the RoPE frequencies by: 1 for fast ones, `factor` for slow ones.
+    wave = 2 * np.pi * values["rope_theta"] ** (np.arange(0, size, 2) / size)  # tokens of a turn
+    fast = np.clip((8192 / wave - 1) / (4 - 1), 0, 1)
+    expected = 1 / ((1 - fast) / max(factor, 1) + fast)
+    return np.allclose(_numbers(slowed), expected, rtol=1e-4)
 
 
 def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
@@ -327,40 +290,12 @@ def _numbers(tensor: GgufTensor) -> NDArray[np.float32]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted names into nested dictionaries: `a.b` becomes the key b of the dictionary a."""
+    """Nest dotted names: `a.b` becomes the key b of the dictionary a."""
     out: dict[str, Any] = {}
     for name, value in values.items():
         *path, last = name.split(".")
         inner = out
-        for one in path:
-            inner = inner.setdefault(one, {})
+        for key in path:
+            inner = inner.setdefault(key, {})
         inner[last] = value
     return out
-
-
-def target_of(name: str, file: GgufFile) -> Target | None:
-    """Find where a tensor of a GGUF file goes in the transformers model; None if it is unknown."""
-    known = ARCHITECTURES[file.architecture]
-    if name in known.lists or name == known.slowed:
-        return Target("")
-    found = re.match(r"blk\.(\d{1,9})\.", name)
-    if found and _is_extra(int(found[1]), file, known):
-        return Target("")
-    if found and known.varies_by_layer and name[found.end() :].startswith(("attn_k", "attn_v")):
-        shared = file.metadata.get(f"{file.architecture}.attention.shared_kv_layers", 0)
-        if int(found[1]) >= _count_layers(_said(file), known) - shared:
-            return Target("")  # it uses the keys and values of another layer
-    rest = name[found.end() :] if found else name
-    names = known.layer if found else known.outer
-    if found and known.of_two_norms and _has_two_norms(file):
-        names = {**names, **known.of_two_norms}
-    part, dot, kind = rest.rpartition(".")
-    inner = names.get(rest)
-    if inner == "":
-        return Target("")
-    if inner is None and kind in ("weight", "bias") and part in names:
-        inner = f"{names[part]}.{kind}"
-    if inner is None:
-        return None
-    change = known.changes.get(part if dot else rest)
-    return Target(f"{known.layers}.{found[1]}.{inner}" if found else inner, change)

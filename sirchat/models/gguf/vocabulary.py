@@ -1,8 +1,4 @@
-"""Makes the tokenizer of a GGUF file.
-
-A byte-pair tokenizer is made with the library `tokenizers` alone, any other tokenizer with
-transformers.
-"""
+"""Makes the tokenizer of a GGUF file: of byte pairs without transformers, any other with it."""
 
 from __future__ import annotations
 
@@ -17,8 +13,9 @@ from sirchat.models.progress import switch_off_bars
 from sirchat.text.tokenizer import SPECIAL, FastTokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # numbers of kinds of tokens
+
+# A token that transformers adds to every byte-pair vocabulary; sirchat adds it, too.
 _UNNAMED = "<|endoftext|>"
-"""A token that transformers adds to every byte-pair vocabulary; sirchat adds it, too."""
 
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,29 +27,29 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS_FIRST = ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone")
+
+# For each value of `tokenizer.ggml.pre`: the regular expression for the parts of a text.
 _PATTERNS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _THREE_DIGITS),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _THREE_DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _ONE_DIGIT),
     "tekken": _TEKKEN,
 }
-"""For each value of `tokenizer.ggml.pre`: the regular expression for the parts of a text."""
 
+# Values of `tokenizer.ggml.pre` that stand for GPT-2's way to split text into parts.
+#
+# `None` stands for a file that does not have this key.
 _PLAIN = ("gpt-2", "default", "None")
-"""Values of `tokenizer.ggml.pre` that stand for GPT-2's way to split text into parts.
-
-`None` stands for a file that does not have this key.
-"""
 
 
 def load_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Load the tokenizer of a GGUF file whose model sirchat itself can read."""
-    found = byte_pair_tokenizer(file.metadata)
-    return hub_tokenizer(folder, name, file) if found is None else found
+    """Make the tokenizer of a GGUF file, with transformers only if it must be."""
+    tokenizer = byte_pair_tokenizer(file.metadata)
+    return hub_tokenizer(folder, name, file) if tokenizer is None else tokenizer
 
 
 def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
-    """Make the tokenizer of a GGUF file with transformers; returns a tokenizer of transformers."""
+    """Make a tokenizer of transformers."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     switch_off_bars()
@@ -67,11 +64,7 @@ def hub_tokenizer(folder: str, name: str, file: GgufFile) -> Any:
 
 
 def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
-    """Make the tokenizer for a byte-pair vocabulary from the metadata of a GGUF file.
-
-    Returns None for another kind of vocabulary, or if sirchat does not know the file's way to split
-    text into parts.
-    """
+    """Make the tokenizer of a byte-pair vocabulary; None for others, and for unknown splits."""
 
     def said(key: str) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}")
@@ -112,10 +105,7 @@ def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
 
 
 def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
-    """Make a post-processor that puts the token `bos` before a text and the token `eos` after it.
-
-    None stands for no token.
-    """
+    """Make a post-processor that puts `bos` before a text and `eos` after it; None for neither."""
     before, after = f"{bos}:0 " if bos else "", f" {eos}:0" if eos else ""
     second = f"{bos}:1 " if bos else "", f" {eos}:1" if eos else ""
     return processors.TemplateProcessing(
@@ -126,10 +116,7 @@ def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
 
 
 def _spelled(token: str, alphabet: set[str]) -> str:
-    """Spell a token in the letters of `alphabet`, where each letter stands for a byte.
-
-    Most tokens consist of these letters already, and are returned unchanged.
-    """
+    """Spell a token in the letters of `alphabet`, each of which stands for a byte."""
     if alphabet.issuperset(token):
         return token
     split = splits.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -137,10 +124,7 @@ def _spelled(token: str, alphabet: set[str]) -> str:
 
 
 def _split_of(name: str) -> Any:
-    """The pre-tokenizer called `name`, which splits text into parts before byte pairs are merged.
-
-    Returns None for an unknown name.
-    """
+    """The pre-tokenizer called `name`; None if it is unknown."""
     if name in _DIGITS_FIRST:  # "  12" becomes "  ", "1", "2"
         return splits.Sequence([splits.Digits(individual_digits=True), splits.ByteLevel(False)])
     if name == "falcon":  # marks apart from letters; "1234" becomes "123", "4"
