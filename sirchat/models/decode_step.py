@@ -213,9 +213,9 @@ class _StepLayer(nn.Module):
     def _turned(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Split heads [..., H_q + 2 H, D] into rotated queries and keys, and values."""
         end = (rows.shape[-2] + self.heads) // 2  # of the key heads
-        turning, values = torch.split(rows, (end, rows.shape[-2] - end), -2)
+        turning, values = torch.split(rows, [end, rows.shape[-2] - end], -2)
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = torch.split(turning, (self.heads, end - self.heads), -2)
+            queries, keys = torch.split(turning, [self.heads, end - self.heads], -2)
             turning = torch.cat((self.query_norm(queries), self.key_norm(keys)), -2)
         # `roll` swaps the two halves of a head; `signed` says why `sin` is right for this.
         return torch.addcmul(turning * cos, turning.roll(self.size // 2, -1), sin), values

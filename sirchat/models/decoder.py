@@ -1,11 +1,7 @@
 """A Llama-shaped model on a CPU, without transformers: reads a chunk of ids into a cache.
 
-The model's parts have the same names as in transformers, so the model is loaded, packed, scored and
-compiled like a model of transformers. `decode_step.py` reads a single token faster.
-
-Matrix products and norms are computed in the type of the weights, attention in the type of the
-cache. Products with packed weights are rounded to bfloat16. Then the cache is bfloat16, too:
-attention takes half of the time that it takes in float32.
+Its parts have transformers' names. Products and norms are computed in the type of the weights,
+attention in that of the cache: with packed weights 16 bits, in half of float32's time.
 """
 
 from __future__ import annotations
@@ -25,24 +21,18 @@ from sirchat.models.model_config import ConfigValues, DecoderConfig
 
 
 class Logits(NamedTuple):
-    """The result of a model's forward pass over m ids: logits [1, m, V]."""
+    """The result of a model's forward pass over m ids."""
 
-    logits: Tensor
+    logits: Tensor  # [1, m, V]
 
 
 class Decoder(nn.Module):
-    """A causal language model with layers like Llama's; it is made without weights.
+    """A causal language model with layers like Llama's, made without weights: a loader sets them.
 
-    A loader sets the weights later.
-
-    Attributes:
-        config: the model's sizes and settings.
-        generation_config: an object with the ids that end a reply. It is `config`, unless the
-            model's files have a config for generation.
-        has_own_hook: always true: the model reports its attention to observers itself.
+    `generation_config` says which ids end a reply; it is `config` if the files have no other.
     """
 
-    has_own_hook = True
+    has_own_hook = True  # it reports its attention to observers itself
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,17 +43,17 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's weights."""
+        """The device of the weights."""
         return self.model.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number type of those model weights that are not packed in four or eight bits."""
+        """The number type of the weights that are not packed."""
         return self.model.norm.weight.dtype
 
     @property
     def rotations(self) -> list[LayerRotation]:
-        """The rotary position embedding (RoPE) of each layer."""
+        """The rotary embedding (RoPE) of each layer."""
         key = Rotation(self.model.rotary_emb.inv_freq.clone())
         return [LayerRotation(key)] * len(self.model.layers)
 
@@ -72,15 +62,15 @@ class Decoder(nn.Module):
         return self.model.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """Replace the module that returns the embeddings of token ids."""
+        """Replace that module."""
         self.model.embed_tokens = embeddings
 
     def get_output_embeddings(self) -> Any:
-        """The model's output head, which computes logits from hidden states."""
+        """The output head, which computes logits from hidden states."""
         return self.lm_head
 
     def set_output_embeddings(self, head: nn.Module) -> None:
-        """Replace the model's output head, which computes logits from hidden states."""
+        """Replace the output head."""
         self.lm_head = head
 
     def tie_weights(self) -> None:
@@ -96,16 +86,10 @@ class Decoder(nn.Module):
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> Logits:
-        """Read ids [1, m] after the n rows of the cache; returns the logits after each id.
+        """Read ids [1, m] after the n slots of the cache; returns the logits after each id.
 
-        Args:
-            input_ids: the m ids.
-            attention_mask: [1, 1, m, n + m], numbers that are added to the scores of attention;
-                None for causal attention.
-            position_ids: [1, m], rotary positions; None for n, n + 1, ...
-            use_cache: must be true; the argument exists because models of transformers have it.
-            cache: the KV cache. The keys and values of the ids are written into it, and its
-                `commit` must be called to keep them. None for no cache.
+        `attention_mask` [1, 1, m, n + m] is added to the scores; None for causal attention.
+        `position_ids` [1, m] are rotary; None for n, n + 1, ... `use_cache` is transformers'.
         """
         (hidden,) = self.model(input_ids, attention_mask, position_ids, use_cache, cache)
         return Logits(self.lm_head(hidden))
@@ -133,42 +117,30 @@ class DecoderBody(nn.Module):
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> tuple[Tensor]:
-        """Compute the normalized hidden states [1, m, d] after the last layer.
-
-        The states are returned as the only item of a tuple. The arguments are those of
-        `Decoder.forward`.
-        """
+        """Compute the normalized states [1, m, d], in a tuple, as `Decoder.forward` does."""
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
         x = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(held, held + count)[None]
         cos, sin = self.rotary_emb(x, position_ids)  # [1, m, D]
-        kind = (None if cache is None else cache.dtype) or x.dtype
+        dtype = (None if cache is None else cache.dtype) or x.dtype
         if attention_mask is None and held and count > 1:
             sees = torch.ones(count, held + count, dtype=torch.bool).tril(held)
             attention_mask = torch.zeros(sees.shape).masked_fill_(~sees, -math.inf)[None, None]
-        mask = None if attention_mask is None else attention_mask.to(kind)
-        reading = _Reading(cos, signed(sin), kind, mask, cache)
+        mask = None if attention_mask is None else attention_mask.to(dtype)
+        reading = _Reading(cos, signed(sin), dtype, mask, cache)
         for layer in self.layers:
             x = layer(x, reading)
         return (self.norm(x),)
 
 
 class _Reading(NamedTuple):
-    """What all layers share in one forward pass over m ids.
+    """What all layers share in one forward pass over m ids."""
 
-    Attributes:
-        cos, sin: cosines and sines of the rotary positions, [1, m, D] each; `signed` has made the
-            sines.
-        kind: the number type of attention.
-        mask: numbers that are added to the scores of attention; None for causal attention.
-        cache: the KV cache; None for no cache.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    kind: torch.dtype
-    mask: Tensor | None
+    cos: Tensor  # [1, m, D]
+    sin: Tensor  # the same, by `signed`
+    dtype: torch.dtype  # of attention
+    mask: Tensor | None  # added to the scores; None for causal attention
     cache: BoundedCache | None
 
 
@@ -182,7 +154,6 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(size, config.rms_norm_eps, dtype)
 
     def forward(self, x: Tensor, reading: _Reading) -> Tensor:
-        """Compute the hidden states [1, m, d] after this layer from the states `x` before it."""
         x = x + self.self_attn(self.input_layernorm(x), reading)
         added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added
@@ -208,10 +179,7 @@ class _Attention(nn.Module):
         self._has_norms = config.model_type == "qwen3"
 
     def forward(self, h: Tensor, reading: _Reading) -> Tensor:
-        """Compute the attention's output [1, m, d], which is added to the hidden states.
-
-        `h` [1, m, d] are the normalized hidden states.
-        """
+        # h: the normalized hidden states [1, m, d]
         queries, keys, values = (
             one.view(1, h.shape[1], -1, self.head_dim)
             for one in _products((self.q_proj, self.k_proj, self.v_proj), h)
@@ -219,11 +187,11 @@ class _Attention(nn.Module):
         if self._has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = (_rotated(one, reading) for one in (queries, keys))
-        values = values.transpose(1, 2).to(reading.kind)
+        values = values.transpose(1, 2).to(reading.dtype)
         if reading.cache is not None:
             layer = reading.cache.layers[self.layer_idx]
             keys, values = layer.update(keys, values)
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             queries,
             keys,
             values,
@@ -236,25 +204,22 @@ class _Attention(nn.Module):
             options = {"scaling": self.scaling}
             exact = queries.float(), keys.float()
             report(AttentionCall(self.layer_idx, *exact, reading.mask, options, None))
-        added: Tensor = self.o_proj(found.transpose(1, 2).flatten(2).to(h.dtype))
+        added: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2).to(h.dtype))
         return added
 
 
 class Linear(nn.Linear):
-    """A linear layer that is made without weights; a loader sets them later.
-
-    torch would import a thousand files to fill the new weights with random numbers.
-    """
+    """A linear layer without weights: torch would import a thousand files to fill them."""
 
     def reset_parameters(self) -> None:
-        """Do nothing; torch's own method would fill the layer's weights with random numbers."""
+        """Do nothing."""
 
 
 class Embedding(nn.Embedding):
-    """An embedding layer that is made without weights, like `Linear`; a loader sets them later."""
+    """An embedding layer without weights, like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Do nothing; torch's own method would fill the embeddings with random numbers."""
+        """Do nothing."""
 
 
 class _Network(nn.Module):
@@ -293,17 +258,13 @@ class _Rotary(nn.Module):
         self.register_buffer("inv_freq", _frequencies(config), persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cosines and sines of m rotary positions, [1, m, D] each, in the type of `x`."""
         angles = position_ids[..., None].float() * self.inv_freq  # [1, m, D / 2]
         both = torch.cat((angles, angles), -1)
         return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
 
 def _frequencies(config: DecoderConfig) -> Tensor:
-    """The angular frequencies [D / 2] of the rotary embedding (RoPE) that a config describes.
-
-    If this is the RoPE of Llama 3.1, its low frequencies are reduced.
-    """
+    """The angular frequencies [D / 2] of RoPE; those of Llama 3.1 have low ones reduced."""
     given, size = config.rope_parameters, config.head_dim
     plain: Tensor = 1.0 / (given["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     if given["rope_type"] == "default":
@@ -321,19 +282,16 @@ def _frequencies(config: DecoderConfig) -> Tensor:
 
 
 def signed(sin: Tensor) -> Tensor:
-    """Negate the first half of the last dimension of RoPE's sines [..., D].
-
-    To rotate a head, these sines are multiplied with the head after its two halves are swapped.
-    """
+    """Negate the first half of RoPE's sines [..., D], which multiply a head with swapped halves."""
     half = sin.shape[-1] // 2
     return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 def _rotated(x: Tensor, reading: _Reading) -> Tensor:
-    """Apply RoPE to queries or keys [1, m, H, D]; returns [1, H, m, D] in attention's type."""
+    """Apply RoPE to [1, m, H, D]; returns [1, H, m, D] in attention's type."""
     cos, sin = reading.cos[:, :, None], reading.sin[:, :, None]
     turned = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-    return turned.to(reading.kind).transpose(1, 2)
+    return turned.to(reading.dtype).transpose(1, 2)
 
 
 def _matrix(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:
@@ -341,10 +299,7 @@ def _matrix(columns: int, rows: int, has_bias: bool, dtype: torch.dtype) -> Any:
 
 
 def _products(layers: tuple[Any, ...], h: Tensor) -> list[Tensor]:
-    """Apply several layers to the same input `h`; returns the output of each layer.
-
-    If the layers' weights are joined into one matrix, one product computes all outputs.
-    """
+    """Apply several layers to the same input: by one product if their weights are joined."""
     joined = getattr(layers[0], "joined", None)
     if joined is None:
         return [layer(h) for layer in layers]

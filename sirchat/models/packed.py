@@ -1,9 +1,7 @@
 """Linear layers whose weights stay packed in four or eight bits, computed by torch on a CPU.
 
-torch's kernels take bfloat16 (with float32 they are ten times slower). So the layers round their
-inputs to bfloat16, and convert the results to the type of the input. The kernels are made for few
-rows at a time. For more rows it is faster to unpack the weights to the type in `Products`: for each
-product, or, within `SharedWeights`, once for several passes.
+torch's kernels round inputs to bfloat16 (with float32 they are ten times slower), and are made for
+few rows. For more, weights are unpacked: for each product, or once within `SharedWeights`.
 """
 
 from __future__ import annotations
@@ -32,54 +30,36 @@ Unpacked = Literal["bfloat16", "float32"]
 
 
 class Products(NamedTuple):
-    """How packed weights are multiplied: by torch's kernels, or after they are unpacked.
+    """How packed weights are multiplied: by torch's kernels, or after they are unpacked."""
 
-    Attributes:
-        dtype: number type to which the weights are unpacked.
-        few_4, few_8: for up to this number of rows, the kernels for four and eight bits are faster
-            than unpacking the weights.
-        few: up to this number of rows, the kernels are faster even if the weights are unpacked
-            already.
-    """
-
-    dtype: Unpacked = "bfloat16"
-    few_4: int = 32
-    few_8: int = 8
-    few: int = 8
+    dtype: Unpacked = "bfloat16"  # to which they are unpacked
+    few_4: int = 32  # up to so many rows, the kernel for four bits is faster than unpacking
+    few_8: int = 8  # and that for eight bits
+    few: int = 8  # up to so many, the kernels are faster even than weights unpacked before
 
     @property
     def type(self) -> torch.dtype:
-        """The torch number type to which packed weights are unpacked."""
+        """`dtype` as torch's."""
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
 
 class PackedLinear(nn.Module, ABC):
-    """A linear layer whose weights [N, K] stay packed in four or eight bits.
+    """A linear layer whose weights [N, K] stay packed in four or eight bits."""
 
-    Attributes:
-        products: how the weights are multiplied; see `set_products`.
-        in_features, out_features: K and N.
-        bias: [N], or None.
-        joined: None, or a tuple with the layer that holds the weights of this layer and of others
-            with the same input. See `fuse_projections`. Without the tuple, torch would count
-            buffers twice.
-    """
-
-    in_features: int
-    out_features: int
-    bias: nn.Parameter | None
+    in_features: int  # K
+    out_features: int  # N
+    bias: nn.Parameter | None  # [N]
+    # The layer with the weights of this one and of others with the same input (`fuse_projections`);
+    # in a tuple, so that torch does not count its buffers twice.
     joined: tuple[PackedLinear] | None = None
-    products = Products()
+    products = Products()  # see `set_products`
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Unpack the weights [K, N] to `dtype`; eight-bit weights do not include the scales."""
 
     def _times_unpacked(self, x: Tensor) -> Tensor:
-        """Multiply rows x [m, K] with the unpacked weights, of the same type: x W^T [m, N].
-
-        The weights are unpacked now or, within `SharedWeights`, were unpacked in an earlier pass.
-        """
+        """Multiply rows x [m, K] with the weights, unpacked now or in an earlier pass: [m, N]."""
         shared = self._shared()
         if shared is None:
             return x @ self.unpacked(self.products.type)
@@ -95,7 +75,6 @@ class PackedLinear(nn.Module, ABC):
         return y
 
     def _shared(self) -> _Shared | None:
-        """The unpacked weights that several passes share; None outside `SharedWeights`."""
         return _SHARED.get()
 
     @abstractmethod
@@ -109,16 +88,13 @@ class PackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def take(self, whole: Self, start: int) -> None:
-        """Use rows of the joined layer `whole`, from row `start` on, as this layer's weights."""
+        """Use rows of the joined layer, from `start` on, as this layer's weights."""
 
 
 class Int4Linear(PackedLinear):
-    """A linear layer, y = x W^T + bias, with four-bit weights in groups of 32.
+    """A linear layer with four-bit weights in groups of 32: each is `q * scale + minimum`.
 
-    Args:
-        q: uint8 [N, K], 0 to 15; `fits` says which shapes can be packed.
-        scale, minimum: [N, K / 32], one for each group; a weight is `q * scale + minimum`.
-        bias: [N], or None.
+    q is uint8 [N, K], 0 to 15; scale and minimum are [N, K / 32]. `fits` says which shapes can be.
     """
 
     packed: Tensor
@@ -132,11 +108,7 @@ class Int4Linear(PackedLinear):
 
     @classmethod
     def of_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
-        """Make a layer without bias from bytes with two weights q each: uint8 [N, K / 32, 16].
-
-        The low four bits are the first 16 values of a group, the high four bits the other 16. This
-        takes a third of the time that it takes to unpack the values first.
-        """
+        """Make a layer without bias from `FourBit.nibbles`: a third of the time of unpacking q."""
         groups, half = nibbles.shape[1], four_bit_block() // 2
         halves = nibbles.view(-1, 2, half, groups, 16)  # the rows of each block
         upper, lower = halves.permute(0, 1, 3, 4, 2).contiguous().unbind(1)
@@ -207,13 +179,7 @@ class Int4Linear(PackedLinear):
 
 
 class Int8Linear(PackedLinear):
-    """A linear layer, y = x W^T + bias, with eight-bit weights and a scale for each row of W.
-
-    Args:
-        q: int8 [N, K].
-        scale: bfloat16 [N]; a weight is `q * scale`.
-        bias: [N], or None.
-    """
+    """A linear layer with eight-bit weights: `q * scale`, int8 [N, K] and bfloat16 [N]."""
 
     q: Tensor
     scale: Tensor
@@ -255,7 +221,7 @@ class Int8Linear(PackedLinear):
         return y
 
     def rows(self, which: Tensor) -> Tensor:
-        """Unpack the weights' rows with the indices `which` [...]; returns float32 [..., K]."""
+        """Unpack the rows with the indices [...]; returns float32 [..., K]."""
         return self.q[which].float() * self.scale[which].float()[..., None]
 
     def extra_repr(self) -> str:
@@ -263,10 +229,9 @@ class Int8Linear(PackedLinear):
 
 
 class Int8Head(Int8Linear):
-    """The output head in eight bits; its largest logits are float32, not rounded to bfloat16.
+    """The output head in eight bits, with its largest logits computed again in float32.
 
-    Large logits in bfloat16 have steps of 0.06 to 0.12: close logits would become equal, and
-    surprisal would be wrong by about one step. So the largest logits are computed again in float32.
+    In bfloat16 these have steps of 0.06 to 0.12: close logits would be equal, surprisal wrong.
     """
 
     @classmethod
@@ -279,16 +244,16 @@ class Int8Head(Int8Linear):
         return self._refined(y.view(-1, self.out_features), x).view_as(y)
 
     def _shared(self) -> None:
-        """Return None: passes do not share the head's unpacked weights; it reads few tokens."""
+        """Nothing is shared: the head reads few tokens."""
 
     def of_vector(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [V] from one float32 hidden state [K]."""
+        """Compute float32 logits [V] from one hidden state [K]."""
         row = x[None]
         y = self.of_row(row.bfloat16()).float()
         return self._refined(y if self.bias is None else y + self.bias, row)[0]
 
     def of_few(self, x: Tensor) -> Tensor:
-        """Compute float32 logits [m, V] from a few float32 hidden states [m, K]."""
+        """Compute float32 logits [m, V] from a few hidden states [m, K]."""
         y = self.of_row(x.bfloat16()).float()
         y = y if self.bias is None else y + self.bias
         for at in range(len(x)):
@@ -296,7 +261,7 @@ class Int8Head(Int8Linear):
         return y
 
     def _refined(self, y: Tensor, x: Tensor) -> Tensor:
-        """Compute the largest logits y [m, V] of inputs x [..., K] again in float32, in place."""
+        """Compute the largest of the logits y [m, V] of x [..., K] again, in place."""
         top = y.topk(min(_LIKELIEST, self.out_features)).indices  # [m, k]
         rows = x.reshape(-1, self.in_features, 1).float()  # [m, K, 1]
         for at in range(0, len(top), _AT_ONCE):
@@ -309,13 +274,7 @@ class Int8Head(Int8Linear):
 
 
 class SharedEmbedding(nn.Module):
-    """Token embeddings that are read from the output head, which has the same weights.
-
-    Args:
-        head: the output head, which stores the weights.
-        dtype: number type of the embeddings.
-        scale: factor by which the embeddings are multiplied, as in Gemma.
-    """
+    """Token embeddings from the output head's weights, multiplied by `scale`, as in Gemma."""
 
     def __init__(self, head: Int8Linear, dtype: torch.dtype, scale: float = 1) -> None:
         super().__init__()
@@ -325,7 +284,7 @@ class SharedEmbedding(nn.Module):
 
     @classmethod
     def like(cls, before: Any, head: Int8Linear, dtype: torch.dtype) -> SharedEmbedding:
-        """Make token embeddings that replace the module `before`, and multiply by its factor."""
+        """Make token embeddings that replace the module `before`."""
         scale = torch.tensor(getattr(before, "scalar_embed_scale", 1.0), dtype=dtype)
         return cls(head, dtype, float(scale))
 
@@ -334,7 +293,7 @@ class SharedEmbedding(nn.Module):
 
 
 def eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix [N, K] to 255 steps in each row; returns q and scale as in `Int8Linear`."""
+    """Round a matrix [N, K] to 255 steps in each row; returns q and scale of `Int8Linear`."""
     largest = weight.abs().amax(1, keepdim=True).float()  # [N, 1]
     scale = (largest.clamp_min(1e-12) / 127).bfloat16()
     return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale[:, 0]
@@ -350,15 +309,11 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Shared(NamedTuple):
-    """The unpacked weights that the passes of one text share.
-
-    Attributes:
-        unpacked: the unpacked weights of each layer.
-        are_arranged: whether oneDNN has arranged the weights as its products need them. If not,
-            each product does this, which takes a third of the time of a product with 60 rows.
-    """
+    """The unpacked weights that the passes of one text share."""
 
     unpacked: dict[PackedLinear, Tensor]
+    # Whether oneDNN has arranged them as its products need them; else each product does that, in a
+    # third of the time of a product with 60 rows.
     are_arranged: bool
 
 
@@ -367,12 +322,9 @@ _SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
 
 
 class SharedWeights:
-    """Context manager: the passes of one text share unpacked weights; each layer is unpacked once.
+    """Context manager of each of `count` passes of one text: each layer is unpacked once.
 
-    Run each of these passes inside `with shared: ...`; other passes over the same layers, in this
-    thread or another, are not affected. Nothing is shared if all unpacked weights would take more
-    than 512 MiB. The output head is left out: it is computed for few tokens at once. `count` is the
-    number of passes; if there are many, the weights are arranged for products, too.
+    Nothing is shared if that would take more than 512 MiB, nor with passes in other threads.
     """
 
     def __init__(self, module: nn.Module, count: int = 1) -> None:
@@ -403,7 +355,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def set_products(module: nn.Module, products: Products) -> None:
-    """Set the way in which all packed layers of a module multiply their weights."""
+    """Set how all packed layers of a module multiply."""
     for layer in module.modules():
         if isinstance(layer, PackedLinear):
             layer.products = products
@@ -412,7 +364,7 @@ def set_products(module: nn.Module, products: Products) -> None:
 
 
 def products_of(module: nn.Module) -> Products | None:
-    """How the packed layers of a module multiply their weights; None without packed layers."""
+    """How the packed layers of a module multiply; None without such layers."""
     found = (one.products for one in module.modules() if isinstance(one, PackedLinear))
     return next(found, None)
 
@@ -426,12 +378,11 @@ def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
 
 @cache
 def four_bit_block() -> int:
-    """Number of rows that torch's four-bit kernel packs together on this machine; 0 if unknown.
+    """Number of rows that torch's four-bit kernel packs together here: 64, 32, or 0 if unknown.
 
-    It is 64 with AVX-512 and 32 with AVX2. Two rows are in each byte: one of the first half of
-    these rows in the low four bits, and one of the second half in the high four bits. On other
-    processors the layout is another one, and `Int4Linear` can't be used.
+    Each byte has a row of the first half in its low four bits, and one of the second in the others.
     """
+    # 64 with AVX-512, 32 with AVX2; other processors have another layout.
     q = (torch.arange(64)[:, None] + 3 * torch.arange(GROUP)) % 16  # [64, 32]
     with suppress(RuntimeError, AttributeError):
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
@@ -444,6 +395,6 @@ def four_bit_block() -> int:
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias to a product y [m, N]; returns [..., N] in the type of the input x [..., K]."""
+    """Add a bias to y [m, N]; returns [..., N] in the type of the input x [..., K]."""
     y = y.to(x.dtype).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
