@@ -21,6 +21,8 @@ from sirchat.memory.rope import unrotated
 
 _NAME = "sirchat_hooked_"  # and the name of the usual attention function
 
+_OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
+
 
 @dataclass(frozen=True)
 class LayerQueries:
@@ -108,11 +110,6 @@ class QueryRecorder:
         return out
 
 
-_Observing = tuple[AttentionObserver, Mapping[int, int]]  # and the layers' numbers
-
-_OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
-
-
 @contextmanager
 def observed_by(
     module: Any, observer: AttentionObserver, numbers: Mapping[int, int] | None = None
@@ -153,6 +150,32 @@ def install_hook(module: Any) -> bool:
     return bool(module.config._attn_implementation == name)
 
 
+def report(call: AttentionCall) -> None:
+    """Pass one layer's attention to all observers; here `call.layer` counts all layers."""
+    for observer, numbers in _OBSERVERS.get():
+        observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
+
+
+def attention_weights(call: AttentionCall) -> Tensor:
+    """Compute softmax(q k^T scale) as the model does, float32 [H, H_q / H, m, n]."""
+    _, heads, rows, dims = call.keys.shape
+    count = call.queries.shape[2]
+    grouped = call.queries.reshape(heads, -1, dims) * call.scale  # [H, group x m, D]
+    logits = (grouped @ call.keys[0].mT).float().view(heads, -1, count, rows)
+    if cap := call.options.get("softcap"):
+        logits = cap * torch.tanh(logits / cap)
+    if call.mask is not None or count > 1 or call.options.get("sliding_window"):
+        logits = _masked(logits, call)
+    sinks = call.options.get("s_aux")
+    if sinks is None:
+        return logits.softmax(-1)
+    extra = sinks.float().view(heads, -1, 1, 1).expand(-1, -1, count, 1)  # gets weight, has no row
+    return torch.cat((logits, extra), dim=-1).softmax(-1)[..., :-1]
+
+
+_Observing = tuple[AttentionObserver, Mapping[int, int]]  # and the layers' numbers
+
+
 def _hooked(usual: str) -> Callable[..., Any]:
     def attend(
         module: Any,
@@ -171,12 +194,6 @@ def _hooked(usual: str) -> Callable[..., Any]:
     return attend
 
 
-def report(call: AttentionCall) -> None:
-    """Pass one layer's attention to all observers; here `call.layer` counts all layers."""
-    for observer, numbers in _OBSERVERS.get():
-        observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
-
-
 def _function(name: str, module: Any) -> Callable[..., Any]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -185,23 +202,6 @@ def _function(name: str, module: Any) -> Callable[..., Any]:
     # `eager` is a function in the source file of the model's own class.
     own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     return cast(Callable[..., Any], own)
-
-
-def attention_weights(call: AttentionCall) -> Tensor:
-    """Compute softmax(q k^T scale) as the model does, float32 [H, H_q / H, m, n]."""
-    _, heads, rows, dims = call.keys.shape
-    count = call.queries.shape[2]
-    grouped = call.queries.reshape(heads, -1, dims) * call.scale  # [H, group x m, D]
-    logits = (grouped @ call.keys[0].mT).float().view(heads, -1, count, rows)
-    if cap := call.options.get("softcap"):
-        logits = cap * torch.tanh(logits / cap)
-    if call.mask is not None or count > 1 or call.options.get("sliding_window"):
-        logits = _masked(logits, call)
-    sinks = call.options.get("s_aux")
-    if sinks is None:
-        return logits.softmax(-1)
-    extra = sinks.float().view(heads, -1, 1, 1).expand(-1, -1, count, 1)  # gets weight, has no row
-    return torch.cat((logits, extra), dim=-1).softmax(-1)[..., :-1]
 
 
 def _masked(logits: Tensor, call: AttentionCall) -> Tensor:

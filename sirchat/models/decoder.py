@@ -134,6 +134,26 @@ class DecoderBody(nn.Module):
         return (self.norm(x),)
 
 
+class Linear(nn.Linear):
+    """A linear layer without weights: torch would import a thousand files to fill them."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding layer without weights, like `Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
+
+
+def signed(sin: Tensor) -> Tensor:
+    """Negate the first half of RoPE's sines [..., D], which multiply a head with swapped halves."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+
 class _Reading(NamedTuple):
     """What all layers share in one forward pass over m ids."""
 
@@ -208,20 +228,6 @@ class _Attention(nn.Module):
         return added
 
 
-class Linear(nn.Linear):
-    """A linear layer without weights: torch would import a thousand files to fill them."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing."""
-
-
-class Embedding(nn.Embedding):
-    """An embedding layer without weights, like `Linear`."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing."""
-
-
 class _Network(nn.Module):
     def __init__(self, size: int, inner: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -279,12 +285,6 @@ def _frequencies(config: DecoderConfig) -> Tensor:
     between = (1 - share) * slow / given["factor"] + share * slow
     is_between = ~(waves < length / high) & ~(waves > length / low)
     return torch.where(is_between, between, slow)
-
-
-def signed(sin: Tensor) -> Tensor:
-    """Negate the first half of RoPE's sines [..., D], which multiply a head with swapped halves."""
-    half = sin.shape[-1] // 2
-    return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 def _rotated(x: Tensor, reading: _Reading) -> Tensor:

@@ -1,8 +1,4 @@
-"""The devices that a model computes on, and how much of their memory the model takes.
-
-A model may be spread over several devices, see `placement.py`. In that case, each layer's keys and
-values are on the device that computes the layer.
-"""
+"""Devices, number types and CPU threads, and how much memory a model takes on each device."""
 
 from __future__ import annotations
 
@@ -26,13 +22,14 @@ from sirchat.memory.cache import BoundedCache
 DeviceName = Literal["auto", "cuda", "mps", "cpu"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
-# A place for a part of a model: a device, or the text `disk`; the CPU is the text `cpu`.
-Where = torch.device | str
-
-# The device of each layer, and of each module outside the layers, by the module's name.
-Placement = dict[str, Where]
+Where = torch.device | str  # of a part of a model: a GPU, `CPU` or `DISK`
+Placement = dict[str, Where]  # by the name of a layer, or of a module outside the layers
 
 CPU, DISK = "cpu", "disk"
+
+Result = TypeVar("Result")
+
+_SYS = Path("/sys")
 
 
 def accelerators() -> list[torch.device]:
@@ -43,28 +40,19 @@ def accelerators() -> list[torch.device]:
 
 
 def pick_device(name: DeviceName) -> torch.device:
-    """The torch device for the setting `device`; for `auto`, a GPU if there is one, else the CPU.
-
-    Raises ModelError if the device `name` is not available.
-    """
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    """The device for the setting `device`; raises ModelError if it is not available."""
+    available = ["cuda"] if torch.cuda.is_available() else []
+    available += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
     if name == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
-    if not available[name]:
-        there = ", ".join(kind for kind, there in available.items() if there)
+        return torch.device(available[0])
+    if name not in available:
+        there = ", ".join(available)
         raise ModelError(f"device {name!r} is not available", hint=f"available: {there}")
     return torch.device(name)
 
 
 def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
-    """The torch number type for the setting `dtype`.
-
-    For `auto`, this is float32 on a CPU and bfloat16 on a GPU.
-    """
+    """The number type for the setting `dtype`; `auto`: float32 on a CPU, bfloat16 on a GPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, name)
@@ -72,7 +60,7 @@ def pick_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
 
 
 def is_within(name: str, outer: str) -> bool:
-    """Whether the module at the path `name` is the module at the path `outer`, or a part of it."""
+    """Whether the module `name` is the module `outer`, or a part of it."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
@@ -91,29 +79,23 @@ def is_spread(module: Any) -> bool:
 
 
 def input_device(module: Any) -> torch.device:
-    """The device to which a model's input ids are sent.
-
-    This is the device of the embeddings, or the CPU if the embeddings are on disk.
-    """
+    """The device to which ids are sent: that of the embeddings; the CPU if they are on disk."""
     device: torch.device = module.device
     return torch.device(CPU) if device.type == "meta" else device
 
 
 def own_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each parameter of a model, in order, each only once.
-
-    A tied parameter, such as an output head with the weights of the embeddings, is left out,
-    because accelerate lists it a second time if the weights are on disk.
-    """
+    """Yield the name and the tensor of each parameter of a model, each once."""
+    # accelerate lists tied ones, such as a head of the embeddings' weights, twice if on disk.
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     return (pair for pair in module.named_parameters() if pair[0] not in tied)
 
 
 def stored_weights_of(module: Any) -> Iterator[Tensor]:
-    """Yield all parameters of a model, in order; parameters on disk are read into memory."""
-    for name, one in own_parameters(module):
-        if not one.is_meta:
-            yield one
+    """Yield all parameters of a model; those on disk are read into memory."""
+    for name, parameter in own_parameters(module):
+        if not parameter.is_meta:
+            yield parameter
             continue
         from transformers.integrations.accelerate import load_offloaded_parameter
 
@@ -122,7 +104,7 @@ def stored_weights_of(module: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes that a model's weights, KV cache and archive take on one device, or on disk."""
+    """The bytes that weights, KV cache and archive take on one device, or on disk."""
 
     device: str
     weights: int
@@ -135,58 +117,35 @@ def memory_by_device(
 ) -> list[DeviceMemory]:
     """The memory that a model, its KV cache and its archive take on each device."""
     weights, archived = _weights_by_device(module), Counter[str]()
-    rows = Counter({str(one): size for one, size in cache.bytes_by_device().items()})
+    rows = Counter({str(device): size for device, size in cache.bytes_by_device().items()})
     if archive is not None:
         archived += archive.bytes_by_device()
     names = dict.fromkeys([*weights, *rows, *archived])
-    return [DeviceMemory(one, weights[one], rows[one], archived[one]) for one in names]
-
-
-def _weights_by_device(module: Any) -> Counter[str]:
-    sizes, seen = Counter[str](), set[object]()
-    placement: Placement = getattr(module, "hf_device_map", {})
-    for name, one in chain(own_parameters(module), module.named_buffers()):
-        where = str(one.device)
-        if one.is_meta:
-            where = next(str(at) for part, at in placement.items() if is_within(name, part))
-        key = name if one.is_meta else (where, one.data_ptr(), one.nbytes)
-        if key not in seen:
-            seen.add(key)
-            sizes[where] += one.nbytes
-    return sizes
-
-
-Result = TypeVar("Result")
-
-_SYS = Path("/sys")
+    return [DeviceMemory(name, weights[name], rows[name], archived[name]) for name in names]
 
 
 def in_ending_thread(work: Callable[[], Result]) -> Result:
-    """Call `work` in a thread of its own, which then ends; returns its result or raises its error.
+    """Call `work` in a thread that then ends; for a model in whose thread nothing is generated.
 
-    Use this function to load a model in one thread if another thread will generate. OpenMP gives
-    each thread that computes its own worker threads, until the computing thread ends. If there are
-    more worker threads than cores, GNU's OpenMP lets threads that wait for each other sleep at
-    once, and a token takes up to four times as long.
+    OpenMP gives each thread that computes its own workers until it ends. With more workers than
+    cores, they sleep when they wait for each other, and a token takes up to four times as long.
     """
-    found: Future[Result] = Future()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            found.set_result(work())
+            future.set_result(work())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return found.result()
+    return future.result()
 
 
 def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Set torch's number of CPU threads to `wanted`, if `wanted` is above 0.
-
-    If `wanted` is 0, the environment variable SIRCHAT_THREADS or OMP_NUM_THREADS gives the number;
-    if neither is set, torch gets one thread for each free core.
-    """
+    """Set torch's number of CPU threads; 0: as SIRCHAT_THREADS or OMP_NUM_THREADS says, or free."""
+    # Beside other programs, one thread for each core is several times slower than one alone: every
+    # step waits for the thread that was interrupted.
     told = environment.get("SIRCHAT_THREADS", "").strip()
     if wanted == 0 and told.isdecimal():
         wanted = int(told)
@@ -197,7 +156,7 @@ def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def free_threads() -> int:
-    """The number of CPU threads for which physical cores are free on this machine; at least 1."""
+    """The number of physical cores of this process that are not busy; at least 1."""
     everywhere, load = range(os.cpu_count() or 1), 0.0
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(everywhere)
     if hasattr(os, "getloadavg"):
@@ -208,20 +167,16 @@ def free_threads() -> int:
 
 
 def threads_for(cores: int, allowed: int, quota: float | None, load: float) -> int:
-    """Compute for how many CPU threads physical cores are free; at least one.
+    """For how many threads physical cores are free; `load` is the busy ones of the last minute.
 
-    Args:
-        cores: physical cores of the machine.
-        allowed: physical cores that this process may use.
-        quota: CPU time that the process may take, in cores; None for no limit.
-        load: load average of the last minute, in busy cores.
+    Of the machine's `cores` this process may use `allowed`, and the time of `quota` (None: all).
     """
     most = allowed if quota is None else min(allowed, int(quota))
     return max(1, min(most, cores - round(load)))
 
 
 def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
-    """Count the physical cores of the logical CPUs `cpus`; two logical CPUs may share a core."""
+    """Count the physical cores of logical CPUs, of which two may share a core."""
     siblings = set[str]()
     for cpu in cpus:
         path = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
@@ -233,7 +188,7 @@ def physical_cores(cpus: set[int], sys: Path = _SYS) -> int:
 
 
 def cpu_quota(sys: Path = _SYS) -> float | None:
-    """CPU time, in cores, that a Linux control group (version 2 or 1) allows; None for no limit."""
+    """CPU time, in cores, that a Linux control group (version 2 or 1) allows; None: no limit."""
     try:
         quota, period = (sys / "fs/cgroup/cpu.max").read_text("ascii").split()
     except (OSError, ValueError):
@@ -249,8 +204,22 @@ def cpu_quota(sys: Path = _SYS) -> float | None:
 
 
 def threads_in_words(device: torch.device) -> str:
-    """torch's number of CPU threads as text, such as `2 threads`; empty if `device` is no CPU."""
+    """torch's number of CPU threads, such as `2 threads`; empty if `device` is no CPU."""
     if device.type != "cpu":
         return ""
     count = torch.get_num_threads()
     return f"{count} thread{'s' * (count > 1)}"
+
+
+def _weights_by_device(module: Any) -> Counter[str]:
+    sizes, seen = Counter[str](), set[object]()
+    placement: Placement = getattr(module, "hf_device_map", {})
+    for name, tensor in chain(own_parameters(module), module.named_buffers()):
+        where = str(tensor.device)
+        if tensor.is_meta:
+            where = next(str(at) for part, at in placement.items() if is_within(name, part))
+        key = name if tensor.is_meta else (where, tensor.data_ptr(), tensor.nbytes)
+        if key not in seen:
+            seen.add(key)
+            sizes[where] += tensor.nbytes
+    return sizes

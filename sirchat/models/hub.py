@@ -1,6 +1,7 @@
-"""Asks the Hugging Face hub once about a model, before a download begins.
+"""Asks the Hugging Face hub once about a model, and downloads models into its cache.
 
-The hub's library is imported only if the model is not on this machine.
+Weights come from safetensors or GGUF, never from pickles. When interrupted, the hub's library
+deletes what it has fetched, so large files are fetched here, into `blobs/ETAG.part`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -28,22 +29,40 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-# The longest wait for the hub's answer, in seconds; looking up the hub's address counts.
-_SECONDS = 1.5
+_SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
+_LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
+_WANTED = re.compile(
+    r"(?!consolidated)[^/]+\.(safetensors|json|jinja|model)|merges\.txt|vocab\.txt"
+)
+_ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ANSWER_SECONDS = 10.0  # seconds to wait for an answer
+_PAUSE = 1.0  # seconds before another try
+_TRIES = 3  # failures in a row, without progress, before it gives up
+_CHUNK = 2**20
+_PARTIAL = 206  # HTTP: the answer is the range that was requested
+_SHOWN = 4  # most GGUF files that an error message names
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """A model that was downloaded into the cache: its name for `--model`, and its bytes on disk."""
+
+    name: str
+    size: int
 
 
 def require(name: str) -> None:
-    """Raise ModelError if a model is neither on this machine nor on the Hugging Face hub."""
+    """Raise ModelError if a model is neither on this machine nor on the hub."""
     source, _ = locate(name)
     if not Path(source).is_dir():
         only_cached(source)
 
 
 def only_cached(name: str) -> bool:
-    """Whether to load a hub model only from the cache on this machine.
+    """Whether to load a hub model from the cache alone: the hub has it not, or can't be reached.
 
-    This is true if the model is in the cache, and the hub can't be reached or does not know the
-    model. If the model is not in the cache either, raises ModelError.
+    Raises ModelError if the model is not in the cache either.
     """
     from huggingface_hub.errors import GatedRepoError
 
@@ -59,10 +78,9 @@ def only_cached(name: str) -> bool:
 
 
 def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
-    """Ask the Hugging Face hub about a model; returns its information about the model.
+    """Ask the hub about a model; `with_files` adds the sizes of its files.
 
-    `with_files` adds the sizes of the model's files. Raises ModelError if the hub does not know the
-    model, if access to the model is restricted, or if the hub can't be reached.
+    Raises ModelError if it is unknown or restricted, or if the hub can't be reached.
     """
     from huggingface_hub import HfApi, get_session
 
@@ -77,10 +95,9 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
 
 @contextmanager
 def explained(name: str, hint: str = "") -> Iterator[None]:
-    """Context manager: turn errors of the hub and of the network into a ModelError.
+    """Context manager: turn errors of the hub and the network, not of the disk, into a ModelError.
 
-    The error is about the model `name`; its `hint` says what to do if the hub can't be reached.
-    Errors of the disk are raised unchanged.
+    `hint` says what to do if the hub can't be reached.
     """
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
@@ -106,6 +123,31 @@ def explained(name: str, hint: str = "") -> Iterator[None]:
         raise _unreachable(name, hint) from error
 
 
+def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
+    """Download a model from the hub, or only the GGUF file `file`; what is complete stays.
+
+    `progress` gets a file's name, and the done and the total bytes of all files. Raises ModelError.
+    """
+    info = ask_hub(name, with_files=True)
+    with explained(name):  # a size can be of a wrong type, for example
+        files = _chosen(name, info, file)
+        total, done = sum(size for _, size in files), 0
+    _check_space(name, total)
+    with no_logs():
+        for path, size in files:
+
+            def report(
+                _: str, now: int, __: int | None, path: str = path, before: int = done
+            ) -> None:
+                progress(path, min(before + now, total), total)
+
+            report(path, 0, size)
+            _fetch(name, path, size, report)
+            report(path, size, size)
+            done += size
+    return PulledModel(f"{name}/{file}" if file else name, total)
+
+
 def _unreachable(name: str, hint: str) -> ModelError:
     return ModelError(
         f"model {name!r} is not on this machine, and the hub can't be reached",
@@ -114,27 +156,18 @@ def _unreachable(name: str, hint: str) -> ModelError:
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Call `ask` and return its result; raises TimeoutError if it takes longer than `seconds`.
-
-    The time limits of the hub's library are not enough: they do not include the look-up of the
-    hub's address.
-    """
-    answered = SimpleQueue[tuple[Answer | None, BaseException | None]]()
+    """Call `ask`; raises TimeoutError after `seconds`."""
+    # The time limits of the hub's library do not include the look-up of the hub's address.
+    future: Future[Answer] = Future()
 
     def run() -> None:
         try:
-            answered.put((ask(), None))
+            future.set_result(ask())
         except BaseException as error:
-            answered.put((None, error))
+            future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    try:
-        answer, error = answered.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"the hub did not answer within {seconds} s") from None
-    if error is not None:
-        raise error
-    return cast(Answer, answer)
+    return future.result(seconds)
 
 
 def _is_cached(name: str) -> bool:
@@ -143,74 +176,20 @@ def _is_cached(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
-if TYPE_CHECKING:
-    from huggingface_hub import ModelInfo
-
-_LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
-_WANTED = re.compile(
-    r"(?!consolidated)[^/]+\.(safetensors|json|jinja|model)|merges\.txt|vocab\.txt"
-)
-_ETAG = re.compile(r"[\w-]{8,128}", re.ASCII)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_ANSWER_SECONDS = 10.0  # seconds to wait for an answer
-_PAUSE = 1.0  # seconds before another try
-_TRIES = 3  # failures in a row, without progress, before it gives up
-_CHUNK = 2**20
-_PARTIAL = 206  # HTTP: the answer is the range that was requested
-_SHOWN = 4  # most GGUF files that an error message names
-
-
-@dataclass(frozen=True)
-class PulledModel:
-    """A model that was downloaded into the cache: its name for `--model`, and its bytes on disk."""
-
-    name: str
-    size: int
-
-
-def pull(name: str, file: str | None, progress: Progress) -> PulledModel:
-    """Download a model from the hub, or only the GGUF file `file` of its repository.
-
-    Files that are complete are not downloaded again. `progress` is called with a file's name, and
-    the done and the total bytes of all files. Raises ModelError if the model can't be downloaded.
-    """
-    info = ask_hub(name, with_files=True)
-    with explained(name):  # a size can be of a wrong type, for example
-        files = _chosen(name, info, file)
-        total, done = sum(size for _, size in files), 0
-    _check_space(name, total)
-    with no_logs():
-        for one, size in files:
-
-            def report(
-                _: str, now: int, __: int | None, file: str = one, before: int = done
-            ) -> None:
-                progress(file, min(before + now, total), total)
-
-            report(one, 0, size)
-            _fetch(name, one, size, report)
-            report(one, size, size)
-            done += size
-    return PulledModel(f"{name}/{file}" if file else name, total)
-
-
 def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:
-    """Choose the files of a model to download: name and size, in bytes, of each file.
-
-    Raises ModelError if the model has no files that sirchat can read.
-    """
-    there = {one.rfilename: one.size or 0 for one in info.siblings or ()}
-    ggufs = [one for one in there if one.lower().endswith(".gguf")]
+    """Choose the files to download: names and bytes; raises ModelError if none can be read."""
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+    ggufs = [path for path in sizes if path.lower().endswith(".gguf")]
     if file is not None:
         if file not in ggufs:
             hint = nearest(file, ggufs) or _listed(ggufs)
             raise ModelError(f"model {name!r} has no GGUF file {file!r}", hint=hint)
-        return [(file, there[file])]
-    wanted = [one for one in there if _WANTED.fullmatch(one)]
-    if any(one.endswith(".safetensors") for one in wanted) and "config.json" in wanted:
+        return [(file, sizes[file])]
+    wanted = [path for path in sizes if _WANTED.fullmatch(path)]
+    if any(path.endswith(".safetensors") for path in wanted) and "config.json" in wanted:
         # The weights come last, so that a wrong model is noticed early.
-        wanted.sort(key=lambda one: (one.endswith(".safetensors"), one))
-        return [(one, there[one]) for one in wanted]
+        wanted.sort(key=lambda path: (path.endswith(".safetensors"), path))
+        return [(path, sizes[path]) for path in wanted]
     if ggufs:
         raise ModelError(f"model {name!r} consists of GGUF files", hint=_listed(ggufs))
     raise ModelError(
@@ -228,9 +207,9 @@ def _listed(ggufs: Sequence[str]) -> str:
 
 def _check_space(name: str, total: int) -> None:
     folder = cache_folder()
-    there = next(one for one in (folder, *folder.parents) if one.is_dir())
-    free = shutil.disk_usage(there).free
-    if total > free + sum(one.stat().st_size for one in _blobs(name).glob("*")):
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if total > free + sum(blob.stat().st_size for blob in _blobs(name).glob("*")):
         raise ModelError(
             f"model {name!r} needs {total / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free",
             hint="set HF_HUB_CACHE to a folder on another disk",
@@ -242,7 +221,6 @@ def _blobs(name: str) -> Path:
 
 
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
-    """Download one file of a model into the Hugging Face cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     with explained(name, "run the same command again to continue"):
@@ -257,11 +235,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
 
 
 def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
-    """Download a large file to the path `blob` in the Hugging Face cache.
-
-    An earlier attempt that was interrupted is continued. huggingface_hub looks for the file at this
-    path.
-    """
+    """Download a large file to where huggingface_hub looks for it; goes on after an interrupt."""
     if blob.exists():
         return
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -292,20 +266,14 @@ def _fetch_large(url: str, blob: Path, size: int, progress: Progress) -> None:
 
 
 def _is_transport(error: Exception) -> bool:
-    """Whether a download failed because of a broken connection.
-
-    The errors of broken connections have no common public base class.
-    """
+    # The errors of broken connections have no common public base class.
     from huggingface_hub.errors import HfHubHTTPError
 
     return "http" in type(error).__module__ and not isinstance(error, HfHubHTTPError)
 
 
 def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -> None:
-    """Download the file at `url` from byte `there` on, and append the bytes to the file `part`.
-
-    If the server sends the whole file, `part` is written anew.
-    """
+    """Append the bytes of `url` from byte `there` on to `part`, or write it anew."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but imported lazily
         build_hf_headers,
         get_session,
@@ -337,10 +305,7 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
 
 @contextmanager
 def _only_one(name: str, etag: str) -> Iterator[None]:
-    """Context manager: hold the lock for the download of one file.
-
-    Raises ModelError if another process holds the lock, because it downloads the same file.
-    """
+    """Context manager: hold a file's lock; raises ModelError if another process downloads it."""
     folder = cache_folder() / ".locks" / _blobs(name).parent.name
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,7 +1,4 @@
-"""Lists the models on this machine: bundled, in a package, in folders, in the hub's cache.
-
-Only headers and config files are read. A model that can't be used is listed with the reason.
-"""
+"""Lists the models on this machine: bundled, in a package, in folders, in the hub's cache."""
 
 from __future__ import annotations
 
@@ -33,30 +30,18 @@ _MOST_FOLDERS = 5_000
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model that was found on this machine, whether it can be used or not.
+    """A model that was found on this machine, whether it can be used or not."""
 
-    Attributes:
-        name: the name to give to `--model`.
-        source: the kind of place where the model was found, such as `folder`.
-        path: the model's file or folder; None if the model is not installed.
-        size: bytes on disk.
-        shape: the model's sizes, as its files state them; None if the files can't be read.
-        problem: the reason why the model can't be used; empty if it can be used.
-    """
-
-    name: str
+    name: str  # to give to `--model`
     source: Source
-    path: Path | None
-    size: int = 0
-    shape: ModelShape | None = None
-    problem: str = ""
+    path: Path | None  # file or folder; None if the model is not installed
+    size: int = 0  # bytes on disk
+    shape: ModelShape | None = None  # None if the files can't be read
+    problem: str = ""  # why it can't be used
 
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
-    """List all models on this machine, including those in the given `folders`.
-
-    The user's model folder and the Hugging Face cache are always searched.
-    """
+    """List all models on this machine, including those in the given `folders`."""
     found = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
     for name in PACKAGED:
         try:
@@ -73,16 +58,12 @@ def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
 
 
 def model_names() -> list[str]:
-    """Names of the usable models on this machine, which completion offers for `--model`."""
-    return [one.name for one in find_models() if not one.problem]
+    """Names of the usable models on this machine, for completion."""
+    return [model.name for model in find_models() if not model.problem]
 
 
 def find_model(name: str) -> FoundModel:
-    """Find the model on this machine that `--model` would load for a name.
-
-    Raises ModelError if no model has this name, if the model can't be used, or if several models
-    have this name.
-    """
+    """Find the model that `--model` would load; raises ModelError if it is none, or several."""
     source, gguf = locate(name)
     if Path(source).is_dir():
         kind: Source = "package" if name in PACKAGED else "folder"
@@ -95,7 +76,7 @@ def find_model(name: str) -> FoundModel:
         hint = f"to download it: sirchat models pull {name}" if "/" in name else suggestion(name)
         raise ModelError(f"model {name!r} is not on this machine", hint=hint)
     if len(found) > 1:
-        names = ", ".join(one.name for one in found)
+        names = ", ".join(model.name for model in found)
         raise ModelError(f"{name!r} has several models", hint=f"give one of {names}")
     if found[0].problem:
         raise ModelError(f"model {name!r}: {found[0].problem}")
@@ -103,7 +84,6 @@ def find_model(name: str) -> FoundModel:
 
 
 def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
-    """Describe the model in a file or folder; `problem` says why the model can't be used."""
     try:
         if not path.is_file() and not path.is_dir():
             raise ModelError("the path is a broken link, or neither a file nor a folder")
@@ -121,11 +101,7 @@ def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
 
 
 def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
-    """Yield the models of one repository in the Hugging Face cache.
-
-    Each GGUF file is a model; a repository without GGUF files is one model. A model that is not
-    downloaded completely is yielded with a `problem`.
-    """
+    """Yield the models of a repository: each GGUF file, or else the repository itself."""
     snapshot = snapshot_of(folder)
     incomplete = f"incomplete; to continue: sirchat models pull {name}"
     if snapshot is None:
@@ -146,7 +122,7 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """The paths of model folders and GGUF files in a folder and its subfolders, sorted by name."""
+    """The model folders and GGUF files below a folder, sorted by name."""
     found = []
     for path in _below(folder):
         if _is_gguf(path):
@@ -159,7 +135,6 @@ def _models_in(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All files in a folder and its subfolders, `_DEPTH` levels deep; [] for a missing folder."""
     files = list[Path]()
     for folders, (parent, inner, names) in enumerate(os.walk(folder)):
         deep = len(Path(parent).relative_to(folder).parts) >= _DEPTH
@@ -174,13 +149,12 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Bytes on disk of a file, or of the files that lie directly in a folder."""
     if path.is_file():
         return path.stat().st_size
-    return sum(one.stat().st_size for one in path.iterdir() if one.is_file())
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
 def _typed(path: Path) -> str:
-    """Write a model's path as text in a form that `--model` takes for a path, not for a name."""
+    # As `--model` takes it for a path, not for a name.
     text = str(path)
     return text if "/" in text or path.suffix.lower() == ".gguf" else f"./{text}"

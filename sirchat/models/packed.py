@@ -28,6 +28,9 @@ _MANY_PASSES = 10  # so many passes over the same weights make up for arranging 
 
 Unpacked = Literal["bfloat16", "float32"]
 
+# The unpacked weights that forward passes share; None outside `SharedWeights`.
+_SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
+
 
 class Products(NamedTuple):
     """How packed weights are multiplied: by torch's kernels, or after they are unpacked."""
@@ -308,19 +311,6 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(torch.uint8).view_as(weight), scale, minimum
 
 
-class _Shared(NamedTuple):
-    """The unpacked weights that the passes of one text share."""
-
-    unpacked: dict[PackedLinear, Tensor]
-    # Whether oneDNN has arranged them as its products need them; else each product does that, in a
-    # third of the time of a product with 60 rows.
-    are_arranged: bool
-
-
-# The unpacked weights that forward passes share; None outside `SharedWeights`.
-_SHARED: ContextVar[_Shared | None] = ContextVar("shared weights", default=None)
-
-
 class SharedWeights:
     """Context manager of each of `count` passes of one text: each layer is unpacked once.
 
@@ -392,6 +382,15 @@ def four_bit_block() -> int:
             if torch.equal(unpacked.reshape(64, GROUP).long(), q):
                 return block
     return 0
+
+
+class _Shared(NamedTuple):
+    """The unpacked weights that the passes of one text share."""
+
+    unpacked: dict[PackedLinear, Tensor]
+    # Whether oneDNN has arranged them as its products need them; else each product does that, in a
+    # third of the time of a product with 60 rows.
+    are_arranged: bool
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

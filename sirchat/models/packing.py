@@ -125,11 +125,6 @@ class WeightStore:
         return self._bytes[start : self._used]
 
 
-def _begin(tensor: Tensor) -> int:
-    """The memory address at which the storage of a tensor begins."""
-    return tensor.untyped_storage().data_ptr()
-
-
 class PackedExperts(nn.Module):
     """Replaces the experts of a transformers layer, which are stacked tensors, by packed layers.
 
@@ -172,3 +167,8 @@ class PackedExperts(nn.Module):
             both = both + self.gate_up_proj_bias[expert]
         y: Tensor = self.down[expert](before._apply_gate(both))
         return y if self.down_proj_bias is None else y + self.down_proj_bias[expert]
+
+
+def _begin(tensor: Tensor) -> int:
+    """The memory address at which the storage of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()

@@ -14,6 +14,9 @@ from typing import Any
 
 from tqdm.std import tqdm
 
+# A function that gets a task's name, the amount done, and the total amount (None if unknown).
+Progress = Callable[[str, int, int | None], None]
+
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
@@ -78,10 +81,6 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
         yield {"tqdm_class": bar}
     finally:
         transformers_logging.set_tqdm_hook(before)
-
-
-# A function that gets a task's name, the amount done, and the total amount (None if unknown).
-Progress = Callable[[str, int, int | None], None]
 
 
 def bar_class(progress: Progress) -> type[tqdm]:

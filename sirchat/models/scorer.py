@@ -87,16 +87,6 @@ def scorer_of(name: str, module: Any) -> Scorer:
     return found
 
 
-def _fits(scorer: Scorer, module: Any) -> bool:
-    layers, size = scorer.layers, module.config.get_text_config(decoder=True).hidden_size
-    is_valid = list(layers) == sorted({one for one in layers if 1 <= one <= layer_count(module)})
-    return is_valid and len(scorer.weight) == len(layers) * size > 0
-
-
-def _unusable(path: Path, why: str) -> ModelError:
-    return ModelError(f"scorer {path} {why}", hint="delete this file, and train a new scorer")
-
-
 def layer_count(module: Any) -> int:
     """The number of a model's layers.
 
@@ -143,3 +133,13 @@ def decoder_layers(module: Any) -> nn.ModuleList:
     return next(
         one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == count
     )
+
+
+def _fits(scorer: Scorer, module: Any) -> bool:
+    layers, size = scorer.layers, module.config.get_text_config(decoder=True).hidden_size
+    is_valid = list(layers) == sorted({one for one in layers if 1 <= one <= layer_count(module)})
+    return is_valid and len(scorer.weight) == len(layers) * size > 0
+
+
+def _unusable(path: Path, why: str) -> ModelError:
+    return ModelError(f"scorer {path} {why}", hint="delete this file, and train a new scorer")

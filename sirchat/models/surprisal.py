@@ -15,6 +15,13 @@ from torch import Tensor, nn
 
 from sirchat.models.packed import Int8Linear, has_fast_bfloat16
 
+# Types of models whose logits are the product of the last hidden states and the output head.
+_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+
+_ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
+
+_STEPS = 254  # steps of a digit that make one step of the digit before it
+
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
@@ -58,12 +65,6 @@ def surprisal_of(logits: Tensor, token_id: int) -> float:
     """The surprisal of one token id, in nats, given the row [V] of logits before it."""
     # One fused kernel: for a single row, the time depends on the number of kernels.
     return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
-
-
-# Types of models whose logits are the product of the last hidden states and the output head.
-_KINDS = ("llama", "mistral", "qwen2", "qwen3")
-
-_ROWS, _COLUMNS = 256, 2048  # hidden states and vocabulary tokens in a block on a CPU
 
 
 def can_score(module: Any) -> bool:
@@ -145,9 +146,6 @@ class _Parts:
         for part in self._parts[1:]:
             found.addmm_(part[some], self._weight)
         return found
-
-
-_STEPS = 254  # steps of a digit that make one step of the digit before it
 
 
 class _Digits:

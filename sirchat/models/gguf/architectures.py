@@ -55,63 +55,6 @@ MEANS_NOTHING = ("attention.value_length", "expert_count")
 # Parts outside the layers in most models: for each name in the file, the name in transformers.
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """How a GGUF file of one architecture is read; a dictionary maps the file's names to others."""
-
-    # The same architecture in transformers.
-    model_type: str
-    # The parts of a layer, by their names in transformers. `.weight` or `.bias` is added to both
-    # names, unless the key is a tensor's whole name.
-    layer: dict[str, str]
-    # The same for the parts outside the layers, and the path of the layers in transformers.
-    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
-    layers: str = "model.layers"
-    # Replaces names of `layer` in a file whose layers have two norms, one before attention and one
-    # before the feed-forward part.
-    of_two_norms: Mapping[str, str] = field(default_factory=dict)
-    # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
-    sizes: dict[str, str] = field(default_factory=dict)
-    # Header keys whose value is a text: config value (empty if none) and the supported texts.
-    texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
-    # Config values that are one header value divided by another.
-    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    # Tensors that have numbers for the config instead of weights.
-    lists: Mapping[str, str] = field(default_factory=dict)
-    # The tensor by which the frequencies of RoPE are divided, as in Llama 3.1.
-    slowed: str = ""
-    # Header keys that do not matter for a model of text.
-    ignored: tuple[str, ...] = ()
-    # Header keys that must be there; transformers reads a file without them.
-    needed: tuple[str, ...] = ()
-    # Config values that the header lacks, because they are the same for all models.
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Config values that say whether the file has a tensor whose name ends so.
-    flags: Mapping[str, str] = field(default_factory=dict)
-    # What the converter does to the weights of some parts.
-    changes: dict[str, Change] = field(default_factory=dict)
-    # The header key with the number of last layers that only predict further tokens (multi-token
-    # prediction); these are not read.
-    extra_layers: str = ""
-    # Whether only the first `rope.dimension_count` numbers of a head may rotate.
-    part_rotates: bool = False
-    # The kind of the layers without key heads, in a file that lists each layer's key heads.
-    state_kind: str = ""
-    # Whether sliding-window layers have other sizes than the rest. The file then lists the sizes of
-    # each layer, and some layers use the keys and values of others.
-    varies_by_layer: bool = False
-    # Whether the config has a `head_dim`; if not, it is the hidden size by the number of heads.
-    has_head_dim: bool = True
-    # The hint in the error for a file with unknown tensors or settings, which transformers would
-    # misread; empty if transformers may read such a file.
-    refusal: str = ""
-    # A model of so many layers scales attention by the hidden size per head, not by `head_dim`.
-    wide_layers: int = 0
-    # Whether transformers has the experts' matrices transposed, with gate and up rows alternating.
-    swaps_experts: bool = False
-
-
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -170,6 +113,66 @@ _QWEN35_SIZES = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_LONG = "rope_parameters.long_factor"
+_SHORT = "rope_parameters.short_factor"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a GGUF file of one architecture is read; a dictionary maps the file's names to others."""
+
+    # The same architecture in transformers.
+    model_type: str
+    # The parts of a layer, by their names in transformers. `.weight` or `.bias` is added to both
+    # names, unless the key is a tensor's whole name.
+    layer: dict[str, str]
+    # The same for the parts outside the layers, and the path of the layers in transformers.
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
+    layers: str = "model.layers"
+    # Replaces names of `layer` in a file whose layers have two norms, one before attention and one
+    # before the feed-forward part.
+    of_two_norms: Mapping[str, str] = field(default_factory=dict)
+    # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
+    sizes: dict[str, str] = field(default_factory=dict)
+    # Header keys whose value is a text: config value (empty if none) and the supported texts.
+    texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    # Config values that are one header value divided by another.
+    ratios: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # Tensors that have numbers for the config instead of weights.
+    lists: Mapping[str, str] = field(default_factory=dict)
+    # The tensor by which the frequencies of RoPE are divided, as in Llama 3.1.
+    slowed: str = ""
+    # Header keys that do not matter for a model of text.
+    ignored: tuple[str, ...] = ()
+    # Header keys that must be there; transformers reads a file without them.
+    needed: tuple[str, ...] = ()
+    # Config values that the header lacks, because they are the same for all models.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    # Config values that say whether the file has a tensor whose name ends so.
+    flags: Mapping[str, str] = field(default_factory=dict)
+    # What the converter does to the weights of some parts.
+    changes: dict[str, Change] = field(default_factory=dict)
+    # The header key with the number of last layers that only predict further tokens (multi-token
+    # prediction); these are not read.
+    extra_layers: str = ""
+    # Whether only the first `rope.dimension_count` numbers of a head may rotate.
+    part_rotates: bool = False
+    # The kind of the layers without key heads, in a file that lists each layer's key heads.
+    state_kind: str = ""
+    # Whether sliding-window layers have other sizes than the rest. The file then lists the sizes of
+    # each layer, and some layers use the keys and values of others.
+    varies_by_layer: bool = False
+    # Whether the config has a `head_dim`; if not, it is the hidden size by the number of heads.
+    has_head_dim: bool = True
+    # The hint in the error for a file with unknown tensors or settings, which transformers would
+    # misread; empty if transformers may read such a file.
+    refusal: str = ""
+    # A model of so many layers scales attention by the hidden size per head, not by `head_dim`.
+    wide_layers: int = 0
+    # Whether transformers has the experts' matrices transposed, with gate and up rows alternating.
+    swaps_experts: bool = False
+
+
 _QWEN35 = Architecture(
     "qwen3_5_text",
     _ATTENTION
@@ -206,8 +209,7 @@ _QWEN35 = Architecture(
     extra_layers="nextn_predict_layers",
     part_rotates=True,
 )
-_LONG = "rope_parameters.long_factor"
-_SHORT = "rope_parameters.short_factor"
+
 
 # For each architecture that sirchat reads, by its name in GGUF files: how such a file is read.
 ARCHITECTURES: dict[str, Architecture] = {
