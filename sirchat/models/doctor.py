@@ -1,7 +1,4 @@
-"""Makes the checks of `sirchat doctor` for a bug report.
-
-The checks show versions, machine and folders, whether the model works, and its speed.
-"""
+"""The checks of `sirchat doctor`: versions, machine and folders, and the model and its speed."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ _LONGEST = 5.0  # seconds after which the speed test stops decoding
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check of `sirchat doctor`: the check's name and what was found.
-
-    `problem` says what is wrong, or is empty if all is well.
-    """
+    """The result of one check; `problem` says what is wrong, or is empty."""
 
     name: str
     value: str
@@ -55,7 +49,7 @@ class Finding:
 
 
 def examine(model_name: str, device_map: str = "off") -> Iterator[Finding]:
-    """Yield the result of each check of `sirchat doctor`; the model's, the slowest, comes last."""
+    """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
     yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
@@ -76,11 +70,7 @@ def _version(distribution: str) -> str:
 
 
 def _cache_type(model: LoadedModel) -> str:
-    """The number type of a model's KV cache, as text for `sirchat doctor`.
-
-    If the cache has another number type than the model, the text also says how long a layer's
-    attention takes in each 16-bit type.
-    """
+    """The cache's number type, and why: how long attention takes, if it is not the model's."""
     kind = str(model.cache_dtype).removeprefix("torch.")
     if model.cache_dtype == model.dtype:
         return kind
@@ -105,7 +95,6 @@ def _gpu() -> str:
 
 
 def _folder(name: str, folder: Path) -> Finding:
-    """Check that a folder can be written to, and that only its owner can open it."""
     shown = abbreviated(folder)
     there = next(one for one in (folder, *folder.parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -142,7 +131,6 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
 
 
 def _memory(model: LoadedModel) -> Iterator[Finding]:
-    """Yield, for each device, the memory that the model's weights and a KV cache take on it."""
     cache = model.new_cache(min(MOST_ROWS, model.context_length))
     model.forward([0], cache)
     for one in memory_by_device(model.module, cache):
@@ -152,10 +140,7 @@ def _memory(model: LoadedModel) -> Iterator[Finding]:
 
 
 def _speed(model: LoadedModel) -> Finding:
-    """Measure how many tokens per second a model reads and how many it generates.
-
-    Generating is measured without sampling.
-    """
+    """Measure how many tokens a second a model reads, and writes without sampling."""
     count = min(_READ, model.context_length // 2)
     _seconds_of_pass(model, count // 2, model.new_cache(count))  # a warm-up
     cache = model.new_cache(count + _DECODED)
@@ -172,7 +157,6 @@ def _speed(model: LoadedModel) -> Finding:
 
 
 def _seconds_of_pass(model: LoadedModel, count: int, cache: BoundedCache) -> float:
-    """Measure the seconds of one forward pass over `count` ids after the tokens in `cache`."""
     ids = [at % model.vocab_size for at in range(cache.length, cache.length + count)]
     begun = time.perf_counter()
     model.read(ids, cache).logits[:1].tolist()  # a GPU computes in the background: wait for it

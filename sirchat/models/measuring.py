@@ -1,14 +1,7 @@
 """Measures which number type of the KV cache and which products of packed weights are fastest here.
 
-Products of packed weights are rounded to bfloat16. So float16 and bfloat16 are both precise enough
-for keys and values, and take half the memory of float32. Which of them is faster depends on the
-processor. On a processor with AVX-512 FP16, attention over float16 takes 1.6 times as long as over
-bfloat16; on a processor without AVX-512 FP16, it takes four times as long.
-
-Products with many rows are faster over unpacked weights. But a processor without instructions for
-bfloat16 multiplies bfloat16 ten times slower or more than float32. So the cache's type and the
-products are measured once for each processor, version of torch and shape, and the results are kept
-beside the compiled programs.
+Once for each processor, version of torch and shape; the results are kept beside the compiled
+programs.
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ UnpackName = Literal["auto", "bfloat16", "float32"]
 
 Result = TypeVar("Result")
 
-_CANDIDATES = (torch.bfloat16, torch.float16)
+_TYPES = (torch.bfloat16, torch.float16)
 _ROWS, _ROUNDS = 1024, 12
 
 # Rows and columns of the matrix whose products are measured; and the most rows of an input.
@@ -60,7 +53,7 @@ _UNPACKED: tuple[Unpacked, ...] = ("bfloat16", "float32")
 
 
 class HeadShape(NamedTuple):
-    """The shape of a layer's attention: numbers of query heads and key heads; size of a head."""
+    """The numbers of query heads and key heads, and the size of a head."""
 
     queries: int
     keys: int
@@ -68,11 +61,7 @@ class HeadShape(NamedTuple):
 
 
 def head_shape(config: Any) -> HeadShape:
-    """The shape of the attention in the widest layer of a model's text part.
-
-    If the config lacks a value, the value of most models is taken.
-    """
-
+    """The attention in the widest layer; what the config lacks is as in most models."""
     # As attributes, sizes that differ by layer raise an error.
     values = config.get_text_config(decoder=True).to_dict()
 
@@ -86,47 +75,40 @@ def head_shape(config: Any) -> HeadShape:
 
 
 def fastest_type(shape: HeadShape) -> torch.dtype:
-    """The 16-bit number type in which attention over 1,024 cached rows is faster on this processor.
-
-    The first call measures the type; later starts read the kept result.
-    """
+    """The 16-bit number type in which attention over 1,024 cached tokens is faster here."""
+    # Products of packed weights are rounded to bfloat16, so both are precise enough. Attention over
+    # float16 takes 1.6 times as long with AVX-512 FP16, and four times without.
 
     def measured() -> str:
         seconds = measure_attention(shape)
         return str(min(seconds, key=seconds.__getitem__))
 
-    return _kept("cache-type", shape, {str(one): one for one in _CANDIDATES}.get, measured)
+    return _kept("cache-type", shape, {str(dtype): dtype for dtype in _TYPES}.get, measured)
 
 
 def choose_products(module: nn.Module, unpack: UnpackName) -> None:
-    """Choose how the packed layers of a module multiply: in the fastest way, or as `unpack` says.
-
-    `unpack` is the setting `unpack_dtype`. If it names a number type, nothing is measured: the
-    other values of `Products` are then defaults that suit most processors.
-    """
+    """Choose how packed layers multiply: the fastest way, or as the setting `unpack_dtype` says."""
     if products_of(module) is None:
         return
     if unpack == "auto":
-        how = fastest_products()
+        products = fastest_products()
+    elif unpack == "bfloat16":
+        products = Products()
     else:
-        how = Products() if unpack == "bfloat16" else Products(unpack, few_4=64, few_8=32, few=32)
-    set_products(module, how)
+        products = Products(unpack, few_4=64, few_8=32, few=32)  # which suits most processors
+    set_products(module, products)
 
 
 def fastest_products() -> Products:
-    """The fastest way to multiply packed weights with many rows on this processor.
-
-    The first call measures it; later starts read the kept result.
-    """
+    """The fastest way to multiply packed weights with many rows on this processor."""
+    # Unpacked weights are faster, but without instructions for bfloat16 that takes ten times as
+    # long as float32, or more.
     return _kept("products", None, _as_products, lambda: json.dumps(measure_products()._asdict()))
 
 
 @torch.inference_mode()
 def measure_products() -> Products:
-    """Measure the fastest way to multiply a packed matrix [1024, 1024]; returns `Products`.
-
-    This takes some tens of milliseconds.
-    """
+    """Measure the fastest way to multiply a packed matrix [1024, 1024], in some tens of ms."""
     q = torch.arange(_SIZE * _SIZE).view(_SIZE, _SIZE) % 16
     scale = torch.ones(_SIZE, _SIZE // GROUP)
     eight = Int8Linear(q.to(torch.int8), torch.ones(_SIZE, dtype=torch.bfloat16))
@@ -147,19 +129,19 @@ def measure_products() -> Products:
         }
     taken = _least(works)
 
-    def whole(dtype: Unpacked) -> float:
+    def seconds(dtype: Unpacked) -> float:
         return taken[f"unpack_4 {dtype}"] + taken[f"product {dtype}"]
 
     def limit(kernel: str, seconds: float) -> int:
         """The largest number of rows in `_STEPS` that a kernel multiplies in about `seconds`."""
         most = seconds / taken[kernel] * len(few)
-        return max((one for one in _STEPS if one <= 1.2 * most), default=_STEPS[0])
+        return max((rows for rows in _STEPS if rows <= 1.2 * most), default=_STEPS[0])
 
-    dtype = min(_UNPACKED, key=whole)
+    dtype = min(_UNPACKED, key=seconds)
     product = taken[f"product {dtype}"]
     return Products(
         dtype,
-        few_4=limit("few_4", whole(dtype)),
+        few_4=limit("few_4", seconds(dtype)),
         few_8=limit("few_8", taken[f"unpack_8 {dtype}"] + product),
         few=limit("few_4", product),
     )
@@ -167,11 +149,8 @@ def measure_products() -> Products:
 
 @torch.inference_mode()
 def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
-    """Measure a layer's attention for one token in each 16-bit number type.
-
-    Returns the shortest time for each type, in seconds.
-    """
-    times: dict[torch.dtype, list[float]] = {one: [] for one in _CANDIDATES}
+    """Measure a layer's attention for one token: the shortest time for each type, in seconds."""
+    times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in _TYPES}
     query = torch.randn(1, shape.keys, shape.queries // shape.keys, shape.size)
     rows = torch.randn(1, shape.keys, _ROWS, shape.size)
     for _ in range(_ROUNDS):
@@ -184,12 +163,12 @@ def measure_attention(shape: HeadShape) -> dict[torch.dtype, float]:
 
 
 def processor() -> str:
-    """The processor's name, as the system gives it."""
+    """The processor's name."""
     return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def cpuinfo(*names: str) -> str:
-    """The first value in Linux's /proc/cpuinfo whose key begins with one of `names`; "" if none."""
+    """The first value of Linux's /proc/cpuinfo whose key begins with one of `names`; "" if none."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines():
             if line.startswith(names):
@@ -198,14 +177,13 @@ def cpuinfo(*names: str) -> str:
 
 
 def _as_products(kept: str) -> Products | None:
-    """Read `Products` from the text of a file; returns None if the text is damaged."""
     try:
-        found = Products(**json.loads(kept))
+        products = Products(**json.loads(kept))
     except (ValueError, TypeError):
         return None
-    numbers = (found.few_4, found.few_8, found.few)
-    is_whole = found.dtype in _UNPACKED and all(one in _STEPS for one in numbers)
-    return found if is_whole else None
+    limits = (products.few_4, products.few_8, products.few)
+    is_valid = products.dtype in _UNPACKED and all(limit in _STEPS for limit in limits)
+    return products if is_valid else None
 
 
 def _kept(
@@ -214,29 +192,23 @@ def _kept(
     parse: Callable[[str], Result | None],
     measure: Callable[[], str],
 ) -> Result:
-    """Return the result that an earlier start has kept in a file; if there is none, measure it.
-
-    `measure` returns the result as text, which is kept for later starts. `parse` converts the text
-    to the result. `kind` and `shape` determine the name of the file.
-    """
+    """Parse what an earlier start has kept in a file of this name; if nothing, measure it."""
     path = compiled_dir() / f"{_key(shape)}.{kind}"
     with suppress(OSError, UnicodeDecodeError):
-        found = parse(path.read_text(encoding="utf-8"))
-        if found is not None:
-            return found
+        kept = parse(path.read_text(encoding="utf-8"))
+        if kept is not None:
+            return kept
     text = measure()
     with suppress(OSError):  # measured again at the next start
         write_private(private_dir(path.parent) / path.name, text, replaces=True)
-    found = parse(text)
-    assert found is not None
-    return found
+    result = parse(text)
+    assert result is not None
+    return result
 
 
 def _least(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Run each function in `works` several times, by turns; returns the shortest time of each.
-
-    The times are seconds of this thread, because other programs may use the processor in between.
-    """
+    """Run each function several times, by turns; returns the shortest time of each, in seconds."""
+    # Seconds of this thread, because other programs may use the processor in between.
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(_TIMES):
         for name, work in works.items():

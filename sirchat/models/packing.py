@@ -1,4 +1,4 @@
-"""Puts packed layers (of four or eight bits) into a model, and their weights into one block."""
+"""Puts packed layers, of experts too, into a model, and their weights into one block of memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from sirchat.models.packed import (
 )
 
 # Groups of layers with the same input; a decode step computes one product for each group.
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _ALIGN = 64  # bytes
 
 
 @torch.no_grad()
 def pack_module(module: Any, bits: int) -> None:
-    """Replace the linear layers of a transformers model by packed ones of 8 or 4 bits, in place.
+    """Replace the linear layers of a model by packed ones of 8 or 4 bits, in place.
 
-    The weights are rounded. The output head gets 8 bits, and so does a layer whose shape does not
-    allow 4. If the embeddings have the same weights as the head, they read the head's packed
-    weights; otherwise they are not changed.
+    The head gets 8 bits, and so does a layer whose shape does not allow 4. Embeddings stay, or read
+    the weights that they share with the head.
     """
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = embeddings.weight is head.weight
@@ -56,45 +55,37 @@ def pack_module(module: Any, bits: int) -> None:
 
 
 def has_same_input(path: str) -> bool:
-    """Whether other layers of the model have the same input as the layer at `path`.
-
-    Layers with the same input may be joined into one.
-    """
-    return any(path.rpartition(".")[2] in group for group in SAME_INPUT)
+    """Whether other layers have the same input as the layer at `path`, and may be joined."""
+    return any(path.rpartition(".")[2] in group for group in _SAME_INPUT)
 
 
 def fuse_projections(module: Any, path: str, store: WeightStore) -> None:
-    """Move the weights of the packed layer at `path` into `store`; joins layers of the same input.
+    """Move the weights of the packed layer at `path` into `store`.
 
-    Call this function for each packed layer. Layers with the same input wait until all of them are
-    packed. If they are packed in the same way, their weights are then joined into one matrix.
+    Layers with the same input wait until all are packed, and are then joined if packed in one way.
     """
     owner, _, name = path.rpartition(".")
-    names = next((group for group in SAME_INPUT if name in group), (name,))
-    layers = [getattr(module.get_submodule(owner), one, None) for one in names]
-    packed = [one for one in layers if isinstance(one, PackedLinear)]
+    names = next((group for group in _SAME_INPUT if name in group), (name,))
+    layers = [getattr(module.get_submodule(owner), name, None) for name in names]
+    packed = [layer for layer in layers if isinstance(layer, PackedLinear)]
     if len(packed) < len(layers):
         return
-    if len(packed) == 1 or len({type(one) for one in packed}) > 1:
-        for one in packed:
-            store.move(one)
+    if len(packed) == 1 or len({type(layer) for layer in packed}) > 1:
+        for layer in packed:
+            store.move(layer)
         return
-    whole = packed[0].joining(packed)
-    store.move(whole)
+    joined = packed[0].joining(packed)
+    store.move(joined)
     start = 0
-    for one in packed:
-        one.take(whole, start)
-        start += one.out_features
+    for layer in packed:
+        layer.take(joined, start)
+        start += layer.out_features
 
 
 class WeightStore:
-    """One block of memory for the weights of many layers.
+    """One block of `size` bytes for the weights of many layers.
 
-    Without this block, the temporary tensors of packing would leave unused gaps between the weights
-    of the layers (fragmented memory).
-
-    Args:
-        size: bytes of the block.
+    Without it, the temporary tensors of packing would leave gaps between these.
     """
 
     def __init__(self, size: int) -> None:
@@ -102,12 +93,12 @@ class WeightStore:
         self._used = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor without values in the block, or elsewhere if the block has no room."""
+        """Make a tensor without values in the block, or elsewhere if it has no room."""
         place = self._place(prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype) if place is None else place.view(dtype).view(shape)
 
     def move(self, layer: nn.Module) -> None:
-        """Move a layer's buffers into the block; a buffer that does not fit stays where it is."""
+        """Move a layer's buffers into the block, as far as it has room."""
         for name, buffer in layer.named_buffers():
             if _begin(buffer) == _begin(self._bytes):
                 continue  # made by `empty`
@@ -117,7 +108,6 @@ class WeightStore:
                 setattr(layer, name, here.copy_(buffer))
 
     def _place(self, size: int) -> Tensor | None:
-        """Take the next `size` free bytes of the block; returns None if fewer bytes are free."""
         start = -(-self._used // _ALIGN) * _ALIGN
         if start + size > len(self._bytes):
             return None
@@ -126,17 +116,15 @@ class WeightStore:
 
 
 class PackedExperts(nn.Module):
-    """Replaces the experts of a transformers layer, which are stacked tensors, by packed layers.
+    """Replaces a layer's experts, stacked tensors in transformers, by packed layers of each expert.
 
-    Args:
-        before: the experts of the transformers layer; their gate and their biases are still used.
-        layers: for each of `gate`, `up` and `down`, the packed layer of each expert.
+    The gate and the biases of the experts `before` are still used.
     """
 
     def __init__(self, before: Any, layers: Mapping[Any, Sequence[PackedLinear]]) -> None:
         super().__init__()
         self.gate, self.up, self.down = (
-            nn.ModuleList(layers[one]) for one in ("gate", "up", "down")
+            nn.ModuleList(layers[part]) for part in ("gate", "up", "down")
         )
         self.gate_up_proj_bias = getattr(before, "gate_up_proj_bias", None)  # [E, 2 F]
         self.down_proj_bias = getattr(before, "down_proj_bias", None)  # [E, K]
@@ -144,11 +132,7 @@ class PackedExperts(nn.Module):
         self._before = (before,)  # in a tuple, so that it is not a submodule
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Compute, for each row of x [m, K], the weighted sum of the outputs of its k experts.
-
-        `chosen` [m, k] are the numbers of each row's experts, `shares` [m, k] the experts' weights
-        in the sum.
-        """
+        """Sum, for each row of x [m, K], the outputs of its k experts `chosen` times `shares`."""
         out = torch.zeros_like(x)
         for expert in set(chosen.flatten().tolist()):
             rows, places = torch.where(chosen == expert)
@@ -170,5 +154,4 @@ class PackedExperts(nn.Module):
 
 
 def _begin(tensor: Tensor) -> int:
-    """The memory address at which the storage of a tensor begins."""
     return tensor.untyped_storage().data_ptr()

@@ -1,7 +1,4 @@
-"""Reports the progress of loading and of downloads; replaces the progress bars of libraries.
-
-transformers is imported only where its bars are replaced, so that a download starts fast.
-"""
+"""Reports the progress of loading and of downloads; replaces the progress bars of libraries."""
 
 from __future__ import annotations
 
@@ -20,17 +17,14 @@ Progress = Callable[[str, int, int | None], None]
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Context manager or decorator: transformers and its libraries show no bars, warnings or logs.
-
-    Problems are then reported only by exceptions. The progress bars stay off after the block, too.
-    """
+    """Context manager or decorator: no warnings or logs of transformers; for good, no bars."""
     switch_off_bars()
     with no_warnings():
         yield
 
 
 def switch_off_bars() -> None:
-    """Stop transformers and the hub's library from showing progress bars and warnings, for good."""
+    """Stop transformers and the hub's library from showing bars and warnings, for good."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -43,7 +37,7 @@ def switch_off_bars() -> None:
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """Context manager or decorator: no library shows warnings or writes log messages."""
+    """Context manager or decorator: no library shows warnings or logs."""
     with no_logs(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -51,7 +45,7 @@ def no_warnings() -> Iterator[None]:
 
 @contextmanager
 def no_logs() -> Iterator[None]:
-    """Context manager or decorator: no library writes log messages."""
+    """Context manager or decorator: no library logs."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -62,10 +56,7 @@ def no_logs() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
-    """Context manager: the progress bars of transformers report to `progress`.
-
-    Yields options for `from_pretrained`, with which downloads report to `progress`, too.
-    """
+    """Context manager: transformers' bars report; yields options of `from_pretrained` for that."""
     if progress is None:
         yield {}
         return
@@ -84,7 +75,7 @@ def reporting(progress: Progress | None) -> Iterator[dict[str, Any]]:
 
 
 def bar_class(progress: Progress) -> type[tqdm]:
-    """Make a class of progress bars for libraries; they draw nothing, but report to `progress`."""
+    """Make a class of progress bars for libraries that draw nothing, but report."""
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:

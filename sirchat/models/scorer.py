@@ -1,8 +1,6 @@
 """A scorer: a linear map from a token's hidden states to the score that the policy `learned` uses.
 
-The hidden states are the outputs of a few layers, recorded by forward hooks while ids are read. The
-score is the logarithm of the quantity that `sirchat train scorer` was told to predict. A scorer is
-one small safetensors file; `paths.scorer_files` says where it is.
+The score is the logarithm of what `sirchat train scorer` was told to predict.
 """
 
 from __future__ import annotations
@@ -26,26 +24,17 @@ from sirchat.errors import ModelError
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Predicts a score for each token from its hidden states, for the policy `learned`.
+    """Predicts a score for each token from the outputs of a few layers; by default NaN."""
 
-    Attributes:
-        layers: the layers whose output states are used, in ascending order; the first layer is
-            number 1. Empty for a model without a scorer.
-        weight: float32 [layers x d], for the states of all layers, side by side.
-        bias: the number added to the product of states and `weight`; NaN, as are then all
-            scores, for a model without a scorer.
-        about: facts about the training, as text, by name.
-    """
-
-    layers: tuple[int, ...] = ()
-    weight: Tensor = field(default_factory=lambda: torch.zeros(0))
+    layers: tuple[int, ...] = ()  # ascending, counted from 1; empty for no scorer
+    weight: Tensor = field(default_factory=lambda: torch.zeros(0))  # float32 [layers x d]
     bias: float = math.nan
-    about: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)  # facts about the training, by name
 
     def scores(self, states: Tensor) -> list[float]:
         """Compute the scores of m tokens from their hidden states [m, layers x d]."""
-        found: list[float] = (states.float() @ self.weight.to(states.device) + self.bias).tolist()
-        return found
+        scores: list[float] = (states.float() @ self.weight.to(states.device) + self.bias).tolist()
+        return scores
 
     def save(self, path: Path) -> None:
         """Write the scorer into a file; raises ModelError if it can't be written."""
@@ -64,45 +53,36 @@ class Scorer:
                 about = dict(file.metadata() or {})
                 layers = tuple(map(int, json.loads(about.pop("layers"))))
                 weight, bias = file.get_tensor("weight"), file.get_tensor("bias")
-            found = cls(layers, weight.float(), float(bias), about)
-            if weight.ndim != 1 or not (weight.isfinite().all() and math.isfinite(found.bias)):
+            scorer = cls(layers, weight.float(), float(bias), about)
+            if weight.ndim != 1 or not (weight.isfinite().all() and math.isfinite(scorer.bias)):
                 raise ValueError
         except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError):
             raise _unusable(path, "is damaged") from None
-        return found
+        return scorer
 
 
 def scorer_of(name: str, module: Any) -> Scorer:
-    """Load the scorer of the model `name`: the user's own, or else the bundled one.
+    """Load a model's scorer: the user's own, or else the bundled one, or else an empty one.
 
-    Without either, returns an empty scorer. Raises ModelError for a file that is damaged or was
-    made for a model of another shape.
+    Raises ModelError for a file that is damaged or was made for a model of another shape.
     """
     path = next((path for path in paths.scorer_files(name) if path.is_file()), None)
     if path is None:
         return Scorer()
-    found = Scorer.load(path)
-    if not _fits(found, module):
+    scorer = Scorer.load(path)
+    if not _fits(scorer, module):
         raise _unusable(path, "was trained for another model")
-    return found
+    return scorer
 
 
 def layer_count(module: Any) -> int:
-    """The number of a model's layers.
-
-    In LongCat Flash, each of these layers has two layers in the KV cache.
-    """
+    """The number of a model's layers; LongCat Flash caches two layers for each."""
     config = module.config.get_text_config(decoder=True)
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 
 
 class LayerStates:
-    """Records the hidden states after some layers in one forward pass of a transformers model.
-
-    Args:
-        module: the model.
-        layers: numbers of the layers, ascending, from 1.
-    """
+    """Records the hidden states after some layers, ascending from 1, in one forward pass."""
 
     def __init__(self, module: Any, layers: Sequence[int]) -> None:
         self._module, self._layers = module, layers
@@ -110,7 +90,7 @@ class LayerStates:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager: record the hidden states of the forward pass that runs in the block."""
+        """Context manager: record the states of the pass within the block."""
         with ExitStack() as hooks:
             for number in self._layers:
                 layer = decoder_layers(self._module)[number - 1]
@@ -122,13 +102,13 @@ class LayerStates:
         self._states.append(hidden[0])
 
     def joined(self) -> Tensor:
-        """The recorded hidden states of all layers side by side, float32 [m, layers x d]."""
+        """The states of all layers side by side, float32 [m, layers x d]."""
         first = self._states[0].device
-        return torch.cat([one.to(first).float() for one in self._states], -1)
+        return torch.cat([states.to(first).float() for states in self._states], -1)
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
-    """The model's list of layers: the first module list whose length is the number of layers."""
+    """The model's layers: the first module list whose length is the number of layers."""
     count = layer_count(module)
     return next(
         one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == count
@@ -137,7 +117,7 @@ def decoder_layers(module: Any) -> nn.ModuleList:
 
 def _fits(scorer: Scorer, module: Any) -> bool:
     layers, size = scorer.layers, module.config.get_text_config(decoder=True).hidden_size
-    is_valid = list(layers) == sorted({one for one in layers if 1 <= one <= layer_count(module)})
+    is_valid = list(layers) == sorted({n for n in layers if 1 <= n <= layer_count(module)})
     return is_valid and len(scorer.weight) == len(layers) * size > 0
 
 

@@ -1,7 +1,4 @@
-"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block.
-
-With hidden states, the logits of all tokens are never in memory at once.
-"""
+"""Computes surprisal, -log p(token), from logits, or from hidden states, block by block."""
 
 from __future__ import annotations
 
@@ -25,19 +22,14 @@ _STEPS = 254  # steps of a digit that make one step of the digit before it
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """The result of a forward pass over m ids.
+    """The result of a forward pass over m ids."""
 
-    Attributes:
-        surprisal: float32 [m - 1], in nats, of all ids but the first.
-        logits: float32 [V], the raw logits after the last id.
-    """
-
-    surprisal: Tensor
-    logits: Tensor
+    surprisal: Tensor  # float32 [m - 1], in nats, of all ids but the first
+    logits: Tensor  # float32 [V], raw, after the last id
 
     @classmethod
     def of_logits(cls, logits: Tensor, ids: Sequence[int]) -> PassResult:
-        """Make the result of a forward pass over ids [m] from the logits [m, V] after each id."""
+        """Make the result from the logits [m, V] after each id."""
         if len(ids) == 1:
             return cls(logits.new_empty(0), logits[0])
         with torch.inference_mode():
@@ -47,14 +39,9 @@ class PassResult:
 
 
 def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
-    """-log p(id) for each row of logits: SirLLM's "token entropy" (arXiv:2405.12528, section 3.2).
+    """-log p(id) after each row of raw logits [m, V], float32 [m] in nats, at least 0.
 
-    Args:
-        logits: [m, V], as the model returns them: before temperature or any penalty.
-        ids: [m], for each row of logits, the token that followed.
-
-    Returns:
-        float32 [m], in nats, at least 0.
+    SirLLM calls it token entropy (arXiv:2405.12528, section 3.2).
     """
     logits = logits.float()
     chosen = logits.gather(-1, ids[:, None])[:, 0]
@@ -62,36 +49,29 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def surprisal_of(logits: Tensor, token_id: int) -> float:
-    """The surprisal of one token id, in nats, given the row [V] of logits before it."""
+    """The surprisal of one token id, in nats, given the logits [V] before it."""
     # One fused kernel: for a single row, the time depends on the number of kernels.
     return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
 
 
 def can_score(module: Any) -> bool:
-    """Whether `surprisal_at` can compute a model's logits from its last hidden states."""
+    """Whether a model's logits are the product of its last states and its head."""
     head = module.get_output_embeddings()
     return module.config.model_type in _KINDS and isinstance(head, nn.Linear | Int8Linear)
 
 
 @torch.inference_mode()
 def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """The surprisal -log p(id) of each id, in nats, from the model's last hidden states.
+    """The surprisal of each id [m] after the hidden states [m, d], float32 in nats, at least 0.
 
-    Args:
-        head: the output head, a linear layer with V rows.
-        hidden: [m, d], the hidden states, which are the head's input.
-        ids: [m], for each hidden state, the token that followed.
-
-    Returns:
-        float32 [m], at least 0. On a CPU the logits are computed in float32, also for bfloat16
-            weights; for eight-bit weights, they have relative errors of about 2^-17 on CPUs without
-            VNNI.
+    On a CPU logits are float32, also for bfloat16 weights; without VNNI those of eight-bit weights
+    have relative errors of about 2^-17. They are never all in memory.
     """
     weight = getattr(head, "weight", hidden)
     if not (hidden.device.type == weight.device.type == "cpu"):  # the head may be on disk
         parts = [torch.log_softmax(head(some).float(), -1) for some in torch.split(hidden, _ROWS)]
-        found = torch.cat(parts)
-        return -found.gather(1, ids.to(found.device)[:, None])[:, 0].clamp_max(0.0)
+        log_p = torch.cat(parts)
+        return -log_p.gather(1, ids.to(log_p.device)[:, None])[:, 0].clamp_max(0.0)
     total = torch.full((len(ids),), -torch.inf)  # log of the sum of exp(logit) so far
     chosen = torch.empty(len(ids))
     is_fast = isinstance(head, Int8Linear) and torch.cpu._is_vnni_supported()
@@ -114,14 +94,10 @@ def surprisal_at(head: Any, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Multiplies hidden states [m, d] with the output head's weights for some tokens, in float32.
+    """Multiplies hidden states [m, d] with the head's weights for some tokens, in float32.
 
-    bfloat16 represents eight-bit weights exactly, and many processors have fast matrix units that
-    multiply bfloat16 and add in float32. On such processors, each state is written as the sum of
-    two parts, and each part is multiplied in bfloat16.
-
-    Attributes:
-        precision: torch's setting `float32_matmul_precision` for these products.
+    bfloat16 holds eight-bit weights exactly, and fast matrix units multiply it and add in float32.
+    With these, each state is the sum of two parts, multiplied in bfloat16.
     """
 
     def __init__(self, head: Any, hidden: Tensor) -> None:
@@ -135,25 +111,24 @@ class _Parts:
             self.precision = "medium"
 
     def take(self, start: int, end: int) -> None:
-        """Select the output head's weights for the tokens `start` to `end`, which `of` will use."""
+        """Select the weights of the tokens `start` to `end`."""
         head = self._head
         rows = head.q[start:end] if isinstance(head, Int8Linear) else head.weight[start:end]
         self._weight = rows.float().T  # [d, n]
 
     def of(self, some: slice) -> Tensor:
-        """Multiply the hidden states in the slice `some` with the n selected weights: [m, n]."""
-        found = self._parts[0][some] @ self._weight
+        """Multiply some hidden states with the n selected weights: [m, n]."""
+        product = self._parts[0][some] @ self._weight
         for part in self._parts[1:]:
-            found.addmm_(part[some], self._weight)
-        return found
+            product.addmm_(part[some], self._weight)
+        return product
 
 
 class _Digits:
-    """Multiplies hidden states with eight-bit weights like `_Parts`, but in whole numbers.
+    """Like `_Parts`, in whole numbers, which are fast with VNNI and need no other weights.
 
-    Such products are fast on processors with VNNI. Each state is written as the sum of three
-    eight-bit digits, each multiplied by its step. The sum is exact to 2^-24 of the state's largest
-    number. The weights are not converted, so the products of few states take little time.
+    Each state is the sum of three eight-bit digits times their steps, exact to 2^-24 of its largest
+    number.
     """
 
     precision = "highest"
@@ -173,19 +148,16 @@ class _Digits:
 
     def of(self, some: slice) -> Tensor:
         digits = self._digits[:, some]
-        found = torch._int_mm(digits.flatten(0, 1), self._weight).float()
-        first, second, third = found.view(3, digits.shape[1], -1)
+        products = torch._int_mm(digits.flatten(0, 1), self._weight).float()
+        first, second, third = products.view(3, digits.shape[1], -1)
         third.div_(_STEPS).add_(second).div_(_STEPS).add_(first)
-        whole: Tensor = third.mul_(self._step[some])
-        return whole
+        product: Tensor = third.mul_(self._step[some])
+        return product
 
 
 @contextmanager
 def _products_of(precision: str) -> Iterator[None]:
-    """Context manager: set torch's precision of float32 matrix products within the block.
-
-    `precision` is a value of torch's setting `float32_matmul_precision`.
-    """
+    """Context manager: torch's `float32_matmul_precision` within the block."""
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
