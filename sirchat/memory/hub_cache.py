@@ -1,9 +1,6 @@
-"""The KV cache as a `transformers.Cache`, the class that models of transformers accept.
+"""The KV cache as a `transformers.Cache`, which models of transformers accept without a patch."""
 
-Every model with one key and one value per token can use this cache without a patch, and so can
-hybrid models, which have recurrent layers, too. This is the only file of this folder that imports
-transformers, because this import takes a second.
-"""
+# The only file of this folder that imports transformers, because that takes a second.
 
 from __future__ import annotations
 
@@ -20,19 +17,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerKind, LayerRotation, RowArguments, RowLayer
+from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, RowArguments, RowLayer
 
 
 class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is untyped
-    """A `BoundedCache` that is a `transformers.Cache`, for models with any kinds of layers.
-
-    Args:
-        rotations, capacity, dtype, devices: the same as in `BoundedCache`.
-        kinds: the kind of each layer of the model; None if all have keys and values only.
-        reads_singly: whether the model's recurrent or convolution layers can read only one token
-            in a forward pass.
-    """
+    """A `BoundedCache` for models with any `kinds` of layers; None: keys and values only."""
 
     def __init__(
         self,
@@ -49,14 +38,16 @@ class HubCache(BoundedCache, Cache):  # type: ignore[misc]  # transformers is un
         Cache.__init__(self, layers=self.layers)
 
     def _new_layers(self, rows: Sequence[RowArguments]) -> list[Any]:
-        rest, layers = iter(rows), list[Any]()
+        left, layers = iter(rows), list[Any]()
         kinds = [(True, 0)] * len(rows) if self._kinds is None else self._kinds
         for has_rows, states in kinds:
-            own = next(rest) if has_rows else ()
-            if states:
-                layers.append(RowAndStateLayer(states, *own) if has_rows else StateLayer(states))
+            arguments = next(left) if has_rows else ()
+            if states and has_rows:
+                layers.append(RowAndStateLayer(states, *arguments))
+            elif states:
+                layers.append(StateLayer(states))
             else:
-                layers.append(HubRowLayer(*own) if has_rows else DummyLayer())
+                layers.append(HubRowLayer(*arguments) if has_rows else DummyLayer())
         return layers
 
 
@@ -79,13 +70,9 @@ class HubRowLayer(RowLayer, CacheLayerMixin):  # type: ignore[misc]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """A cache layer with recurrent or convolution states, but without keys and values."""
+    """A layer with recurrent or convolution states, but without keys and values."""
 
     def copy_state(self) -> dict[tuple[str, int], Tensor]:
-        """A copy of the layer's states: a tensor for each kind (`conv`, `recurrent`) and number.
-
-        States to which nothing has been written are left out.
-        """
         kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
         return {
             (kind, number): tensor.clone()
@@ -95,7 +82,6 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         }
 
     def set_state(self, state: dict[tuple[str, int], Tensor]) -> None:
-        """Replace the layer's states by a copy of `state`."""
         LinearAttentionCacheLayerMixin.__init__(self, self.number_of_states)
         for (kind, number), tensor in state.items():
             getattr(self, f"{kind}_states")[number] = tensor.clone()
@@ -115,11 +101,7 @@ class RowAndStateLayer(StateLayer, HubRowLayer):
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each layer of a model with the configuration `config`.
-
-    A kind says whether the layer has keys and values, and how many recurrent or convolution states
-    it has. The kinds are those of the layers of transformers' own cache.
-    """
+    """The kind of each layer of a model, as in transformers' own cache for its `config`."""
     return [
         (
             isinstance(layer, CacheLayerMixin),

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.cache import BoundedCache, CacheState
 from sirchat.memory.key_value_stats import Block, key_value_stats
 from sirchat.memory.key_values import KeyValues, Positions, merged, united
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State

@@ -24,11 +24,6 @@ class Rotation:
     interleaved: bool = False  # pairs are (0, 1), (2, 3), ..., else (0, d/2), (1, d/2 + 1), ...
     offset: int = 0  # of the first of the d rotated dimensions within the head
 
-    @property
-    def dims(self) -> int:
-        """Number d of dimensions of each head that are rotated."""
-        return 2 * self.inv_freq.numel()
-
     def cos_sin(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [n, d/2], that rotate n keys from positions `old` to `new`."""
         # Rounded to float32, like the model's own, and then subtracted in float64: a rotated key
@@ -44,19 +39,17 @@ class Rotation:
         """The vectors `x` [..., n, D], rotated by `cos` and `sin` [n, d/2]: a copy in float32."""
         cos, sin = cos.to(x.device), sin.to(x.device)
         out = x.float() if x.dtype != torch.float32 else x.clone()
-        old = self._pairs(x.float())
-        new = self._pairs(out)
-        torch.mul(old[0], cos, out=new[0]).addcmul_(old[1], sin, value=-1)
-        torch.mul(old[1], cos, out=new[1]).addcmul_(old[0], sin)
-        return out
-
-    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """First and second coordinates of the rotated pairs of `x`: views [..., d/2]."""
-        part = x[..., self.offset : self.offset + self.dims]
+        half = cos.shape[-1]  # d/2
+        part = slice(self.offset, self.offset + 2 * half)
+        old, new = x.float()[..., part], out[..., part]
         if self.interleaved:
-            return part[..., 0::2], part[..., 1::2]
-        half = self.dims // 2
-        return part[..., :half], part[..., half:]
+            pairs = slice(0, None, 2), slice(1, None, 2)
+        else:
+            pairs = slice(0, half), slice(half, None)
+        first, second = old[..., pairs[0]], old[..., pairs[1]]
+        torch.mul(first, cos, out=new[..., pairs[0]]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=new[..., pairs[1]]).addcmul_(first, sin)
+        return out
 
     def same_angles(self, other: Rotation) -> bool:
         """Whether `other` has the same frequencies, and therefore the same cosines and sines."""

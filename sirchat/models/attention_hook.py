@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import LayerRotation
 from sirchat.memory.rope import unrotated
 
 _NAME = "sirchat_hooked_"  # and the name of the usual attention function

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.rope import Rotation
 from sirchat.models.attention_hook import AttentionCall, is_observed, report
 from sirchat.models.model_config import ConfigValues, DecoderConfig

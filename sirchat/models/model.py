@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
+from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
 from sirchat.models.attention_hook import (
     AttentionObserver,
     LayerQueries,

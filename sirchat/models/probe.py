@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sirchat.errors import ModelError
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerKind, LayerRotation, layer_numbers
+from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
 from sirchat.memory.rope import Rotation, match_rotation
 from sirchat.models.devices import input_device
 from sirchat.models.model_config import REFUSED_LAYERS, context_length

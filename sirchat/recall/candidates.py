@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.archive import Archive
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.random_numbers import Purpose, uniform

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.models.attention_hook import LayerQueries, QueryRecorder

@@ -25,7 +25,7 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
 from sirchat.lab.small_models import build_small, causal_families
-from sirchat.memory.cache_layers import CacheState
+from sirchat.memory.cache import CacheState
 from sirchat.memory.hub_cache import StateLayer
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model

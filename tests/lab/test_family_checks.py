@@ -17,7 +17,7 @@ from command import run
 from sirchat.lab import families
 from sirchat.lab.families import FamilyCheck, check_families, check_family
 from sirchat.lab.small_models import causal_families
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
 
 TABLE = Path(sirchat.models.__file__).with_name("FAMILIES.md")

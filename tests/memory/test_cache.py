@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.hub_cache import HubCache
 from sirchat.memory.rope import Rotation
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ledger_rows import append_rows
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import KeyValueStat, Ledger
 from sirchat.memory.rope import Rotation

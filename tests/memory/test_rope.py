@@ -39,7 +39,7 @@ def test_a_pair_rotates_like_a_complex_number(rotation: Rotation, old: int, new:
             real, imaginary = rotation.offset + 2 * pair, rotation.offset + 2 * pair + 1
         else:
             real = rotation.offset + pair
-            imaginary = real + rotation.dims // 2
+            imaginary = real + rotation.inv_freq.numel()
         z = complex(expected[real], expected[imaginary]) * cmath.exp(1j * (new - old) * frequency)
         expected[real], expected[imaginary] = z.real, z.imag
     # Angles are rounded to float32, as models round them: up to 5000 * 2^-24 radians.

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from families import HYBRIDS, build
-from sirchat.memory.cache_layers import LayerRotation, layer_numbers
+from sirchat.memory.cache import LayerRotation, layer_numbers
 from sirchat.memory.hub_cache import HubCache, layer_kinds
 from sirchat.models.probe import cache_argument
 

@@ -181,7 +181,7 @@ def turned(row: Tensor, rotation: Rotation | None, distance: int) -> Tensor:
     """`row` turned as complex numbers, in float64."""
     if rotation is None:
         return row
-    dims = range(rotation.offset, rotation.offset + rotation.dims)
+    dims = range(rotation.offset, rotation.offset + 2 * rotation.inv_freq.numel())
     half = len(dims) // 2
     firsts, seconds = dims[:half], dims[half:]
     if rotation.interleaved:

@@ -29,7 +29,7 @@ from sirchat.config.values import allowed
 from sirchat.errors import SettingError
 from sirchat.lab.studies.retrieval import RecallVariant
 from sirchat.memory.archive import Archive
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS

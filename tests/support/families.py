@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from sirchat.memory.cache import BoundedCache
-from sirchat.memory.cache_layers import LayerRotation
+from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.models.surprisal import PassResult
 
