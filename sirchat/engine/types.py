@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.cache import BoundedCache, CacheState
+from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_store import CacheCheckpoint
-from sirchat.memory.key_values import Positions
+from sirchat.memory.key_values import CacheState, Positions
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.base import Policy
 

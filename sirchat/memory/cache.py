@@ -16,16 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.key_values import KeyValues, Positions
+from sirchat.memory.key_values import CacheState, KeyValues, Positions
 from sirchat.memory.rope import CosSin, Rotation
 from sirchat.memory.transfers import to_device
 
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
 LayerKind = tuple[bool, int]
-
-# A copy of the states of all recurrent and convolution layers, one dictionary for each layer; the
-# key of a tensor is its kind, `conv` or `recurrent`, and its number.
-CacheState = tuple[dict[tuple[str, int], Tensor], ...]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.cache import BoundedCache, CacheState
+from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
-from sirchat.memory.key_values import KeyValues, Positions, merged, united
+from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged, united
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.policies.scores import or_usual
 

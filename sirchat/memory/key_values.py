@@ -1,4 +1,4 @@
-"""Keys and values of tokens, as the model first wrote them."""
+"""Keys and values of tokens, as the model first wrote them, and states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from torch import Tensor
 from sirchat.memory.transfers import to_device
 
 Positions = NDArray[np.int64]  # of tokens in the stream, the whole conversation
+
+# A copy of the states of all recurrent and convolution layers, one dictionary for each layer; the
+# key of a tensor is its kind, `conv` or `recurrent`, and its number.
+CacheState = tuple[dict[tuple[str, int], Tensor], ...]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from sirchat.chat.rereading import read_again
 from sirchat.chat.session import Session
 from sirchat.errors import SessionError
 from sirchat.memory.attention import AttentionCheckpoint
-from sirchat.memory.cache import CacheState
-from sirchat.memory.key_values import KeyValues
+from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import rewrite
 from sirchat.saved.saved_model import check_model, facts_of

@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from sirchat.memory.attention import AttentionCheckpoint, QueryWindow
-from sirchat.memory.cache import CacheState
-from sirchat.memory.key_values import KeyValues
+from sirchat.memory.key_values import CacheState, KeyValues
 
 _ATTENTION = "attention."
 _STATE = "state."

@@ -25,8 +25,8 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import TurnRef
 from sirchat.errors import ModelError, SettingError
 from sirchat.lab.small_models import build_small, causal_families
-from sirchat.memory.cache import CacheState
 from sirchat.memory.hub_cache import StateLayer
+from sirchat.memory.key_values import CacheState
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_dir
