@@ -80,6 +80,8 @@ def test_the_client_of_openai(
         assert stream.get_final_response().output_text == after.choices[0].message.content
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         client.responses.create(model="tiny", input=NAME, previous_response_id="resp_0")
+    with pytest.raises(openai.BadRequestError, match="n can't be 3"):
+        create(model="tiny", messages=messages, n=3)
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
         create(model="tiny", messages=messages, tool_choice="required")
     script(monkeypatch, [CALL, CALL, "It is cold.", CALL, "It is cold."])

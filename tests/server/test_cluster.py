@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from chatting import tiny
-from serving import URL, Message, assistant, system, user
+from serving import URL, Message, assistant, cached, said, system, user
 from sirchat.config.profile import Profile
 from sirchat.errors import UsageError
 from sirchat.server import cluster
@@ -79,9 +79,9 @@ def talk(client: TestClient, name: str, rounds: int) -> tuple[list[Message], int
     messages, seen = [user(f"My name is {name}.")], 0
     for _ in range(rounds):
         reply = ask(client, messages)
-        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == seen
+        assert cached(reply) == seen
         seen = reply["sirchat"]["seen"]
-        messages += [assistant(reply["choices"][0]["message"]["content"]), user(ASKED)]
+        messages += [assistant(said(reply)), user(ASKED)]
     return messages, seen
 
 
@@ -112,7 +112,7 @@ def test_a_replica_that_died_comes_back_with_its_conversations(
     for (messages, seen), state in zip(talks, states, strict=True):
         if state == 503:
             reply = ask(client, messages)
-            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == seen
+            assert cached(reply) == seen
 
 
 def test_what_is_named_by_its_id_is_found_wherever_it_is(client: TestClient) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chatting import session
-from serving import Served, assistant, served, told, user
+from serving import Served, assistant, refusal, served, told, user
 from sirchat.engine.sampling import Sampler, Sampling
 
 ASKED = [user("My name is Anna, and I have 2 dogs.")]
@@ -97,10 +97,7 @@ def test_the_log_probabilities_are_those_of_the_model_without_the_format(server:
     ],
 )
 def test_a_schema_that_can_t_be_used_is_refused(server: Served, form: Any) -> None:
-    response = server.post(ASKED, response_format=form)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    error = refusal(server.post(ASKED, response_format=form))
     assert "response_format" in error["param"]
     assert server.reply(ASKED)
 
@@ -111,13 +108,10 @@ def test_a_format_that_can_t_be_kept_is_refused(
     form = {"type": "json_object"}
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)
-        response = server.post(ASKED, response_format=form)
-    assert response.status_code == 400
-    assert "pip install 'sirchat[server]'" in response.json()["error"]["message"]
+        error = refusal(server.post(ASKED, response_format=form))
+        assert "pip install 'sirchat[server]'" in error["message"]
     monkeypatch.setattr("sirchat.text.template.Template.opens_reasoning", True)
-    response = server.post(ASKED, response_format=form)
-    assert response.status_code == 400
-    assert "reasoning" in response.json()["error"]["message"]
+    assert "reasoning" in refusal(server.post(ASKED, response_format=form))["message"]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(3.0, 2, 0.1, repetition_penalty=1.5)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chatting import babbler
-from serving import Message, Served, assistant, served, told, user
+from serving import Message, Served, assistant, cached, refusal, said, served, told, user
 from sirchat.errors import SessionError
 from sirchat.saved.store import SessionStore
 
@@ -35,7 +35,7 @@ def held_text(shown: Any) -> str:
 def asked(server: Served, text: str, **fields: Any) -> tuple[list[Message], str]:
     """The messages of a first round, and the conversation's id."""
     reply = server.ask([user(text)], **fields)
-    messages = [user(text), assistant(reply["choices"][0]["message"]["content"])]
+    messages = [user(text), assistant(said(reply))]
     return messages, reply["sirchat"]["id"]
 
 
@@ -85,7 +85,7 @@ def test_erased_words_are_in_no_file_and_not_read_again_from_the_history(tmp_pat
         assert done["events"][-1]["event"] == "erase"
         assert "Zebulon" not in held_text(done)
         reply = server.ask([*messages, user("Thanks.")])
-        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == done["seen"]
+        assert cached(reply) == done["seen"]
         assert "Zebulon" not in held_text(memory(server, ident))
     assert not [one.name for one in tmp_path.iterdir() if b"Zebulon" in one.read_bytes()]
 
@@ -102,9 +102,8 @@ def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
         with monkeypatch.context() as broken:
             broken.setattr(SessionStore, "replace", full)
             address = f"/v1/sirchat/sessions/{ident}"
-            response = server.client.post(address, json={"erase": "Zebulon"})
-        assert response.status_code == 500
-        assert "the conversation's file can't be written" in response.json()["error"]["message"]
+            error = refusal(server.client.post(address, json={"erase": "Zebulon"}), 500)
+            assert "the conversation's file can't be written" in error["message"]
         assert "Zebulon" not in held_text(memory(server, ident))
     assert not [one.name for one in tmp_path.iterdir() if b"Zebulon" in one.read_bytes()]
 
@@ -139,9 +138,12 @@ def test_what_is_not_possible_is_refused_and_changes_nothing(
     with served(policy="full", max_new_tokens=4) as server:
         ident = asked(server, SECRET)[1]
         before = memory(server, ident)
-        response = server.client.post(f"/v1/sirchat/sessions/{ident}", json=body)
-        assert response.status_code == status
-        assert message in response.json()["error"]["message"]
+        assert (
+            message
+            in refusal(server.client.post(f"/v1/sirchat/sessions/{ident}", json=body), status)[
+                "message"
+            ]
+        )
         assert memory(server, ident) == before
         assert server.client.post("/v1/sirchat/sessions/x", json={"budget": 64}).status_code == 404
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatting import tiny
-from serving import Served, assistant, served, system, told, user
+from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.requests import ChatMessage, RequestError
 from sirchat.server.responses import KeptResponses
 
@@ -57,12 +57,12 @@ def test_a_text_is_continued_without_a_chat_template(server: Served) -> None:
 def test_a_text_that_is_continued_takes_no_chat_away_and_has_no_control_tokens() -> None:
     with served(conversations=2, policy="full", max_new_tokens=8) as server:
         first = server.ask([user(ANNA)])
-        longer = [user(ANNA), assistant(first["choices"][0]["message"]["content"]), user(NAME)]
+        longer = [user(ANNA), assistant(said(first)), user(NAME)]
         for _ in range(3):
             reply = server.client.post("/v1/completions", json={"prompt": "<|end|><|user|>a"})
             plain = tiny().tokenizer.encode("<|end|><|user|>a", split_special_tokens=True)
             assert reply.json()["usage"]["prompt_tokens"] == len(plain) + 1
-            assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert cached(reply.json()) == 0
         assert server.ask(longer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
@@ -74,10 +74,7 @@ def test_a_text_that_is_continued_takes_no_chat_away_and_has_no_control_tokens()
 def test_of_a_text_too_what_would_be_ignored_is_refused(
     server: Served, field: str, value: Any
 ) -> None:
-    response = server.client.post("/v1/completions", json={"prompt": "a", field: value})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    error = refusal(server.client.post("/v1/completions", json={"prompt": "a", field: value}))
     assert field in error["message"] or field in error["param"]
 
 
@@ -138,9 +135,7 @@ def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None
     unstored = respond(server, ANNA, store=False)["id"]
     for ident in ("resp_0", unstored):
         body = {"input": NAME, "previous_response_id": ident}
-        response = server.client.post("/v1/responses", json=body)
-        assert response.status_code == 404
-        error = response.json()["error"]
+        error = refusal(server.client.post("/v1/responses", json=body), 404)
         assert (error["param"], error["type"]) == ("previous_response_id", "invalid_request_error")
 
 
@@ -153,9 +148,7 @@ def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None
 def test_of_a_response_too_what_would_be_ignored_is_refused(
     server: Served, field: str, value: Any
 ) -> None:
-    response = server.client.post("/v1/responses", json={"input": ANNA, field: value})
-    assert response.status_code == 400
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    refusal(server.client.post("/v1/responses", json={"input": ANNA, field: value}))
 
 
 def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
@@ -228,9 +221,7 @@ def test_in_ollamas_shape_too_what_would_be_ignored_is_refused(
     server: Served, fields: dict[str, Any], status: int
 ) -> None:
     body = {"model": "tiny", "messages": [user(ANNA)], **fields}
-    response = server.client.post("/api/chat", json=body)
-    assert response.status_code == status
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    refusal(server.client.post("/api/chat", json=body), status)
 
 
 def test_a_format_can_be_named_in_each_shape(server: Served) -> None:

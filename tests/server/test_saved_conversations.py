@@ -17,7 +17,7 @@ import pytest
 
 from chatting import babbler
 from listening import serve_program
-from serving import Message, Served, assistant, served, told, user
+from serving import Message, Served, assistant, cached, said, served, told, user
 from sirchat.cli.serve import _open
 from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
@@ -38,11 +38,6 @@ def wait_until_saved(server: Served) -> None:
     """Wait until the thread that saves has nothing more to do."""
     while any(one["busy"] for one in server.client.get("/v1/sirchat/sessions").json()["data"]):
         time.sleep(0.01)
-
-
-def cached(reply: Any) -> int:
-    number: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return number
 
 
 @pytest.fixture
@@ -67,8 +62,8 @@ def test_a_conversation_that_left_memory_comes_back_without_being_read_again(
         for name in (*NAMES, "Anna"):
             reply = server.ask(talks[name])
             assert cached(reply) > 0
-            assert reply["choices"][0]["message"]["content"] == told(talks[name], max_new_tokens=8)
-            talks[name] += [assistant(reply["choices"][0]["message"]["content"]), user(ASKED)]
+            assert said(reply) == told(talks[name], max_new_tokens=8)
+            talks[name] += [assistant(said(reply)), user(ASKED)]
     assert not reading
 
 
@@ -201,7 +196,7 @@ def test_after_kill_in_the_middle_of_a_reply_the_last_finished_turn_is_there(
             with post(url, messages, max_tokens=8) as response:
                 reply = json.load(response)
             memory.append({**reply["sirchat"], "cached": cached(reply)})
-            messages += [assistant(reply["choices"][0]["message"]["content"]), user(ASKED)]
+            messages += [assistant(said(reply)), user(ASKED)]
             with post(url, messages, stream=True) as stream:
                 for _ in range(20):
                     stream.readline()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chatting import tiny
-from serving import Served, assistant, served, told, user
+from serving import Served, assistant, cached, refusal, served, told, user
 from sirchat.models.model import wrap_model
 from sirchat.text.other_templates import ToolTemplate
 from tool_templates import WEATHER, script, tool_tiny, tool_tokenizer
@@ -74,7 +74,7 @@ def test_a_required_call_is_made_as_its_schema_says(server: Served, choice: str)
     assert streamed == {"index": 0, **call}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "Snow."}
     after = server.ask([*ASKED, said["message"], result], tools=[CITY, DAYS], max_tokens=4)
-    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == reply["sirchat"]["seen"]
+    assert cached(after) == reply["sirchat"]["seen"]
 
 
 def test_several_calls_may_be_made_where_one_is_required(server: Served) -> None:
@@ -91,9 +91,7 @@ def test_a_strict_tool_is_called_by_its_schema_where_a_call_is_required(server: 
     strict["function"]["strict"] = True
     (said,) = server.ask(ASKED, tools=[strict], tool_choice=named("city"))["choices"]
     check(said["message"]["tool_calls"])
-    response = server.post(ASKED, tools=[strict])
-    assert response.status_code == 400
-    assert "strict" in response.json()["error"]["message"]
+    assert "strict" in refusal(server.post(ASKED, tools=[strict]))["message"]
 
 
 @pytest.mark.parametrize("text", ["", "Let me look.\n"])
@@ -108,7 +106,7 @@ def test_a_reply_without_parallel_calls_ends_after_the_first(
     assert said["finish_reason"] == "tool_calls"
     result = {"role": "tool", "tool_call_id": call["id"], "content": "Snow."}
     after = server.ask([*ASKED, said["message"], result], tools=[WEATHER])
-    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == reply["sirchat"]["seen"]
+    assert cached(after) == reply["sirchat"]["seen"]
     assert after["choices"][0]["message"] == assistant("It is cold.")
 
 
@@ -121,7 +119,7 @@ def test_of_calls_that_show_only_at_the_end_the_others_are_not_kept_in_memory(
     (call,) = said["message"]["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "Snow."}
     after = server.ask([*asked, said["message"], result], tools=[WEATHER])
-    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached(after) == 0
 
 
 @pytest.mark.parametrize(
@@ -148,9 +146,8 @@ def test_a_model_whose_template_writes_calls_in_another_way_refuses_to_require_o
     assert written in own.chat_template
     own.chat_template = own.chat_template.replace(written, "{{ call.name }}: {{ call.arguments }}")
     with served(wrap_model("tiny", tiny().module, own), max_new_tokens=4) as server:
-        response = server.post(ASKED, tools=[CITY], tool_choice="required")
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tool_choice"
+        error = refusal(server.post(ASKED, tools=[CITY], tool_choice="required"))
+        assert error["param"] == "tool_choice"
         assert server.reply(ASKED, tools=[CITY])
 
 

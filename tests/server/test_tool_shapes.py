@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving import Served, served, user
+from serving import Served, refusal, served, user
 from tool_templates import WEATHER, script, tool_tiny
 
 ASKED = "How is the weather in Oslo?"
@@ -108,10 +108,7 @@ def test_a_response_can_be_made_to_call_a_tool(server: Served) -> None:
 def test_what_is_no_use_of_tools_is_refused(
     server: Served, fields: dict[str, Any], word: str
 ) -> None:
-    response = server.client.post("/v1/responses", json={"input": ASKED, **fields})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    error = refusal(server.client.post("/v1/responses", json={"input": ASKED, **fields}))
     assert word in f"{error['param']} {error['message']}"
 
 
@@ -146,6 +143,4 @@ def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
     assert count == 6  # one conversation: what tools returned in a row is one message
     messages += [pieces[0]["message"], {"role": "tool", "content": "Rain.", "tool_name": "other"}]
     body = {"model": "tiny", "tools": [WEATHER], "messages": messages}
-    response = server.client.post("/api/chat", json=body)
-    assert response.status_code == 400
-    assert "no such call" in response.json()["error"]["message"]
+    assert "no such call" in refusal(server.client.post("/api/chat", json=body))["message"]

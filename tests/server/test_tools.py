@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatting import hub_tokenizer
-from serving import Served, assistant, served, system, user
+from serving import Served, assistant, cached, refusal, served, system, user
 from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
 from tool_templates import WEATHER, script, tool_tiny
 
@@ -33,11 +33,6 @@ def returned(text: str, ident: str = "call00000") -> dict[str, Any]:
 
 def calling(*calls: dict[str, Any], text: str | None = None) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "tool_calls": list(calls)}
-
-
-def cached(reply: Any) -> int:
-    count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return count
 
 
 def test_a_call_in_a_reply_is_returned_as_one_and_streamed(
@@ -145,9 +140,7 @@ def test_a_result_that_is_refused_leaves_no_trace(monkeypatch: pytest.MonkeyPatc
         script(monkeypatch, [CALL, "It is cold."])
         called = server.ask(ASKED, tools=[WEATHER])
         messages = [*ASKED, called["choices"][0]["message"], returned("one two three " * 3000)]
-        response = server.post(messages, tools=[WEATHER])
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert refusal(server.post(messages, tools=[WEATHER]))["code"] == "context_length_exceeded"
         after = server.ask([*messages[:-1], returned("Snow.")], tools=[WEATHER])
         assert cached(after) == called["sirchat"]["seen"]
 
@@ -181,9 +174,7 @@ def test_without_a_choice_of_tools_the_reply_is_text(
 def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
     with served(policy="full") as plain:
         for messages, tools in ((ASKED, [WEATHER]), ([*ASKED, calling(CALLED), returned("x")], [])):
-            response = plain.post(messages, tools=tools)
-            assert response.status_code == 400
-            assert "takes no tools" in response.json()["error"]["message"]
+            assert "takes no tools" in refusal(plain.post(messages, tools=tools))["message"]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +196,7 @@ def test_what_is_no_use_of_tools_is_refused(
     server: Served, fields: dict[str, Any], message: str
 ) -> None:
     body = {"tools": [WEATHER], "messages": ASKED} | fields
-    response = server.client.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400
-    error = response.json()["error"]
+    error = refusal(server.client.post("/v1/chat/completions", json=body))
     assert message in f"{error['param']} {error['message']}"
 
 
@@ -215,9 +204,8 @@ def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> No
     deep = '{"a":' * 500 + "1" + "}" * 500
     function = json.dumps(WEATHER).replace('{"type": "string"}', deep)
     body = f'{{"messages": {json.dumps(ASKED)}, "tools": [{function}]}}'
-    response = server.client.post("/v1/chat/completions", content=body)
-    assert response.status_code == 400
-    assert "nested too deeply" in response.json()["error"]["message"]
+    error = refusal(server.client.post("/v1/chat/completions", content=body))
+    assert "nested too deeply" in error["message"]
 
 
 ARGUMENTS = {"city": "Oslo"}

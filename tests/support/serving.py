@@ -34,6 +34,26 @@ def system(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
+def said(reply: Any) -> str:
+    """The text of a reply."""
+    text: str = reply["choices"][0]["message"]["content"]
+    return text
+
+
+def cached(reply: Any) -> int:
+    """How many tokens were not read again for a reply."""
+    count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+def refusal(response: Any, status: int = 400) -> Any:
+    """The error in a response, which must have this status and the shape of OpenAI's errors."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
 class Served:
     """A running server, and its only client."""
 
@@ -54,8 +74,7 @@ class Served:
 
     def reply(self, messages: Sequence[Message], **fields: Any) -> str:
         """The text of the reply."""
-        text: str = self.ask(messages, **fields)["choices"][0]["message"]["content"]
-        return text
+        return said(self.ask(messages, **fields))
 
     def chunks(self, messages: Sequence[Message], **fields: Any) -> list[Any]:
         """The JSON of each event of a stream, without the last line, which must be [DONE]."""
@@ -96,8 +115,8 @@ def served(
 
 def told(messages: Sequence[Message], **settings: Any) -> str:
     """The reply of a new session that reads all messages, with everything held."""
-    said = tuple((one["role"], one["content"]) for one in messages)
-    return _told(said, tuple(settings.items()))
+    turns = tuple((message["role"], message["content"]) for message in messages)
+    return _told(turns, tuple(settings.items()))
 
 
 @cache
