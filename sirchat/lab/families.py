@@ -1,9 +1,7 @@
 """Checks whether the families of models of transformers run under a cache budget.
 
 For each family, a small model with random weights is built. An engine reads ids with this model,
-and evicts and restores rows (keys and values of tokens). Then the same model reads the same ids at
-the same positions with the cache of transformers. The keys, values and logits must be equal in
-both. Each family is checked in a process of its own, with a limit of time and memory.
+and evicts and restores rows (keys and values of tokens).
 """
 
 from __future__ import annotations
@@ -59,18 +57,13 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class FamilyCheck:
-    """The result of the check of one family of models.
+    """The result of the check of one family of models."""
 
-    Attributes:
-        family: name of the family, the `model_type` of its configuration.
-        status: `runs`; `refused`: sirchat does not run it; `not built`: no small model could be
-            built here; `wrong`: it runs, but its cache or its logits differ from the model's own.
-        note: one line; the limits of a family that runs, or the reason why it does not run.
-    """
-
-    family: str
+    family: str  # name of the family, the `model_type` of its configuration
+    # `runs`; `refused`: sirchat does not run it; `not built`: no small model could be built here;
+    # `wrong`: it runs, but its cache or its logits differ from the model's own
     status: Status
-    note: str = ""
+    note: str = ""  # one line; the limits of a family that runs, or the reason why it does not run
 
     @property
     def in_words(self) -> str:
@@ -112,11 +105,7 @@ def check_families(
     check: Callable[[str], FamilyCheck] | None = None,
     seconds: float = SECONDS,
 ) -> Iterator[FamilyCheck]:
-    """Check each of the families of models in a process of its own; yields the results.
-
-    If `families` is None, all families of the installed transformers are checked. `check` is called
-    instead of `check_family`, if it is given. A process that takes longer than `seconds` is ended.
-    """
+    """Check each of the families of models in a process of its own; yields the results."""
     context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
     for family in causal_families() if families is None else families:
         ours, theirs = context.Pipe(duplex=False)
@@ -213,16 +202,7 @@ def _limits(model: LoadedModel) -> Iterator[str]:
 
 
 def _largest_difference(model: LoadedModel) -> tuple[float, float]:
-    """Compare the engine's keys, values and logits with those of the model without the engine.
-
-    The engine reads two turns; before the second one, the rows of the first turn are evicted. Then
-    the rows of the first turn are restored, so the rows of the second turn move. A third turn is
-    read under a smaller budget.
-
-    Returns two relative differences. The first is the largest one between the engine and the model
-    without it. The second is between the logits that the model computes, without the engine, for
-    the same ids at two positions; it is nearly 0 if only distances between positions matter.
-    """
+    """Compare the engine's keys, values and logits with those of the model without the engine."""
     draw = random.Random(0)
     first, second, third = (draw.choices(range(3, model.vocab_size), k=count) for count in _TURNS)
     roomy = CacheSettings(Sink(), budget=256, sinks=0, archive=1 << 30)

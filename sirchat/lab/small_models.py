@@ -1,8 +1,7 @@
 """Builds a small model, with random weights, of any family that the installed transformers has.
 
 A family is the value of `model_type` in a model's config.json. The small model has the default
-configuration of its family, but small values for the settings that are sizes. Such settings are
-recognized by their names. Nothing is downloaded.
+configuration of its family, but small values for the settings that are sizes.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ def small_config(family: str, **own: Any) -> Any:
 def build_small(family: str, **own: Any) -> Any:
     """Build a small model of a family with random weights, which are the same each time.
 
-    `own` are settings of the model's configuration. Raises any error of transformers, and
-    ValueError if the model would have more than 20 million weights.
+    Raises any error of transformers, and ValueError if the model would have more than 20 million
+    weights.
     """
     config = small_config(family, **own)
     with torch.device("meta"):
