@@ -39,10 +39,7 @@ from sirchat.lab.small_models import build_small, causal_families, language_mode
 from sirchat.memory.ledger import Role
 from sirchat.memory.policies.sink import Sink
 from sirchat.models.model import LoadedModel, wrap_model
-from sirchat.models.probe import (
-    cache_argument,
-    refuse_unsupported_layers,
-)
+from sirchat.models.probe import cache_argument, refuse_unsupported_layers
 from sirchat.models.progress import quiet_libraries
 from sirchat.ui.text import displayable_line
 

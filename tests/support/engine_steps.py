@@ -12,13 +12,7 @@ import numpy as np
 from families import BigramModel
 from sirchat.engine.engine import Engine
 from sirchat.engine.sampling import Sampler, Sampling
-from sirchat.engine.types import (
-    EvictedRows,
-    Generated,
-    ReadProgress,
-    RestoredRows,
-    TurnRef,
-)
+from sirchat.engine.types import EvictedRows, Generated, ReadProgress, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role
 
 Record = ReadProgress | RestoredRows | Generated

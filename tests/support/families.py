@@ -161,11 +161,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 4},
         "no attention layers",
     ),
-    "recurrent-gemma": (
-        "recurrent_gemma",
-        {"head_dim": 16, "lru_width": 64},
-        "no known rotation",
-    ),
+    "recurrent-gemma": ("recurrent_gemma", {"head_dim": 16, "lru_width": 64}, "no known rotation"),
     "rwkv": ("rwkv", {}, "no keys and values per token"),
 }
 """Families that are refused: name -> (model type, config, text that the error contains)."""

@@ -119,10 +119,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     if target.type != KIND:
         return func(*tree_map(host, args), **tree_map(host, kwargs))
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # else nothing could be written in place
+    with torch.inference_mode(False), torch.no_grad():  # else nothing could be written in place
         return tree_map(simulated, func(*tree_map(host, args), **tree_map(host, kwargs)))
 
 

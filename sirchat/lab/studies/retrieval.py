@@ -24,13 +24,7 @@ from sirchat.lab.studies import generated, paper_tables
 from sirchat.lab.studies.choice import choose
 from sirchat.lab.studies.reading import read, switch
 from sirchat.lab.studies.report import Estimate, Plot, Record, Report, Table, Value
-from sirchat.lab.studies.study import (
-    NumberedStudy,
-    RunUnit,
-    mean,
-    refuse_unknown,
-    share,
-)
+from sirchat.lab.studies.study import NumberedStudy, RunUnit, mean, refuse_unknown, share
 from sirchat.lab.synthetic.dialogue import Dialogue, draw_fact
 from sirchat.lab.synthetic.facts import STORY
 from sirchat.lab.synthetic.rounds import Style
