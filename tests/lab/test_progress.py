@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from command import run
 from sirchat.lab.progress import duration, with_progress
 
 
@@ -48,22 +47,10 @@ def test_units_known_from_before_count_but_tell_nothing_of_the_time_left() -> No
     assert lines_of([], 80, known=80).splitlines() == ["facts: 80 of 80"]
 
 
-def test_no_line_is_longer_for_a_narrow_console_and_none_has_control_codes() -> None:
-    assert "\x1b" not in lines_of([31.0], 2)
-
-
 def test_a_terminal_gets_a_bar() -> None:
     drawn = lines_of([31.0, 62.0], 2, terminal=True)
     assert "\x1b" in drawn
     assert "1/2" in drawn or "2/2" in drawn
-
-
-@pytest.mark.slow
-def test_the_command_reports_to_stderr_only() -> None:
-    done = run("eval", "dailydialog", "--policies", "sink", "--budgets", "64", "--limit", "1")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == ["dailydialog: 0 of 1", "dailydialog: 1 of 1"]
-    assert " of 1\n" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from command import run
-from sirchat.errors import SettingError
 from sirchat.lab.bench.made_model import CONTEXT, write_model
 from sirchat.lab.bench.ratio import SHAPES
 from sirchat.models.load import load_model
@@ -79,9 +78,3 @@ def test_the_command_writes_a_shape_and_never_over_a_file(
     wrong = run("bench", "make-model", "135m", str(tmp_path / "b.gguf"), "--type", "Q8_0")
     assert "--type 'Q8_0' is none of Q4_0, Q4_1, Q4_K" in wrong.stderr
     assert not (tmp_path / "b.gguf").exists()
-
-
-def test_a_folder_that_does_not_exist_is_one_error(tmp_path: Path) -> None:
-    shape = SHAPES["135m"] | SMALL
-    with pytest.raises(SettingError, match=r"can't be written: No such file"):
-        write_model(tmp_path / "none" / "made.gguf", shape)

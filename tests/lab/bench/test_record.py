@@ -11,15 +11,6 @@ import pytest
 from command import run
 from sirchat.lab.bench import everything
 from sirchat.lab.bench.ratio import Ratio
-from sirchat.lab.bench.record import machine, machine_in_words
-
-
-def test_the_machine_is_the_processor_and_what_it_can_do() -> None:
-    about = machine()
-    assert about["processor"]
-    assert about["torch"]
-    line = machine_in_words(about | {"processor": "X", "features": ["avx2"], "gpu": None})
-    assert line == "X (avx2)"
 
 
 def record(processor: str, **medians: float) -> dict[str, Any]:

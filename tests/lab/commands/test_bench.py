@@ -14,11 +14,8 @@ import pytest
 
 from chatting import babbler, tiny
 from command import run
-from families import loaded
 from gguf_file import write_gguf
 from hostile_folder import hostile_modules
-from sirchat.errors import SettingError
-from sirchat.lab.bench import start
 from sirchat.lab.bench.peers import SirLLM
 from sirchat.lab.bench.ratio import BenchOptions, bench_model, some_ids
 from warm_program import fresh_once, warm_program
@@ -52,22 +49,6 @@ def test_decode_is_measured_by_default(command: list[str], endless: str) -> None
     assert names[1] == "decode against generate with a static cache"
     assert names[2] == "decode against reading the weights once"
     assert re.fullmatch(r"\d+ MiB of weights a token: .* \d+\.\d GB/s, .* GB/s", found[2]["note"])
-
-
-@pytest.mark.slow
-def test_a_long_stream_is_measured_at_each_length(endless: str) -> None:
-    sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,200,300")
-    found = results("decode", "--model", endless, *sizes)
-    assert [r["name"] for r in found[-2:]] == [
-        f"decode after {late} tokens against after 100" for late in (200, 300)
-    ]
-
-
-@pytest.mark.slow
-def test_attention_is_compared_with_none(endless: str) -> None:
-    found = results("attention", "--model", endless, "--cache", "64", "--rounds", "2")
-    assert [r["name"].split()[0] for r in found] == ["attention", "attention", "the"]
-    assert all(r["low"] <= r["median"] <= r["high"] for r in found)
 
 
 @pytest.mark.slow
@@ -117,16 +98,6 @@ def test_archive_says_what_it_took(endless: str) -> None:
     assert all(one["tokens"] == 4000 and 0 < one["archive"] <= 2**20 for one in (ram, disk))
 
 
-@pytest.mark.slow
-def test_without_json_a_table_is_printed() -> None:
-    done = run("bench", "training", "--tokens", "64", "--rounds", "2", "--device", "cpu")
-    assert done.stdout.splitlines()[0] == "tiny on cpu, 1 thread, cache 1024, 2 pairs"
-    assert "a training step of 64 tokens" in done.stdout
-    done = run("bench", "archive", "--tokens", "2000", "--device", "cpu")
-    assert done.stdout.splitlines()[0] == "tiny on cpu, 2,000 tokens"
-    assert "256 MiB" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -156,14 +127,6 @@ def test_wrong_usage_gets_one_line_that_helps(arguments: list[str], words: list[
     assert all(word in done.stderr for word in words), done.stderr
 
 
-@pytest.mark.slow
-def test_packed_weights_are_compared_with_unpacked_ones(endless: str) -> None:
-    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100"]
-    found = results("decode", "--model", endless, "--quantize", "int8", "--device", "cpu", *sizes)
-    names = [r["name"] for r in found]
-    assert {"decode against float32", "prefill against float32"} <= set(names)
-
-
 STAND_IN = """#!{python}
 import json, sys
 for line in sys.stdin:
@@ -189,18 +152,6 @@ def test_llama_cpp_is_timed_on_the_same_file(crashes: bool, tmp_path: Path) -> N
     assert of_peer["decode against llama.cpp"]["other_ms"] == pytest.approx(500 / 8)
     assert of_peer["prefill against llama.cpp"]["other_ms"] == pytest.approx(500 / 64)
     assert ("crashed" in of_peer["decode against llama.cpp"]["note"]) is crashes
-
-
-@pytest.mark.slow
-def test_sirllms_code_is_timed_on_turns_of_the_same_size(endless: str, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(STAND_IN.format(python=sys.executable, crashes=False), encoding="utf-8")
-    python.chmod(0o700)
-    sizes = ["--cache", "64", "--rounds", "2", "--seen", "100,100", "--device", "cpu"]
-    found = results("decode", "--model", endless, "--sirllm", str(python), *sizes)
-    (turns,) = [r for r in found if "SirLLM" in r["name"]]
-    assert turns["other_ms"] == pytest.approx(500 / 8)
-    assert 0 < turns["ours_ms"] < 500
 
 
 SIR_LLM = """
@@ -268,11 +219,6 @@ def test_without_sirllms_code_there_is_one_line(python: str, words: list[str]) -
     assert all(word in done.stderr for word in words), done.stderr
 
 
-def test_sirllms_code_is_not_compared_with_models_that_it_can_not_read() -> None:
-    with SirLLM(sys.executable) as code, pytest.raises(SettingError, match="qwen3"):
-        code.load(loaded("qwen3"), held=20)
-
-
 @pytest.mark.slow
 def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -302,15 +248,6 @@ def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     assert load["ratio"] == pytest.approx(load["ours"] / 0.5)
     assert prompt["other"] is prompt["ratio"] is None  # nothing to compare it with
     assert not (tmp_path / "ran").exists()
-
-
-def test_of_several_starts_there_are_quartiles() -> None:
-    def figures(*loads: float) -> list[Any]:
-        return [{"load": load} for load in loads]
-
-    measured = start._measure("load", ("loading", "s", 1.0), figures(1, 2, 4), figures(1, 1, 1))
-    assert (measured.ours, measured.other, measured.ratio) == (2, 1, 2)
-    assert (measured.low, measured.high) == (1.5, 3)
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ from sirchat.lab.studies.side_by_side.compare import (
     Rounds,
     SettingResult,
     compare,
-    first_difference,
     rounds_of,
 )
 from sirchat.lab.studies.side_by_side.report import draw, page_of, record_of
@@ -139,14 +138,6 @@ def test_agreement_is_the_divergence_from_a_pass_without_a_cache(number: int) ->
 
 
 @pytest.mark.slow
-def test_the_full_cache_agrees_with_itself_and_with_a_budget_that_is_large_enough() -> None:
-    assert {one.nats for one in found().settings[0].tokens} == {0.0}
-    full, wide = compare(tiny(), (FULL, Profile(policy="sink", budget=512)), transcript()).settings
-    assert wide.nats == pytest.approx(0, abs=1e-6)
-    assert wide.same_answers == full.same_answers == (5, 5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_what_is_held_is_what_the_ledger_holds_without_the_answers(number: int) -> None:
     result = found().settings[number]
@@ -180,13 +171,6 @@ def test_answers_are_those_of_the_conversation_so_far(number: int) -> None:
             assert mine[:at] == full[:at]
             assert mine[at : at + 1] != full[at : at + 1]
     assert all(one.same for one in result.rounds) == (number == 0)
-
-
-def test_the_first_difference_is_found() -> None:
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
-    assert first_difference([], [1]) == 0
 
 
 @pytest.mark.slow
@@ -236,22 +220,6 @@ def test_recalled_tokens_have_several_spans() -> None:
     assert [one.id for one in result.tokens] == logits_under(FULL)[0]  # the search leaves no trace
 
 
-@pytest.mark.slow
-def test_a_policy_that_needs_attention_weights_is_compared_like_any_other() -> None:
-    setting = Profile(policy="h2o", budget=48, recent=8)
-    result = compare(tiny(), (FULL, setting), transcript()).settings[1]
-    ledger = plain(setting)._engine.ledger
-    assert held_at(result, result.rounds[-1].seen) == ledger.held_positions.tolist()
-
-
-@pytest.mark.slow
-def test_a_turn_that_cannot_be_undone_ends_its_setting() -> None:
-    setting = SINK.model_copy(update={"archive_limit": "1KB"})
-    comparison = compare(tiny(), (FULL, setting), transcript())
-    assert len(comparison.settings[1].rounds) < len(comparison.settings[0].rounds) == len(TALK)
-    assert any("--archive-limit" in note for note in comparison.notes)
-
-
 def test_turns_are_paired() -> None:
     lines = "SYSTEM: Be brief.\nUSER: a\nUSER: b\nASSISTANT: c\nSYSTEM: no\n"
     read = rounds_of(parse_transcript(lines.encode(), "x"), "x")
@@ -262,13 +230,6 @@ def test_turns_are_paired() -> None:
         rounds_of([TranscriptTurn("system", "s", 1), TranscriptTurn("assistant", "a", 2)], "x")
     with pytest.raises(TranscriptError, match="no user turn"):
         rounds_of([], "x")
-
-
-def test_the_system_prompt_of_the_transcript_is_given_to_every_setting() -> None:
-    asked = replace(transcript(TALK[:1]), system="Be kind.")
-    for one in compare(babbler(), (short(FULL), short(SINK)), asked).settings:
-        assert one.rounds[0].shares[0].role == "system"
-        assert one.rounds[0].turns == (1, 2)
 
 
 def short(setting: Profile) -> Profile:
@@ -368,12 +329,6 @@ def test_what_was_compared_before_ctrl_c_is_shown(tmp_path: Path) -> None:
     assert 1 <= rounds < 3_000
     assert [len(one["turns"]) for one in result["settings"]] == [rounds, rounds]
     assert result["notes"] == [f"stopped after {rounds} of 3000 user turns"]
-
-
-def test_a_stop_before_the_first_round_leaves_nothing_to_show() -> None:
-    held = compare(tiny(), (FULL, SINK), transcript(), stopped=lambda: True)
-    assert held.transcript.rounds == ()
-    assert [one.rounds for one in held.settings] == [(), ()]
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

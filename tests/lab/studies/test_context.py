@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from chatting import tiny
 from sirchat.config.profile import Profile
-from sirchat.errors import SettingError
 from sirchat.lab.studies.perplexity import Context, conversation, round_ids
 from sirchat.lab.studies.run import run_units
 from sirchat.text.template import Template
@@ -45,9 +44,3 @@ def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
     (_, short, long), (_, same, more) = table.rows
     assert same == pytest.approx(short, rel=1e-4)
     assert more > long  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("lengths", [(), (1,), (64, 32), (32, 32)])
-def test_lengths_ascend(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(SettingError, match="lengths is"):
-        Context((FULL,), 1, lengths=lengths)

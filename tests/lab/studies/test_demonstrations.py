@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from chatting import tiny, with_anchors
-from command import run
 from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.demonstrations import Demonstrations
@@ -74,13 +73,3 @@ def test_only_anchor_tokens_can_be_placed_otherwise() -> None:
         run_units(study, tiny())
     with pytest.raises(SettingError, match="place of anchors"):
         Demonstrations((ANCHOR,), 1, places=("nowhere",))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_the_command_of_the_study(tmp_path: object) -> None:
-    done = run(
-        "eval", "demonstrations", "--policies", "full,anchor", "--limit", "1", "--shots", "1"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "C" in done.stdout
-    assert "1-shot" in done.stdout

@@ -250,25 +250,6 @@ def test_the_command_reports_every_metric_under_every_setting(tasks: Path, tmp_p
     assert {path.name for path in tmp_path.iterdir()} >= {"lm-eval.jsonl", "lm-eval.md"}
 
 
-def test_a_chat_is_asked_in_the_models_own_template(tasks: Path) -> None:
-    lm, seen = ours(chat=True), []
-    score_continuation = lm._reader.score_continuation
-
-    class Spy:
-        longest, model = None, tiny()
-
-        def score_continuation(self, context: Any, after: Any) -> Any:
-            seen.append(tiny().tokenizer.decode(list(context)))
-            return score_continuation(context, after)
-
-    lm._reader = Spy()
-    Harness(shots=1, limit=1, folder=str(tasks), chat=True).run(lm, "sirchat_homes", "Be brief.")
-    (context,) = seen  # once for all four options
-    assert context.startswith("<|bos|><|system|>Be brief.<|end|><|user|>I live in ")
-    assert context.endswith("Where do I live?<|end|><|assistant|>")
-    assert context.count("<|assistant|>") == 2
-
-
 def test_a_task_that_is_not_there_is_refused_in_one_line(tasks: Path) -> None:
     for words, code, hint in (
         (("--tasks", "sirchat_home"), 2, "did you mean sirchat_homes?"),

@@ -89,18 +89,6 @@ def test_a_context_is_held_under_the_budget(policy: str, piece: int | None) -> N
     assert max(end for _, end in model.passes) <= 48 + 29
 
 
-def test_a_context_is_read_once_for_all_that_may_follow() -> None:
-    model, rng = with_recorder(tiny()), random.Random(2)
-    after = [random_ids(rng, 5) for _ in range(4)]
-    together = TextReader(model, FULL).score_continuation(context := random_ids(rng, 60), after)
-    assert [begin for begin, _ in model.passes].count(0) == 1
-    alone = [
-        TextReader(with_recorder(tiny()), FULL).score_continuation(context, [one])[0]
-        for one in after
-    ]
-    assert together == alone
-
-
 @pytest.mark.slow
 def test_rounds_let_a_decay_take_effect() -> None:
     ids = random_ids(random.Random(3), 400)
@@ -113,15 +101,6 @@ def test_rounds_let_a_decay_take_effect() -> None:
 
     assert held(plain, None) == held(fading, None)
     assert sum(held(plain, 50)) < sum(held(fading, 50))  # what is far fades
-
-
-def test_what_is_evicted_changes_what_comes_next() -> None:
-    context, after = (random_ids(random.Random(4), count) for count in (200, 6))
-    (full,) = TextReader(tiny(), FULL).score_continuation(context, [after])
-    (held,) = TextReader(tiny(), Profile(policy="sink", budget=32)).score_continuation(
-        context, [after]
-    )
-    assert abs(sum(full.log_probabilities) - sum(held.log_probabilities)) > 0.01
 
 
 def test_a_reply_is_the_likeliest_one_and_ends_in_time() -> None:

@@ -17,7 +17,6 @@ from sirchat.config.profile import Profile
 from sirchat.errors import SettingError
 from sirchat.lab.studies.locomo import (
     Locomo,
-    ReadTalk,
     asked,
     f1,
     held,
@@ -139,21 +138,6 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
 
 
 @pytest.mark.slow
-def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> None:
-    one = study(tmp_path, more=4, retrievers=("mips",), counts=(20,))
-    chat = session(tiny(), policy="sink", budget=96, temperature=0.0, max_new_tokens=4)
-    read_before = ReadTalk(chat, one.talks[0], read_talk(chat, one.talks[0]))
-    start = chat.save()
-    first = [read_before.answer(each, 0, generate=True) for each in one.talks[0].questions]
-    assert list(chat.save().held) == list(start.held)
-    back = read_before.brought_back(one.talks[0].questions, ("mips",), (20,))
-    assert list(chat.save().held) == list(start.held)
-    again = [read_before.answer(each, 0, generate=True) for each in one.talks[0].questions]
-    assert first == again
-    assert back == read_before.brought_back(one.talks[0].questions, ("mips",), (20,))
-
-
-@pytest.mark.slow
 def test_a_conversation_beyond_the_context_is_left_out_under_full(tmp_path: Path) -> None:
     sink = Profile(policy="sink", budget=512)
     one = study(tmp_path, FULL, sink, more=45, reply_tokens=0, limit=2, conversations=(0,))
@@ -166,22 +150,6 @@ def test_a_conversation_beyond_the_context_is_left_out_under_full(tmp_path: Path
     assert math.isnan(left_out.value)
     assert isinstance(read, Estimate)
     assert math.isfinite(read.value)
-
-
-@pytest.mark.slow
-def test_the_same_seed_draws_the_same_questions_for_every_setting(tmp_path: Path) -> None:
-    one, other = (
-        study(tmp_path, FULL, SINK, more=0, limit=3, seed=seed, reply_tokens=0) for seed in (1, 2)
-    )
-    drawn = [question.number for question in one.questions(one.talks[0])]
-    assert drawn == sorted(set(drawn))
-    assert len(drawn) == 3
-    for record in run_units(one, tiny()).values():
-        assert [each["number"] for each in record["questions"]] in (
-            drawn,
-            [question.number for question in one.questions(one.talks[1])],
-        )
-    assert any(one.questions(talk) != other.questions(talk) for talk in one.talks)
 
 
 def question(number: int, category: int = 4, **values: Any) -> Record:
@@ -249,17 +217,6 @@ def _values(cells: Sequence[object]) -> list[float]:
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], blamed: str) -> None:
     with pytest.raises(SettingError, match=blamed):
         study(tmp_path, **options)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    path = locomo_file(tmp_path, 2)
-    options = ("--policies", "sink,window", "--budgets", "64", "--limit", "2", "--model", "tiny")
-    more = ("--reply-tokens", "2", "--conversations", "1", "--out", str(tmp_path / "out"))
-    result = run("eval", "locomo", "--data", str(path), *options, *more)
-    assert result.returncode == 0
-    assert "2 questions about 1 conversation of" in result.stderr + result.stdout
-    assert (tmp_path / "out" / "locomo.json").exists()
 
 
 @pytest.mark.slow

@@ -9,10 +9,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import torch
 
-from cache_contents import contents, same
-from chatting import answer, babbler, session, tiny
+from chatting import babbler, session, tiny
 from command import run
 from plain_scores import log_probability
 from sirchat.chat.session import Session
@@ -53,35 +51,6 @@ def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, 
         assert option == plain.index(max(plain))
         taken[option] += 1
     assert len(taken) > 2  # not always the first
-
-
-@pytest.mark.slow
-def test_scoring_a_reply_changes_nothing_and_gives_the_score_of_each_token() -> None:
-    chat = session(babbler(), policy="entropy", budget=64)
-    for _ in range(4):
-        list(chat.ask("Tell me a joke."))
-    for _ in chat.read_user("What is the opposite of hot?"):
-        pass
-    engine, before = chat._engine, contents(chat._engine)
-    drawn = [
-        chat.score_continuations([reply])[0]
-        for reply in ("cold", "The answer is cold (B).", "cold")
-    ]
-    assert drawn[0] == drawn[2]
-    assert same(contents(engine), before)
-    with torch.inference_mode():
-        whole = torch.log_softmax(engine.logits.double(), -1).exp().sum()  # type: ignore[union-attr]
-    assert float(whole) == pytest.approx(1)
-    assert all(value <= 0 for one in drawn for value in one.log_probabilities)
-
-
-def test_a_greedy_reply_is_known_as_such() -> None:
-    chat = session(tiny(), policy="full")
-    said = answer(list(chat.ask("What is the opposite of hot?")))
-    list(chat.undo())
-    for _ in chat.read_user("What is the opposite of hot?"):
-        pass
-    assert [one.greedy for one in chat.score_continuations([said, "Bananas."])] == [True, False]
 
 
 def test_an_empty_reply_is_scored_by_how_likely_the_reply_ends_at_once() -> None:
@@ -170,19 +139,6 @@ def test_a_file_of_something_else_is_refused_by_line(text: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_released_grid_runs_on_random_weights(data: Path) -> None:
-    """Every policy of the papers runs without an error on random weights."""
-    names = ("window", "sink", "random", "interval", "entropy", "reservoir")
-    settings = tuple(Profile(policy=name, budget=256) for name in names)
-    for task in ("dailydialog", "grocery"):
-        study = MultipleChoice((FULL, *settings), 1, task=task, data=str(data), shots=(1, 2))
-        found = study.findings(run_units(study, babbler()))
-        assert [one.name for one in found][-2:] == ["1-shot", "2-shot"]
-        asked = [sum(map(len, each["right"].values())) for one in found for each in one.by_seed[0]]
-        assert asked == asked[:1] * len(found)
-
-
-@pytest.mark.slow
 def test_tiny_keeps_its_knowledge_and_evicts_what_the_policy_evicts() -> None:
     study = MultipleChoice((FULL, Profile(policy="sink", budget=256)), 2, task="grocery")
     found = run_units(study, tiny())
@@ -213,15 +169,6 @@ def test_a_shot_is_a_question_before_with_its_right_answer(monkeypatch: pytest.M
     for number, turns in enumerate(shots, 1):
         before = conversation[max(0, number - 2) : number]
         assert turns == [text for one in before for text in (one.text, one.answer)]
-
-
-@pytest.mark.slow
-def test_decays_are_plotted_where_several_are_compared() -> None:
-    settings = tuple(Profile(policy="entropy", budget=64, decay=decay) for decay in (1.0, 0.8))
-    study = MultipleChoice((*settings, FULL), 1, task="grocery")
-    (plot,) = study.report(run_units(study, babbler())).plots
-    assert set(plot.lines) == {"entropy 64 ACCc", "entropy 64 ACCg"}
-    assert [x for x, _ in plot.lines["entropy 64 ACCg"]] == [0.8, 1.0]
 
 
 @pytest.mark.slow

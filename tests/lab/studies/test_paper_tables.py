@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-from chatting import babbler
-from sirchat.config.profile import Profile
 from sirchat.lab.studies import paper_tables
-from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.report import Table
-from sirchat.lab.studies.retrieval import Retrieval
-from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
-from sirchat.lab.studies.run import run_units
-from sirchat.lab.studies.study import Study
-
-SINK = Profile(policy="sink", budget=64)
+from sirchat.lab.studies.rock_paper_scissors import PLAYERS
 
 
 def rows_by_name(table: Table) -> dict[str, dict[str, Any]]:
@@ -51,23 +43,3 @@ def test_differences_from_sink_are_those_of_the_paper(
         model = name.partition(" ")[0]
         (sink,) = [row for other, row in rows.items() if other.startswith(f"{model} sink")]
         assert rows[name][column] - sink[column] == pytest.approx(gap, abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("study", "tables"),
-    [
-        (MultipleChoice((SINK,), 1, task="dailydialog"), ["SirLLM, Table 1"]),
-        (MultipleChoice((SINK,), 1), ["SirLLM, Table 2"]),
-        (MultipleChoice((SINK,), 1, shots=(1,)), ["SirLLM, Table 2", "SirLLM, Table 4"]),
-        (RockPaperScissors((SINK,), 1, rounds=2), ["SirLLM, Table 3"]),
-        (
-            Retrieval(Profile(), 1, "stories-3", counts=(10,), retrievers=("mips",)),
-            ["Retrieval-Augmented StreamingLLM, Table 1, one reply each"],
-        ),
-    ],
-)
-def test_the_papers_table_is_shown_next_to_ours(study: Study, tables: list[str]) -> None:
-    report = study.report(run_units(study, babbler()))
-    shown = [one.name for one in report.tables if one.name.startswith("Published")]
-    assert shown == [f"Published: {name}" for name in tables]

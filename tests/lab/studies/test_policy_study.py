@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 from chatting import babbler, session, tiny
-from command import run
 from sirchat.config.profile import Profile
-from sirchat.errors import SettingError
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.policies import Policies, without_each
 from sirchat.lab.studies.reading import ask, read
-from sirchat.lab.studies.report import Estimate
 from sirchat.lab.studies.run import run_units
 
 FULL = Profile(policy="full")
@@ -52,32 +44,6 @@ def test_questions_leave_no_trace() -> None:
     assert one["right"]["8"] == other["right"]["8"]
 
 
-@pytest.mark.slow
-def test_there_are_as_many_questions_as_the_limit() -> None:
-    study = Facts((SINK,), 10, facts=(1, 4), between=(1,))
-    found = run_units(study, tiny())
-    counts = {
-        facts: sum(len(one["right"]["1"]) for one in found.values() if one["facts"] == facts)
-        for facts in (1, 4)
-    }
-    assert counts == {1: 10, 4: 12}
-    right, follows = study.report(found).tables
-    assert right.columns == ("setting", "1 told, 1 rounds", "4 told, 1 rounds")
-    nats = np.mean([one["nats"] for one in found.values()])
-    assert follows.rows[0][2] == pytest.approx(math.exp(nats))
-
-
-@pytest.mark.parametrize("facts", [(0,), (1, 99)])
-def test_facts_are_of_different_kinds(facts: tuple[int, ...]) -> None:
-    with pytest.raises(SettingError, match="facts is"):
-        Facts((SINK,), 1, facts=facts)
-
-
-def value(one: object) -> float:
-    assert isinstance(one, Estimate)
-    return one.value
-
-
 def test_the_ablation_turns_off_each_switch_of_a_policy() -> None:
     names = [next(iter(one.policy_options)) for one in without_each(SALIENCE)]
     assert names == ["whole_words", "neighbours", "template"]
@@ -107,25 +73,3 @@ def test_lists_and_games_are_for_one_budget() -> None:
     assert len(study.studies["grocery"].settings) == 2
     assert len(study.studies["facts"].settings) == 3
     assert "ablation" not in Policies((SINK,), 4, at=64).studies
-
-
-@pytest.mark.slow
-def test_the_command_resumes_where_it_stopped(tmp_path: Path) -> None:
-    flags = (
-        "--policies sink,salience --budgets 64 --at 64 --limit 2 --facts 1 --between 1 --recent 8"
-    )
-    out = ("--parts", "facts", "--out", str(tmp_path), "--json")
-    command = ("eval", "policies", *flags.split(), *out)
-    first = run(*command)
-    assert first.returncode == 0, first.stderr
-    log = tmp_path / "policies.jsonl"
-    lines = log.read_text("utf-8").splitlines(keepends=True)
-    log.write_text("".join(lines[:-2]), "utf-8")
-    again = run(*command)
-    assert json.loads(again.stdout)["tables"] == json.loads(first.stdout)["tables"]
-
-
-def test_an_unknown_part_is_refused() -> None:
-    done = run("eval", "policies", "--parts", "fact")
-    assert done.returncode == 2
-    assert "did you mean facts" in done.stderr

@@ -70,13 +70,6 @@ def test_processes_that_keep_dying_are_given_up() -> None:
         list(run_in_processes(Deadly(), ["0"], dict, 2))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-def test_a_process_that_can_not_load_its_model_says_so_in_one_line() -> None:
-    study, load = Fatal("", refuse=False), partial(load_model, "/nowhere/model", device="cpu")
-    with pytest.raises(SirchatError, match="model folder '/nowhere/model' does not exist"):
-        list(run_in_processes(study, ["0"], load, 2))
-
-
 def listening(pids: set[int]) -> set[str]:
     """Inodes of the sockets of these processes that accept connections from the network."""
     listens = set[str]()

@@ -229,22 +229,3 @@ def test_which_fields_of_each_study_extend_it() -> None:
             assert replace(study, **{name: value}).shared() == study.shared(), (study.name, name)
         for name, value in changes.items():
             assert replace(study, **{name: value}).shared() != study.shared(), (study.name, name)
-
-
-@pytest.mark.slow
-def test_the_parts_of_the_study_of_policies_are_extended_each(tmp_path: Path) -> None:
-    asked = {"parts": ("grocery",), "at": 64}
-    run_units(Policies((SINK,), 1, **asked), babbler(), tmp_path)  # type: ignore[arg-type]
-    before = (tmp_path / "policies.jsonl").read_text("utf-8")
-    more = Policies((RANDOM, SINK), 1, **asked)  # type: ignore[arg-type]
-    found = run_units(more, babbler(), tmp_path)
-    after = (tmp_path / "policies.jsonl").read_text("utf-8")
-    assert after.startswith(before)
-    assert after.count("\n") == before.count("\n") + 1
-    assert found == run_units(more, babbler())
-
-
-def test_rows_of_one_setting_with_other_shots_are_other_units() -> None:
-    study = MultipleChoice((Profile(policy="full"),), 1, shots=(1, 2))
-    keys = study.keys()
-    assert len({study.log_key(key) for key in keys}) == len(keys) == 3

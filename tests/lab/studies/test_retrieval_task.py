@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,11 +130,6 @@ def test_the_number_of_a_story_is_not_scored(said: str, counts: str) -> None:
     assert scored_part(said) == counts
 
 
-def test_a_task_that_is_not_there_is_refused() -> None:
-    with pytest.raises(SettingError, match="there are stories-3, stories-10"):
-        Retrieval(Profile(), task="facts")
-
-
 @pytest.mark.slow
 def test_the_study_distinguishes_evicting_from_recalling() -> None:
     found = run_units(FEW, tiny())
@@ -146,22 +140,6 @@ def test_the_study_distinguishes_evicting_from_recalling() -> None:
     shares = {row[0]: row[1] for row in table.rows}
     assert shares["attention x surprisal"] == share([True, True])
     assert min(one["tokens"] for one in found.values()) > 200
-
-
-@pytest.mark.slow
-def test_several_base_budgets_find_what_each_finds_alone() -> None:
-    one, other, both = (replace(FEW, limit=1, bases=bases) for bases in ((48,), (72,), (48, 72)))
-    alone = [run_units(study, tiny())["0"] for study in (one, other)]
-    together = run_units(both, tiny())["0"]
-    for base, found in zip((48, 72), alone, strict=True):
-        for key, right in found.items():
-            row, slash, count = key.partition("/")
-            assert together[f"{row}, base {base}/{count}" if slash else key] == right
-    ends, table = both.report({"0": together}).tables
-    assert [name for name, _ in ends.rows][2:] == [f"{BASE}, base 48", f"{BASE}, base 72"]
-    assert len(table.rows) == 2 * len(other.report({"0": alone[1]}).tables[1].rows)
-    with pytest.raises(SettingError, match="--base"):
-        replace(FEW, bases=(3,))
 
 
 @pytest.mark.slow
@@ -198,10 +176,3 @@ def test_recalled_tokens_reveal_the_private_answer() -> None:
     assert [row[0] for row in table.rows] == ["0", "100"]
     with pytest.raises(SettingError, match="recall is off"):
         Privacy(Profile())
-
-
-@pytest.mark.slow
-def test_the_privacy_command_turns_recall_on_by_default() -> None:
-    done = run("eval", "privacy", "--limit", "1", "--counts", "0,20", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["profile"]["recall"] == Profile(recall="on").recall

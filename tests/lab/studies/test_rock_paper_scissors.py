@@ -16,9 +16,9 @@ from command import run
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.lab.studies.intervals import mean_interval
-from sirchat.lab.studies.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors, chosen_move
+from sirchat.lab.studies.rock_paper_scissors import MOVES, PLAYERS, RockPaperScissors
 from sirchat.lab.studies.run import run_units
-from sirchat.lab.synthetic.rounds import BEATS, game
+from sirchat.lab.synthetic.rounds import BEATS
 
 SINK = (Profile(policy="sink", budget=64),)
 
@@ -37,14 +37,6 @@ def test_moves_depend_on_seed_player_and_match_alone() -> None:
     assert len(set(moves.values())) == 9
     assert moves["rock 0"] == tuple(study.moves("rock 0"))
     assert moves["rock 0"] != tuple(RockPaperScissors(SINK, 3, 2, rounds=50).moves("rock 0"))
-
-
-@pytest.mark.parametrize(
-    ("reply", "move"),
-    [("I choose paper.", "paper"), ("Rock beats scissors", "rock"), ("Hello", None), ("", None)],
-)
-def test_the_first_move_named_is_played(reply: str, move: str | None) -> None:
-    assert chosen_move(reply) == move
 
 
 @pytest.mark.parametrize(("reply", "move"), [("I choose paper.", "paper"), ("Hm.", None)])
@@ -92,18 +84,6 @@ def test_moves_of_released_files_are_played_in_turn(data: Path) -> None:
     assert len(written) == 1_000
     assert study.moves("rock 0") == written[:400]
     assert study.moves("rock 2") == [*written[800:], *written[:200]]
-
-
-def test_training_teaches_to_beat_what_was_chosen_most() -> None:
-    for seed in range(40):
-        seen: Counter[str] = Counter()
-        for user, reply in game(Random(seed)):
-            if theirs := chosen_move(user.text.partition("]")[0].partition("[")[2]):
-                seen[theirs] += 1
-            if seen and reply.text.startswith("I choose"):
-                most = max(seen.values())
-                beaten = {BEATS[move] for move, count in seen.items() if count == most}
-                assert chosen_move(reply.text) in beaten
 
 
 def test_the_interval_of_a_mean_is_students() -> None:

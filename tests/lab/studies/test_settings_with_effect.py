@@ -14,12 +14,9 @@ from sirchat.config.profile_files import changed
 from sirchat.lab.commands import study_flags
 from sirchat.lab.studies.facts import Facts
 from sirchat.lab.studies.facts_in_dialogue.study import FactsInDialogue
-from sirchat.lab.studies.locomo import Locomo
 from sirchat.lab.studies.multiple_choice import MultipleChoice
-from sirchat.lab.studies.perplexity import Context, Perplexity
-from sirchat.lab.studies.rock_paper_scissors import RockPaperScissors as Matches
-from sirchat.lab.studies.study import GREEDY, ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
-from sirchat.lab.studies.uniformity import Uniformity
+from sirchat.lab.studies.perplexity import Perplexity
+from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
 
 OTHER: dict[str, Any] = {
     "system": "Talk like a pirate.",
@@ -90,20 +87,6 @@ def test_what_changes_nothing_is_refused_in_one_line_and_nothing_else(
             assert done.returncode == 0, (setting, done.stderr)
         assert bool(ran) is (setting not in useless)
         ran.clear()
-
-
-def test_a_sweep_of_it_is_refused_too(talk: Path) -> None:
-    swept = run("eval", "perplexity", "--sweep", "recall=off,bm25")
-    assert (swept.returncode, swept.stdout) == (2, "")
-    assert "recall has no effect in `sirchat eval perplexity`" in swept.stderr
-
-
-@pytest.mark.parametrize(
-    "kind", [Locomo, FactsInDialogue, Uniformity, Context, Facts, MultipleChoice, Matches]
-)
-def test_every_study_refuses_what_only_shows(kind: type[Grid]) -> None:
-    assert set(ON_SCREEN) <= set(kind.without_effect) <= set(Profile.model_fields)
-    assert set(GREEDY) <= set(SAMPLING)
 
 
 @pytest.mark.slow

@@ -75,13 +75,6 @@ def test_the_moves_of_players_are_found_under_each_of_their_names(
         assert study.players == {"paper": ["paper", "paper"]}
 
 
-def test_a_players_own_file_is_a_player_of_its_name(tmp_path: Path) -> None:
-    file = written(tmp_path / "my friend.jsonl", MOVE)
-    study = RockPaperScissors(SINK, 1, rounds=3, data=str(file))
-    assert study.units() == ["my-friend 0"]
-    assert study.moves("my-friend 0") == ["paper"]
-
-
 def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path: Path) -> None:
     for task, name in (
         ("grocery", "grocery_keys/keys.jsonl, grocery_keys.jsonl or keys.jsonl"),
@@ -97,30 +90,6 @@ def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path
         assert len(hint) <= 1
     with pytest.raises(SettingError, match=r"nowhere.jsonl.* can't be read"):
         MultipleChoice(FULL, 1, task="grocery", data="nowhere.jsonl")
-
-
-def test_the_authors_folder_is_read_whole(data: Path, tmp_path: Path) -> None:
-    for name, flat in (
-        ("grocery_keys/keys.jsonl", "grocery_keys.jsonl"),
-        ("dailydialog/dailydialog.jsonl", "dailydialog.jsonl"),
-    ):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).symlink_to(data / flat)
-    for task, rounds in (("grocery", 3_300), ("dailydialog", 735)):
-        study = MultipleChoice(FULL, 1_000, task=task, data=str(tmp_path))
-        assert sum(map(len, study.conversations)) == rounds
-
-
-def test_by_text_the_question_lists_no_options_and_their_texts_are_the_replies(
-    tmp_path: Path,
-) -> None:
-    file = str(written(tmp_path / "keys.jsonl", FRUIT))
-    study = MultipleChoice(FULL, 1, task="grocery", data=file, scoring="text")
-    ((question,),) = study.conversations
-    assert question.text == "Which fruit is yellow?"
-    assert question.replies == ("a long ripe banana", "tea")
-    assert question.answer == "a long ripe banana"
-    assert question.unlisted == question
 
 
 def test_by_text_an_option_is_taken_by_the_sum_and_compared_by_the_mean() -> None:
@@ -157,15 +126,6 @@ def test_by_text_the_report_has_a_column_by_the_mean(tmp_path: Path) -> None:
     table = study.report(found).tables[0]
     assert table.columns == ("setting", "ACCg", "ACCg - sink 64", "ACCg by mean")
     assert len(table.rows[0]) == 4
-
-
-def test_generated_questions_have_their_options_as_texts_too() -> None:
-    study = MultipleChoice(FULL, 2, task="grocery", scoring="text")
-    for _, *between, asked in study.conversations:
-        for one in between:
-            assert "Choices" not in one.text
-            assert not any("(" in reply for reply in one.replies)
-        assert asked.answer.startswith("You asked me to buy ")
 
 
 def test_released_questions_have_the_papers_letters_and_the_texts(data: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from sirchat.lab.studies.report import (
     Plot,
     Report,
     Table,
-    draw,
     markdown,
     print_report,
     provenance,
@@ -140,13 +138,6 @@ def test_whether_an_earlier_chat_compiled_the_model_changes_no_study() -> None:
     )
 
 
-def test_a_share_without_an_interval_has_none_in_json() -> None:
-    report = Report((), (Table("t", ("a", "b"), (("x", Estimate(0.5, -math.inf, math.inf)),)),))
-    record = record_of(report, {})
-    assert record["tables"]["t"]["rows"] == [["x", {"value": 0.5, "low": None, "high": None}]]
-    json.loads(json.dumps(record, allow_nan=False))
-
-
 def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(tmp_path: Path) -> None:
     empty = (share([]), share_over_seeds([[], []]), mean([]), mean([]).value)
     report = Report((), (Table("t", tuple("abcde"), (("x", *empty),)),))
@@ -157,13 +148,6 @@ def test_a_share_or_mean_of_nothing_is_a_dash_null_in_json_and_empty_in_csv(tmp_
     with (tmp_path / "t.csv").open() as file:
         assert list(csv.reader(file))[1] == ["x", *[""] * 10]
     assert share_over_seeds([[], [True]]).value == 1.0  # a seed without answers does not count
-
-
-def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
-    (plot,) = REPORT.plots
-    for name in ("one.svg", "two.svg"):
-        assert draw(plot, tmp_path / name)
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_perplexity_is_that_of_a_pass_without_a_cache() -> None:
@@ -248,18 +232,6 @@ def test_in_several_readings_every_part_is_read_in_every_place(tmp_path: Path) -
         assert {tuple(one[place]) for one in readings} == {
             tuple(readings[0][(place + 2 * number) % 10]) for number in range(5)
         }
-
-
-@pytest.mark.slow
-def test_all_readings_of_synthetic_dialogue_have_the_same_rounds() -> None:
-    study = Perplexity((SINK,), 3_000, readings=2)
-    first, second = (list(study.rounds(babbler(), number)) for number in range(2))
-    assert first[0] != second[0]
-    assert sum(map(len, first)) == sum(map(len, second)) == 3_000
-    shared = {tuple(one) for one in first} & {tuple(one) for one in second}
-    assert len(shared) >= 0.6 * len(first)
-    (found, again) = run_units(study, babbler()).values()
-    assert found["nats"] != again["nats"]
 
 
 def test_full_reads_on_beyond_the_models_length() -> None:

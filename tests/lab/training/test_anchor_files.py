@@ -45,12 +45,6 @@ def test_lines_of_json_are_texts_and_conversations(tmp_path: Path) -> None:
     assert read(tmp_path, "a.jsonl", text) == ["It rains.", ROUND, ROUND, ROUND, "a\u2028b"]
 
 
-def test_each_conversation_of_sharegpt_is_one(tmp_path: Path) -> None:
-    assert read(tmp_path, "a.json", json.dumps([SHAREGPT, SHAREGPT])) == [ROUND, ROUND]
-    assert read(tmp_path, "b.json", json.dumps(SHAREGPT)) == [ROUND]
-    assert read(tmp_path, "c.json", json.dumps(MESSAGES)) == [ROUND]
-
-
 @pytest.mark.parametrize(
     "line",
     ["{}", "[", "7", '{"messages": [7]}', '{"messages": 7}', '{"text": 7}', '{"role": "user"}'],

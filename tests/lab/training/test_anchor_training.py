@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from chatting import babbler, hub_tokenizer, save_babbler, tiny
 from command import run
-from sirchat.errors import ModelError, SettingError, UsageError
+from sirchat.errors import ModelError, SettingError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import Message
 from sirchat.lab.training.anchor import TALK, AnchorOptions, add_anchor, prepare, train_anchors
@@ -284,23 +284,9 @@ def test_impossible_options_are_refused_in_one_line(folder: Path, tmp_path: Path
         assert len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_flex_attention_wants_a_gpu(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="needs a GPU"):
-        prepare(options(folder, tmp_path, attention="flex"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("bf16", [False, True])
 def test_both_attentions_train_alike(folder: Path, tmp_path: Path, bf16: bool) -> None:
     dense = losses(options(folder, tmp_path / "dense", tokens=256, bf16=bf16))
     flex = losses(options(folder, tmp_path / "flex", tokens=256, bf16=bf16, attention="flex"))
     assert dense == pytest.approx(flex, rel=1e-2)
-
-
-def test_a_missing_extra_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sirchat.lab.training.anchor.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="accelerate"):
-        prepare(options(folder, tmp_path / "out"))

@@ -70,23 +70,6 @@ def test_visible_tokens_are_those_that_a_budget_holds_after_each_turn(
         assert np.flatnonzero(visible[at]).tolist() == held
 
 
-def test_a_value_is_marked_in_the_fact_and_in_the_answer(renderer: Renderer) -> None:
-    one = renderer.render([TELL, OK, OTHER, OK, MOVE, OK, ASK, ANSWER])
-
-    def words(number: int, answer: bool) -> str:
-        chosen = [
-            i
-            for i, (n, a) in enumerate(zip(one.fact, one.answer, strict=True))
-            if (n, a) == (number, answer)
-        ]
-        return str(renderer.tokenizer.decode([one.ids[i] for i in chosen]))
-
-    assert words(1, answer=False).strip() == "Oslo Rome"
-    assert words(2, answer=False).strip() == "Luna"
-    assert words(1, answer=True) == "You live in Rome.<|end|>"
-    assert words(2, answer=True) == ""
-
-
 @pytest.mark.parametrize(("hidden", "is_lost"), [("Oslo", False), ("Luna", False), ("Rome", True)])
 def test_an_answer_is_lost_with_the_newest_statement_of_its_fact(
     renderer: Renderer, hidden: str, is_lost: bool

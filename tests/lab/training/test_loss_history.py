@@ -17,25 +17,12 @@ from sirchat.lab.training.anchor_trainer import (
     checkpoint_losses,
     draw_losses,
     load_losses,
-    mean_of_last,
 )
 from sirchat.lab.training.display import report
 
 
 def entry(step: int) -> LossEntry:
     return LossEntry(step, 512 * step, 4 - step / 10, 2e-5, 1.5 * step)
-
-
-def test_each_step_is_a_line_of_json(tmp_path: Path) -> None:
-    history = LossHistory(tmp_path / "out")
-    history.add(entry(1))
-    history.add(entry(2))
-    first, second = (tmp_path / "out" / HISTORY).read_text("utf-8").splitlines()
-    assert json.loads(first) == {
-        "step": 1, "tokens": 512, "loss": 3.9, "learning_rate": 2e-5, "seconds": 1.5
-    }  # fmt: skip
-    assert json.loads(second)["step"] == 2
-    assert load_losses(tmp_path / "out") == history.entries == [entry(1), entry(2)]
 
 
 def test_a_resumed_training_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
@@ -49,13 +36,6 @@ def test_a_resumed_training_drops_what_came_after_the_checkpoint(tmp_path: Path)
     assert load_losses(tmp_path) == [entry(step) for step in range(1, 6)]
 
 
-def test_a_training_from_the_start_begins_a_new_history(tmp_path: Path) -> None:
-    LossHistory(tmp_path).add(entry(1))
-    LossHistory(tmp_path)
-    assert load_losses(tmp_path) == []
-    assert load_losses(tmp_path / "nowhere") == []
-
-
 def test_the_history_up_to_a_checkpoint_is_in_the_checkpoint(tmp_path: Path) -> None:
     records = [
         {"step": 1, "tokens": 512, "loss": 3.9, "learning_rate": 2e-5, "seconds": 1.5, "epoch": 1},
@@ -63,12 +43,6 @@ def test_the_history_up_to_a_checkpoint_is_in_the_checkpoint(tmp_path: Path) -> 
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": records}))
     assert checkpoint_losses(tmp_path) == [entry(1)]
-
-
-def test_the_mean_is_of_the_last_20_steps() -> None:
-    losses = [replace(entry(step), loss=float(step)) for step in range(1, 41)]
-    assert mean_of_last(losses) == pytest.approx(sum(range(21, 41)) / 20)
-    assert mean_of_last(losses[:3]) == 2.0
 
 
 def test_the_report_says_first_last_and_mean_and_draws_a_plot(tmp_path: Path) -> None:

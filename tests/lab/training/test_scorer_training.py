@@ -25,7 +25,6 @@ from sirchat.lab.training.scorer import (
     ScorerConversation,
     ScorerOptions,
     ScorerTrainer,
-    default_layers,
     gathered,
     observed,
     spearman,
@@ -80,15 +79,6 @@ def test_targets_are_the_highest_weights_of_the_second_reading_and_inputs_the_st
     torch.testing.assert_close(states, both[4:32])
 
 
-def test_the_default_layers_are_spread_over_two_thirds_of_the_depth() -> None:
-    assert [default_layers(count) for count in (1, 6, 30, 80)] == [
-        (1,),
-        (1, 2, 4),
-        (1, 10, 20),
-        (3, 27, 53),
-    ]
-
-
 @pytest.mark.parametrize("layers", [(0,), (7,), (2, 1), (2, 2)])
 def test_layers_that_the_model_lacks_are_refused(layers: tuple[int, ...]) -> None:
     with pytest.raises(SettingError, match="layers can't"):
@@ -115,17 +105,6 @@ def test_what_the_data_lacks_is_generated(tmp_path: Path) -> None:
     assert max(sizes) <= 1000
     assert found == list(gathered(options, tiny()))
     assert found != list(gathered(replace(options, seed=1), tiny()))
-
-
-def test_a_round_that_is_longer_than_a_conversation_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "_LENGTH", 60)
-    talk = tmp_path / "talk.txt"
-    talk.write_text(f"USER: {'word ' * 90}\nASSISTANT: Yes.\n\nUSER: Short.\nASSISTANT: Good.\n")
-    found = list(gathered(ScorerOptions("tiny", data=(talk,), tokens=100), tiny()))
-    assert "word" not in text_of(found)
-    assert "Short." in text_of(found[:1])
 
 
 @pytest.mark.slow
@@ -168,11 +147,3 @@ def test_a_bundled_scorer_ranks_tokens_nearly_as_a_second_reading_does(
     found = np.array(model.scorer.scores(x))
     assert spearmanr(found, wanted.numpy()).statistic > least
     assert model.scorer.about["model"] == name
-
-
-def test_layers_of_another_form_are_refused_in_one_line() -> None:
-    ran = CliRunner().invoke(train_app, ["scorer", "--layers", "one"])
-    assert isinstance(ran.exception, SettingError)
-    assert str(ran.exception) == (
-        "--layers can't be 'one'; it must be numbers, separated by commas (for example: 1,10,20)"
-    )

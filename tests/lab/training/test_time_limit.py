@@ -45,17 +45,6 @@ def test_the_time_between_two_runs_does_not_count() -> None:
     assert (clock.seconds, clock.is_over) == (40, False)
 
 
-def test_a_training_whose_time_was_over_has_no_further_step() -> None:
-    assert TrainingClock(60, before=[25, 50]).is_over
-    assert not TrainingClock(80, before=[25, 50]).is_over
-
-
-def test_without_a_limit_it_is_never_over() -> None:
-    clock = TrainingClock(now=(time := Time()))
-    finish_steps(clock, time, 1e9)
-    assert (clock.share, clock.is_over) == (0.0, False)
-
-
 @pytest.mark.parametrize(
     ("schedule", "theirs"), [("constant", "constant_with_warmup"), ("cosine",) * 2]
 )

@@ -21,7 +21,7 @@ from sirchat.lab.studies.run import run_units
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.training.anchor_data import Writer
 from sirchat.lab.training.rows import Renderer
-from sirchat.lab.training.schedule import ANCHOR_EACH_MESSAGE, ANCHOR_EACH_ROUND, ANCHOR_PHASES
+from sirchat.lab.training.schedule import ANCHOR_EACH_ROUND
 from sirchat.lab.training.tiny_anchor import TinyAnchorTrainer
 from sirchat.lab.training.trainer import TrainOptions, TrainStep, train
 from sirchat.memory.policies.anchor import Anchor
@@ -50,14 +50,6 @@ def test_training_rows_have_anchors_as_in_a_chat(seed: int) -> None:
     assert [i for i in rendered.ids if i != 2048] == plain.ids
     columns = (rendered.ids, rendered.answer, rendered.span, rendered.fact)
     assert len({len(column) for column in columns}) == 1
-
-
-def test_at_first_an_anchor_also_follows_user_messages(tmp_path: Path) -> None:
-    trainer = TinyAnchorTrainer(options(tmp_path, 20))
-    first, last = trainer.batch(0), trainer.batch(19)
-    assert (first.ids == trainer.anchor).sum() > 1.5 * (last.ids == trainer.anchor).sum() > 0
-    assert not first.answer[first.ids == trainer.anchor].any()
-    assert ANCHOR_PHASES[0] is ANCHOR_EACH_MESSAGE
 
 
 def test_a_token_attends_to_its_sequence_and_to_anchors_of_its_conversation(tmp_path: Path) -> None:
