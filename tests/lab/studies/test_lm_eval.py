@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 import pytest
+import yaml
 
 from chatting import babbler, tiny, with_anchors
 from command import run
@@ -132,6 +133,28 @@ def test_a_reply_ends_where_the_task_says() -> None:
         ours().generate_until(asked("generate_until", ("I", {"do_sample": True, "temperature": 1})))
 
 
+TASKS = """
+sirchat_homes: &homes
+  output_type: multiple_choice
+  doc_to_choice: "{{choices}}"
+  doc_to_target: answer
+  metric_list: [{metric: acc}]
+sirchat_code: {<<: *homes, unsafe_code: true}
+sirchat_says:
+  output_type: generate_until
+  doc_to_target: "{{choices[answer]}}"
+  generation_kwargs: {until: ["."], max_gen_toks: 16}
+  metric_list: [{metric: exact_match}]
+  filter_list:
+  - name: city
+    filter: [{function: regex, regex_pattern: Lisbon|Oslo|Paris|Rome}, {function: take_first}]
+sirchat_costs:
+  output_type: loglikelihood
+  doc_to_target: "{{choices[answer]}}"
+  metric_list: [{metric: perplexity}]
+"""
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tasks and their twelve documents."""
@@ -144,48 +167,11 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in answers
     ]
     (folder / "documents.json").write_text(json.dumps(documents), "utf-8")
-    shared = {
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": str(folder / "documents.json"),
-            "cache_dir": str(folder / "cache"),
-        },
-        "test_split": "train",
-        "fewshot_split": "train",
-        "doc_to_text": "{{question}}",
-    }
-    homes = {
-        "task": "sirchat_homes",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}],
-    }
-    says = {
-        "task": "sirchat_says",
-        "output_type": "generate_until",
-        "doc_to_target": "{{choices[answer]}}",
-        "generation_kwargs": {"until": ["."], "max_gen_toks": 16},
-        "metric_list": [{"metric": "exact_match"}],
-        "filter_list": [
-            {
-                "name": "city",
-                "filter": [
-                    {"function": "regex", "regex_pattern": "|".join(CITIES)},
-                    {"function": "take_first"},
-                ],
-            }
-        ],
-    }
-    costs = {
-        "task": "sirchat_costs",
-        "output_type": "loglikelihood",
-        "doc_to_target": "{{choices[answer]}}",
-        "metric_list": [{"metric": "perplexity"}],
-    }
-    code = homes | {"task": "sirchat_code", "unsafe_code": True}
-    for one in (homes, says, costs, code):  # JSON is YAML
-        (folder / f"{one['task']}.yaml").write_text(json.dumps(shared | one), "utf-8")
+    source = {"data_files": str(folder / "documents.json"), "cache_dir": str(folder / "cache")}
+    shared = {"dataset_path": "json", "dataset_kwargs": source, "doc_to_text": "{{question}}"}
+    shared |= {"test_split": "train", "fewshot_split": "train"}
+    for name, text in yaml.safe_load(TASKS).items():
+        (folder / f"{name}.yaml").write_text(json.dumps(shared | text | {"task": name}), "utf-8")
     return folder
 
 

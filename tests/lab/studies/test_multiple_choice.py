@@ -1,4 +1,4 @@
-"""Scores of choices against a plain computation, and the counts of SirLLM's tasks."""
+"""SirLLM's tasks: scores against a plain computation, its files, its tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,12 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.types import ContinuationScore
 from sirchat.errors import SettingError
-from sirchat.lab.studies import generated, sirllm_files
-from sirchat.lab.studies.choice import Question, choose, most_likely, named_option
+from sirchat.lab.studies import generated, paper_tables, sirllm_files
+from sirchat.lab.studies.choice import Question, choose, choose_text, most_likely, named_option
 from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.reading import read
+from sirchat.lab.studies.report import Table
+from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
 from sirchat.lab.studies.run import run_units
 from sirchat.text.template import Template
 
@@ -184,3 +187,151 @@ def test_the_commands_print_what_the_paper_does(data: Path, endless: str) -> Non
     refused = run("eval", "grocery", "--scoring", "papers")
     assert refused.returncode == 2
     assert "paper?" in refused.stderr
+
+
+FRUIT = {
+    "id": "answer_0",
+    "question": {
+        "stem": "Which fruit is yellow?",
+        "choices": [{"label": "A", "text": " a long ripe banana "}, {"label": "B", "text": "tea"}],
+    },
+    "answerKey": "A",
+}
+MOVE = {
+    "id": "0",
+    "question": {
+        "stem": "?",
+        "choices": [{"label": one[0].upper(), "text": one} for one in ("rock", "paper")],
+    },
+    "user_choice": "P",
+}
+
+
+def written(path: Path, *lines: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("grocery", "grocery_keys/keys.jsonl"),
+        ("grocery", "data/grocery_keys/keys.jsonl"),
+        ("grocery", "grocery_keys.jsonl"),
+        ("grocery", "keys.jsonl"),
+        ("dailydialog", "dailydialog/dailydialog.jsonl"),
+        ("dailydialog", "data/dailydialog/dailydialog.jsonl"),
+        ("dailydialog", "dailydialog.jsonl"),
+    ],
+)
+def test_a_file_is_found_under_each_of_its_names(task: str, name: str, tmp_path: Path) -> None:
+    file = written(tmp_path / name, FRUIT)
+    for data in (tmp_path, file):
+        ((question,),) = MultipleChoice((FULL,), 5, task=task, data=str(data)).conversations
+        assert question.text == "Which fruit is yellow?\n(A) a long ripe banana\n(B) tea"
+
+
+@pytest.mark.parametrize("folder", ["", "rock_paper_scissors", "data/rock_paper_scissors"])
+def test_the_moves_of_players_are_found_under_each_of_their_names(
+    folder: str, tmp_path: Path
+) -> None:
+    file = written(tmp_path / folder / "rock_paper_scissors_dominant_paper.jsonl", MOVE, MOVE)
+    for data in (tmp_path, file):
+        study = RockPaperScissors((SINK,), 1, rounds=2, data=str(data))
+        assert study.players == {"paper": ["paper", "paper"]}
+
+
+def test_a_missing_file_is_refused_in_one_line_with_what_was_looked_for(tmp_path: Path) -> None:
+    for task, name in (
+        ("grocery", "grocery_keys/keys.jsonl, grocery_keys.jsonl or keys.jsonl"),
+        ("dailydialog", "dailydialog/dailydialog.jsonl or dailydialog.jsonl"),
+        ("rock-paper-scissors", "rock_paper_scissors_dominant_scissors.jsonl"),
+        ("policies", "grocery_keys/keys.jsonl"),
+    ):
+        done = run("eval", task, "--data", str(tmp_path))
+        assert done.returncode == 2, task
+        first, *hint = done.stderr.strip().splitlines()
+        assert f"data {str(tmp_path)!r} has no " in first
+        assert name in first
+        assert len(hint) <= 1
+    with pytest.raises(SettingError, match=r"nowhere.jsonl.* can't be read"):
+        MultipleChoice((FULL,), 1, task="grocery", data="nowhere.jsonl")
+
+
+def test_by_text_an_option_is_taken_by_the_sum_and_compared_by_the_mean() -> None:
+    """Both by one pass over the whole conversation for each option, without a cache."""
+    model = tiny()
+    template, chat = Template(model.tokenizer), session(model, policy="full")
+    differ = 0
+    for stem, texts in (
+        ("What is the opposite of hot?", ("cold", "The answer is cold (B).", "Bananas.")),
+        ("Hello.", ("You are welcome. Have a nice day!", "Hm", "The answer is seven (C).")),
+        ("Which colour is the sky?", ("The answer is blue (A).", "blue", "x", "My name is Ann.")),
+    ):
+        question = Question("listed", ("A", "B", "C", "D")[: len(texts)], 0, "", stem, texts)
+        ids = template.opening(stem)[1].ids
+        plain = [log_probability(model, ids, template.assistant(text).ids) for text in texts]
+        sums = [sum(one) for one in plain]
+        means = [sum(one) / len(one) for one in plain]
+        chat.reset()
+        by_sum, by_mean = choose_text(chat, question)
+        assert (by_sum, by_mean) == (sums.index(max(sums)), means.index(max(means)))
+        assert [turn.text for turn in chat.turns] == [stem, texts[by_sum]]
+        differ += by_sum != by_mean
+    assert differ
+    chat.reset()
+    assert choose(chat, Question("I buy tea.", ("OK",), 0, ""), "text") == 0  # leaves no choice
+    assert chat.turns[-1].text == "OK"
+
+
+def test_by_text_the_report_has_a_column_by_the_mean(tmp_path: Path) -> None:
+    file = str(written(tmp_path / "keys.jsonl", FRUIT, {**FRUIT, "id": "answer_1"}))
+    study = MultipleChoice((SINK,), 2, task="grocery", data=file, scoring="text")
+    found = run_units(study, babbler())
+    assert all(len(one["right by mean"]["grocery"]) == 1 for one in found.values())
+    table = study.report(found).tables[0]
+    assert table.columns == ("setting", "ACCg", "ACCg - sink 64", "ACCg by mean")
+    assert len(table.rows[0]) == 4
+
+
+def test_released_questions_have_the_papers_letters_and_the_texts(data: Path) -> None:
+    for talk in sirllm_files.grocery(data / "grocery_keys.jsonl")[:20]:
+        for one in talk[1:]:
+            text = one.unlisted
+            assert f"({one.answer}) {text.answer}" in one.text
+            assert one.text.startswith(f"{text.text}\n")
+
+
+def rows_by_name(table: Table) -> dict[str, dict[str, Any]]:
+    return {str(row[0]): dict(zip(table.columns[1:], row[1:], strict=True)) for row in table.rows}
+
+
+def test_the_average_of_the_players_is_the_one_that_is_printed() -> None:
+    rows = rows_by_name(paper_tables.rock_paper_scissors())
+    assert len(rows) == 16
+    for name, row in rows.items():
+        assert row["all"] == pytest.approx(sum(row[one] for one in PLAYERS) / 3, abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "gaps"),
+    [  # the paper's own differences from StreamLLM
+        (paper_tables.dailydialog(), "right", {"Yi-6b entropy 512 decay 0.7": 0.0695}),
+        (paper_tables.dailydialog(), "right", {"Vicuna-13b interval 512": -0.0905}),
+        (
+            paper_tables.grocery(),
+            "ACCg",
+            {"Yi-34b entropy 1024": 0.6331, "Yi-6b random 1024": 0.5182},
+        ),
+        (paper_tables.few_shot(), "ACCc", {"Vicuna-7b 3-shot": -0.0103, "Yi-34b entropy": 0.0009}),
+    ],
+)
+def test_differences_from_sink_are_those_of_the_paper(
+    table: Table, column: str, gaps: dict[str, float]
+) -> None:
+    rows = rows_by_name(table)
+    for name, gap in gaps.items():
+        model = name.partition(" ")[0]
+        (sink,) = [row for other, row in rows.items() if other.startswith(f"{model} sink")]
+        assert rows[name][column] - sink[column] == pytest.approx(gap, abs=1e-6)

@@ -170,23 +170,13 @@ def test_a_study_is_extended_by_units_settings_and_seeds_and_runs_only_what_is_n
 def test_no_setting_that_a_result_depends_on_is_left_out_of_its_name(tmp_path: Path) -> None:
     run_units(noted(SINK), babbler(), tmp_path)
     others = {"system": "Be brief.", "pin_system": False, "protect": False, "sinks": 2}
-    for name, value in {
-        **others,
-        "evict": "before-turn",
-        "dtype": "bfloat16",
-        "temperature": 0.5,
-    }.items():
+    others |= {"evict": "before-turn", "dtype": "bfloat16", "temperature": 0.5}
+    for name, value in others.items():
         study = noted(SINK.model_copy(update={name: value}))
         run_units(study, babbler(), tmp_path)
         assert len(study.ran) == 2, name
-    for name, value in {
-        "description": "x",
-        "panel": "off",
-        "theme": "none",
-        "markdown": False,
-        "compile": "off",
-        "lookup": False,
-    }.items():
+    shown = {"description": "x", "panel": "off", "theme": "none", "markdown": False}
+    for name, value in (shown | {"compile": "off", "lookup": False}).items():
         assert name in UNLOGGED
         study = noted(SINK.model_copy(update={name: value}))
         run_units(study, babbler(), tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from chatting import babbler, tiny
 from command import run
@@ -18,42 +19,15 @@ from sirchat.lab.studies.multiple_choice import MultipleChoice
 from sirchat.lab.studies.perplexity import Perplexity
 from sirchat.lab.studies.study import ON_SCREEN, SAMPLING, WITHOUT_SESSION, Grid
 
-OTHER: dict[str, Any] = {
-    "system": "Talk like a pirate.",
-    "pin_system": False,
-    "evict_thinking": True,
-    "archive": "disk",
-    "archive_limit": "64MiB",
-    "recall": "bm25",
-    "recall_n": 20,
-    "recall_weight": "none",
-    "recall_soft": False,
-    "recall_span": 2,
-    "recall_scope": "layer",
-    "recall_query": "recent",
-    "temperature": 0.5,
-    "top_k": 5,
-    "top_p": 0.5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.5,
-    "repetition_window": 8,
-    "max_new_tokens": 8,
-    "lookup": False,
-    "panel": "off",
-    "theme": "dark",
-    "markdown": False,
-    "thinking": "fold",
-    "attention": "on",
-    "save": False,
-    "save_kv": "off",
-    "sinks": 8,
-    "recent": 4,
-    "protect": False,
-    "evict": "before-turn",
-    "positions": "stream",
-    "seed": 5,
-}
-"""Another value of every setting but the model's and those that studies compare by flags."""
+# Another value of every setting but the model's and those that studies compare by flags.
+OTHER: dict[str, Any] = yaml.safe_load("""
+{system: Talk like a pirate., pin_system: false, evict_thinking: true, archive: disk,
+archive_limit: 64MiB, recall: bm25, recall_n: 20, recall_weight: none, recall_soft: false,
+recall_span: 2, recall_scope: layer, recall_query: recent, temperature: 0.5, top_k: 5, top_p: 0.5,
+min_p: 0.1, repetition_penalty: 1.5, repetition_window: 8, max_new_tokens: 8, lookup: false,
+panel: "off", theme: dark, markdown: false, thinking: fold, attention: "on", save: false,
+save_kv: "off", sinks: 8, recent: 4, protect: false, evict: before-turn, positions: stream, seed: 5}
+""")
 
 KINDS: dict[str, tuple[type[Grid], tuple[str, ...]]] = {
     "perplexity": (Perplexity, ()),

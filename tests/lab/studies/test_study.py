@@ -1,15 +1,19 @@
-"""Studies: the same units for every setting, and a report in every form."""
+"""Studies: the same units for every setting, their intervals, and a report in every form."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from chatting import babbler, tiny, with_anchors
 from command import run
@@ -18,8 +22,9 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.errors import SettingError
 from sirchat.lab.commands.study_flags import repeatable, settings_of
+from sirchat.lab.studies.intervals import clustered_mean, hierarchical_mean, paired_interval
 from sirchat.lab.studies.multiple_choice import MultipleChoice
-from sirchat.lab.studies.perplexity import Perplexity
+from sirchat.lab.studies.perplexity import Context, Perplexity, conversation, round_ids
 from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import (
     Estimate,
@@ -34,6 +39,7 @@ from sirchat.lab.studies.report import (
 )
 from sirchat.lab.studies.run import run_units
 from sirchat.lab.studies.study import mean, share, share_over_seeds
+from sirchat.text.template import Template
 
 SINK = Profile(policy="sink", budget=64)
 RANDOM = Profile(policy="random", budget=64, seed=5)
@@ -76,13 +82,8 @@ def test_swept_settings_are_in_the_names_of_the_rows(endless: str) -> None:
     done = run("eval", "dailydialog", *flags, *few, "--json")
     assert done.returncode == 0, done.stderr
     rows = [row[0] for row in json.loads(done.stdout)["tables"]["dailydialog"]["rows"]]
-    assert rows == [
-        "reservoir 256 recent 8 sample 20",
-        "reservoir 256 recent 8 sample 30",
-        "reservoir 256 recent 16 sample 20",
-        "reservoir 256 recent 16 sample 30",
-        "sink 256",
-    ]
+    swept = [f"reservoir 256 recent {one} sample {two}" for one in (8, 16) for two in (20, 30)]
+    assert rows == [*swept, "sink 256"]
     (row,) = settings_of(Profile(), "salience", "96", "1", ["whole_words=false"])
     assert (row.policy_options, row.attention) == ({"whole_words": False}, "auto")
     for wrong, hint in (("recent", "recent=16,32"), ("sampel=1", "no"), ("recent=x", "recent")):
@@ -272,3 +273,84 @@ def test_no_number_is_cut_however_narrow_the_terminal(
         assert part in shown
     assert "…" not in shown
     assert ("0.930 (0.90 to 0.96)" in shown) == (width == 200 or not is_terminal)
+
+
+def clusters(spread_between: float, spread_within: float, count: int = 8) -> list[list[float]]:
+    rng = Random(5)
+    middles = [rng.gauss(1, spread_between) for _ in range(count)]
+    return [
+        [rng.gauss(at, spread_within) for _ in range(3 + n % 5)] for n, at in enumerate(middles)
+    ]
+
+
+def slow_interval(values: list[list[float]], resamples: int) -> tuple[float, float]:
+    """The same interval, drawn one by one with another generator."""
+    rng, means = Random(1), list[float]()
+    for _ in range(resamples):
+        drawn = [rng.choice(values) for _ in values]
+        means.append(fmean([rng.choice(one) for one in drawn for _ in one]))
+    means.sort()
+    return means[int(0.025 * resamples)], means[int(0.975 * resamples)]
+
+
+@pytest.mark.parametrize(("between", "within"), [(1.0, 0.1), (0.1, 1.0), (1.0, 1.0)])
+def test_the_interval_is_that_of_clusters_and_values_drawn_again(
+    between: float, within: float
+) -> None:
+    values = clusters(between, within)
+    found = hierarchical_mean(values)
+    low, high = slow_interval(values, 8_000)
+    assert found.value == pytest.approx(fmean([one for each in values for one in each]))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.1 * (high - low))
+
+
+def test_drawing_only_clusters_is_drawing_both_if_the_values_of_each_agree() -> None:
+    values = [[1.0] * 3, [2.0] * 5, [3.0] * 2, [4.0] * 4, [9.0] * 3]
+    one, other = clustered_mean(values), hierarchical_mean(values)
+    assert one.value == other.value
+    assert (one.low, one.high) == pytest.approx((other.low, other.high), rel=0.05)
+
+
+def test_what_is_the_same_on_both_sides_of_a_pair_does_not_widen_the_interval() -> None:
+    hard = clusters(3, 3)
+    shifted = [[one + 0.5 for one in each] for each in hard]
+    found = paired_interval(shifted, hard)
+    assert (found.low, found.high) == pytest.approx((0.5, 0.5))
+
+
+def test_too_few_values_have_an_infinite_interval() -> None:
+    one, none = hierarchical_mean([[], [2.0]]), hierarchical_mean([[]])
+    assert (one.value, one.low, one.high) == (2.0, -math.inf, math.inf)
+    assert math.isnan(none.value)
+    assert (none.low, none.high) == (-math.inf, math.inf)
+
+
+FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=32, recent=8)
+
+
+def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
+    study = Context((FULL,), 2, lengths=(16, 100))
+    (table,) = study.report(run_units(study, tiny())).tables
+    nats: dict[int, list[float]] = {16: [], 100: []}
+    for unit in "01":
+        ids: list[int] = []
+        for user, reply in conversation(f"context/0/{unit}", 12):
+            ids += round_ids(Template(tiny().tokenizer), user, reply, first=not ids)
+        tokens = torch.tensor([ids[:100]])
+        with torch.inference_mode():
+            logits = tiny().module(tokens).logits[0, :-1].float()
+        every = F.cross_entropy(logits, tokens[0, 1:], reduction="none").tolist()
+        for length, found in nats.items():
+            found += every[: length - 1]
+    assert table.columns == ("setting", "16 tokens", "100 tokens")
+    (row,) = table.rows
+    assert row[1:] == pytest.approx([math.exp(np.mean(nats[n])) for n in (16, 100)], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
+    study = Context((FULL, SINK), 2, lengths=(16, 200))
+    (table,) = study.report(run_units(study, tiny())).tables
+    (_, short, long), (_, same, more) = table.rows
+    assert same == pytest.approx(short, rel=1e-4)
+    assert more > long  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Training anchors: rows, the new token, losses, and several processes as one."""
+"""Training anchors: files, rows, the new token, losses, and several processes as one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from torch.nn import functional as F
 
 from chatting import babbler, hub_tokenizer, save_babbler, tiny
 from command import run
-from sirchat.errors import ModelError, SettingError
+from sirchat.errors import ModelError, SettingError, TranscriptError
 from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import Message
 from sirchat.lab.training.anchor import TALK, AnchorOptions, add_anchor, prepare, train_anchors
-from sirchat.lab.training.anchor_data import TalkRows, TextRows, Writer, packed
+from sirchat.lab.training.anchor_data import (
+    FileMessage,
+    TalkRows,
+    TextRows,
+    Writer,
+    load_text,
+    packed,
+)
 from sirchat.lab.training.anchor_trainer import Step, collate, load_losses, weighted_sum
 from sirchat.lab.training.masks import visible
 from sirchat.models.load import load_model
@@ -290,3 +297,56 @@ def test_both_attentions_train_alike(folder: Path, tmp_path: Path, bf16: bool) -
     dense = losses(options(folder, tmp_path / "dense", tokens=256, bf16=bf16))
     flex = losses(options(folder, tmp_path / "flex", tokens=256, bf16=bf16, attention="flex"))
     assert dense == pytest.approx(flex, rel=1e-2)
+
+
+ROUND = [FileMessage("user", "Hi."), FileMessage("assistant", "Hello.")]
+MESSAGES = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]
+}
+
+
+def read(folder: Path, name: str, text: str) -> list[str | list[FileMessage]]:
+    (folder / name).write_text(text, encoding="utf-8")
+    return list(load_text(folder / name))
+
+
+def test_a_file_is_one_text_unless_it_is_a_transcript(tmp_path: Path) -> None:
+    text = "It rains.\nUSER: it says here.\n"
+    assert read(tmp_path, "a.txt", text) == [text]
+    assert read(tmp_path, "b.md", "\n" + text) == ["\n" + text]
+    assert read(tmp_path, "c.txt", "USER: Hi.\nASSISTANT: Hello.\n") == [ROUND]
+    system = FileMessage("system", "Be kind.")
+    assert read(tmp_path, "d", "SYSTEM: Be kind.\nUSER: Hi.\nASSISTANT: Hello.") == [
+        [system, *ROUND]
+    ]
+
+
+def test_lines_of_json_are_texts_and_conversations(tmp_path: Path) -> None:
+    lines = [
+        {"text": "It rains."},
+        {"messages": MESSAGES},
+        SHAREGPT,
+        *MESSAGES,
+        {"text": "a\u2028b"},
+    ]
+    text = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    assert read(tmp_path, "a.jsonl", text) == ["It rains.", ROUND, ROUND, ROUND, "a\u2028b"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "[", "7", '{"messages": [7]}', '{"messages": 7}', '{"text": 7}', '{"role": "user"}'],
+)
+def test_a_line_that_is_neither_is_named(tmp_path: Path, line: str) -> None:
+    with pytest.raises(SettingError, match="line 2, is neither a text nor a conversation"):
+        read(tmp_path, "a.jsonl", '{"text": "It rains."}\n' + line)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="can't be read"):
+        list(load_text(tmp_path / "none"))
+    with pytest.raises(SettingError, match="not JSON"):
+        read(tmp_path, "a.json", "It rains.")
+    with pytest.raises(TranscriptError, match=r"b\.json, conversation 2"):
+        read(tmp_path, "b.json", json.dumps([SHAREGPT, {"conversations": 7}]))

@@ -1,4 +1,4 @@
-"""`sirchat bench` and its subcommands."""
+"""`sirchat bench`: its subcommands, records, and the model that it makes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from chatting import babbler, tiny
 from command import run
 from gguf_file import write_gguf
 from hostile_folder import hostile_modules
+from sirchat.lab.bench import everything
+from sirchat.lab.bench.made_model import CONTEXT, write_model
 from sirchat.lab.bench.peers import SirLLM
-from sirchat.lab.bench.ratio import BenchOptions, bench_model, some_ids
+from sirchat.lab.bench.ratio import SHAPES, BenchOptions, Ratio, bench_model, some_ids
+from sirchat.models.load import load_model
 from warm_program import fresh_once, warm_program
 
 
@@ -34,16 +38,8 @@ def results(*arguments: str) -> list[dict[str, Any]]:
 def test_decode_is_measured_by_default(command: list[str], endless: str) -> None:
     sizes = ("--cache", "64", "--rounds", "2", "--seen", "100,300")
     found = results(*command, "--model", endless, *sizes)
-    assert [r["name"].split()[0] for r in found] == [
-        "decode",
-        "decode",
-        "decode",
-        "decode",
-        "prefill",
-        "prefill",
-        "decode",
-        "decode",
-    ]
+    kinds = ["decode"] * 4 + ["prefill"] * 2 + ["decode"] * 2
+    assert [r["name"].split()[0] for r in found] == kinds
     assert all(r["low"] <= r["median"] <= r["high"] for r in found)
     names = [r["name"] for r in found]
     assert names[1] == "decode against generate with a static cache"
@@ -76,12 +72,8 @@ def test_recall_times_a_turn_and_the_search_by_size(endless: str) -> None:
         re.fullmatch(r"turn with recall (\w+) against a turn without, ([\d,]+) .*", r["name"])
         for r in found
     ]
-    assert [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one] == [
-        ("bm25", 1),
-        ("words", 1),
-        ("bm25", 3),
-        ("words", 3),
-    ]
+    sizes = [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one]
+    assert sizes == [("bm25", 1), ("words", 1), ("bm25", 3), ("words", 3)]
     for one in found:
         assert one["ours_ms"] > 0 < one["other_ms"]
         search = re.search(r"search ([\d.]+) ms", one["note"])
@@ -204,21 +196,6 @@ def test_sirllms_code_evicts_and_decays_before_each_turn(endless: str, tmp_path:
     ]
 
 
-@pytest.mark.parametrize(
-    ("python", "words"),
-    [
-        ("/no/such/python", ["/no/such/python"]),
-        ("/bin/false", ["/bin/false", "transformers==4.33.0"]),
-    ],
-)
-def test_without_sirllms_code_there_is_one_line(python: str, words: list[str]) -> None:
-    done = run("bench", "decode", "--sirllm", python, "--device", "cpu")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr
-
-
 @pytest.mark.slow
 def test_a_start_is_timed_in_fresh_processes_that_run_nothing_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,20 +240,22 @@ def test_a_start_that_fails_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("model", "python", "words"),
+    ("model", "flag", "python", "words"),
     [
-        ("tiny", sys.executable, ["--llama-cpp", "'tiny'", "GGUF"]),
-        ("GGUF", "/no/such/python", ["/no/such/python"]),
-        ("GGUF", "/bin/false", ["/bin/false", "pip install llama-cpp-python"]),
+        ("tiny", "--sirllm", "/no/such/python", ["/no/such/python"]),
+        ("tiny", "--sirllm", "/bin/false", ["/bin/false", "transformers==4.33.0"]),
+        ("tiny", "--llama-cpp", sys.executable, ["--llama-cpp", "'tiny'", "GGUF"]),
+        ("GGUF", "--llama-cpp", "/no/such/python", ["/no/such/python"]),
+        ("GGUF", "--llama-cpp", "/bin/false", ["/bin/false", "pip install llama-cpp-python"]),
     ],
 )
-def test_without_llama_cpp_there_is_one_line(
-    model: str, python: str, words: list[str], tmp_path: Path
+def test_without_the_peers_code_there_is_one_line(
+    model: str, flag: str, python: str, words: list[str], tmp_path: Path
 ) -> None:
     if model == "GGUF":
         pytest.importorskip("gguf")
         model = str(write_gguf(tmp_path / "tiny.gguf", tiny(), "Q8_0"))
-    done = run("bench", "decode", "--model", model, "--llama-cpp", python, "--device", "cpu")
+    done = run("bench", "decode", "--model", model, flag, python, "--device", "cpu")
     assert done.returncode != 0
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
@@ -293,3 +272,110 @@ def test_the_memory_of_a_model_is_within_a_tenth_of_what_is_said() -> None:
     for one in (weights, cache, both):
         assert one["said"] == pytest.approx(one["tensors"], rel=0.1)
     assert both["grew"] > weights["tensors"]
+
+
+SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 128}
+SMALL |= {"num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 3000}
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen3", False)])
+def test_a_made_model_is_loaded_packed_and_computes(
+    tmp_path: Path, kind: str, family: str, tied: bool
+) -> None:
+    shape = SMALL | {"model_type": family, "tie_word_embeddings": tied}
+    model = load_model(str(write_model(tmp_path / "made.gguf", shape, kind)))
+    config = model.module.config.to_dict()
+    assert {name: config[name] for name in shape} == shape
+    assert config["max_position_embeddings"] == CONTEXT
+    assert "packed" in model.precision
+    assert model.decode_step is not None
+    assert model.tokenizer is not None
+    assert model.tokenizer.backend_tokenizer.id_to_token(2999) == "<unused-2999>"
+    assert model.tokenizer.decode(model.tokenizer.encode("hello there")) == "hello there"
+    logits = model.module(torch.tensor([[5, 6, 7, 2999]])).logits
+    assert 0.1 < logits.std() < 10
+    weights = model.module.model.layers[1].mlp.down_proj.unpacked().float()
+    assert 0.01 < weights.std() < 0.03
+    assert abs(weights.mean()) < 0.004
+
+
+def test_other_programs_read_the_same_fields(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    shape = SMALL | {"model_type": "qwen3", "tie_word_embeddings": False}
+    read = gguf.GGUFReader(write_model(tmp_path / "made.gguf", shape))
+    said = {name: field.contents() for name, field in read.fields.items()}
+    assert said["general.architecture"] == "qwen3"
+    assert said["qwen3.block_count"] == 2
+    assert said["qwen3.attention.key_length"] == 128
+    assert len(said["tokenizer.ggml.tokens"]) == said["qwen3.vocab_size"] == 3000
+    assert "<|assistant|>" in said["tokenizer.chat_template"]
+    tensors = {one.name: one for one in read.tensors}
+    assert list(tensors["blk.1.ffn_down.weight"].shape) == [512, 256]
+    assert tensors["blk.1.ffn_down.weight"].tensor_type.name == "Q4_K"
+    assert tensors["output.weight"].tensor_type.name == "Q6_K"
+    assert tensors["blk.0.attn_k_norm.weight"].data.tolist() == [1.0] * 128
+
+
+def test_the_command_writes_a_shape_and_never_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "135m", SHAPES["135m"] | SMALL)
+    path = tmp_path / "made.gguf"
+    assert run("bench", "make-model", "135m", str(path)).returncode == 0
+    assert path.stat().st_size > 1_000_000
+    again = run("bench", "make-model", "135m", str(path))
+    assert again.returncode == 2
+    assert f"{path} exists already" in again.stderr
+    other = run("bench", "make-model", "2b", str(tmp_path / "b.gguf"))
+    assert other.returncode == 2
+    assert "135m, 1b, 4b, 8b" in other.stderr
+    wrong = run("bench", "make-model", "135m", str(tmp_path / "b.gguf"), "--type", "Q8_0")
+    assert "--type 'Q8_0' is none of Q4_0, Q4_1, Q4_K" in wrong.stderr
+    assert not (tmp_path / "b.gguf").exists()
+
+
+def record(processor: str, **medians: float) -> dict[str, Any]:
+    results = [{"name": name, "median": value} for name, value in medians.items()]
+    start = [{"name": "loading", "unit": "s", "ours": 2.0, "ratio": None}]
+    measured = {"decode": {"results": results}, "start": {"results": start}}
+    about = {"processor": processor, "features": ["avx2"]}
+    return {"model": "tiny", "machine": about, "benchmarks": measured}
+
+
+def test_two_records_are_shown_side_by_side(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    first.write_text(json.dumps(record("Old", decode=0.5, gone=1.0)))
+    second.write_text(json.dumps(record("New", decode=0.25)))
+    done = run("bench", "compare", str(first), str(second), COLUMNS="100")
+    assert done.returncode == 0
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[:2] == ["first: Old (avx2)", "second: New (avx2)"]
+    assert "decode: decode 0.500 0.250 0.500" in lines
+    assert "decode: gone 1.000 nan nan" in lines
+    assert "start: loading, s 2.000 2.000 1.000" in lines
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": 3}'])
+def test_what_is_no_record_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    done = run("bench", "compare", str(path), str(path))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert "record" in done.stderr
+
+
+def test_everything_is_measured_in_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratio = Ratio("decode", ours_ms=1, other_ms=2, median=0.5, low=0.4, high=0.6, pairs=2)
+    for name in ("bench_start", "bench_decode", "bench_recall"):
+        found = [] if name == "bench_start" else [ratio]
+        monkeypatch.setattr(everything, name, lambda *_, found=found, **__: found)
+    arguments = ("--model", "tiny", "--compile", "off", "--rounds", "2")
+    found = json.loads(run("bench", "all", *arguments, "--json").stdout)
+    assert set(found["benchmarks"]) == {"decode", "start", "recall"}
+    assert found["machine"] == found["benchmarks"]["decode"]["machine"]
+    assert found["benchmarks"]["recall"]["cache_dtype"] == "float32"
+    shown = run("bench", "all", *arguments, COLUMNS="100").stdout
+    assert "decode: decode  0.500" in shown
+    assert found["machine"]["processor"] in shown
