@@ -72,8 +72,8 @@ def test_recall_times_a_turn_and_the_search_by_size(endless: str) -> None:
         re.fullmatch(r"turn with recall (\w+) against a turn without, ([\d,]+) .*", r["name"])
         for r in found
     ]
-    sizes = [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one]
-    assert sizes == [("bm25", 1), ("words", 1), ("bm25", 3), ("words", 3)]
+    archived = [(one[1], int(one[2].replace(",", "")) // 300) for one in names if one]
+    assert archived == [("bm25", 1), ("words", 1), ("bm25", 3), ("words", 3)]
     for one in found:
         assert one["ours_ms"] > 0 < one["other_ms"]
         search = re.search(r"search ([\d.]+) ms", one["note"])

@@ -14,189 +14,22 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from gguf_settings import add_settings, rotation_factors
 from gguf_tokens import add_byte_pairs, add_sentence_pieces
 
-VOCABULARY = 320
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "rms_norm_eps": 1e-5,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150_000.0,
-    "factor": 4.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 64,
-}
-_LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "long_factor": [1.0 + at for at in range(6)],
-    "short_factor": [1.0 + at / 8 for at in range(6)],
-    "partial_rotary_factor": 0.75,
-}
-_QWEN35 = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10_000_000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
-}
-_GEMMA4 = {
-    "num_hidden_layers": 4,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "vocab_size_per_layer_input": VOCABULARY,
-}
-_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8}
-_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
-
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "llama", {}),
-    "llama3": ("llama", "llama", {"rope_parameters": _LLAMA_3, "head_dim": 32}),
-    "qwen2": ("qwen2", "qwen2", {}),
-    "qwen3": ("qwen3", "qwen3", {"head_dim": 32}),
-    "gemma2": ("gemma2", "gemma2", {**_GEMMA, "final_logit_softcapping": 20.0}),
-    "gemma3": ("gemma3", "gemma3_text", {**_GEMMA, "num_hidden_layers": 7}),
-    "gemma3-long": (
-        "gemma3",
-        "gemma3_text",
-        {
-            **_GEMMA,
-            "num_hidden_layers": 6,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
-    ),
-    "gemma4": (
-        "gemma4",
-        "gemma4_text",
-        {
-            **_GEMMA4,
-            "hidden_size_per_layer_input": 32,
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
-            "final_logit_softcapping": 20.0,
-        },
-    ),
-    "gemma4-wide": (
-        "gemma4",
-        "gemma4_text",
-        {
-            **_GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-        },
-    ),
-    "gemma4-experts": (
-        "gemma4",
-        "gemma4_text",
-        {
-            **_GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "num_hidden_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 3,
-            "moe_intermediate_size": 64,
-        },
-    ),
-    "phi3": ("phi3", "phi3", {"sliding_window": 8}),
-    "phi3-long": (
-        "phi3",
-        "phi3",
-        {"rope_parameters": _LONG, "original_max_position_embeddings": 64},
-    ),
-    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4}),
-    "olmo2": ("olmo2", "olmo2", {}),
-    "granite": (
-        "granite",
-        "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.125,
-        },
-    ),
-    "qwen3moe": ("qwen3moe", "qwen3_moe", {"head_dim": 16, "norm_topk_prob": True, **_MOE}),
-    "qwen2moe": ("qwen2moe", "qwen2_moe", {"shared_expert_intermediate_size": 64, **_MOE}),
-    "glm4": ("glm4", "glm4", {"head_dim": 16}),
-    "gpt-oss": (
-        "gpt-oss",
-        "gpt_oss",
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "rope_parameters": _YARN,
-        },
-    ),
-    "qwen35": ("qwen35", "qwen3_5_text", _QWEN35),
-    "qwen35moe": (
-        "qwen35moe",
-        "qwen3_5_moe_text",
-        {**_QWEN35, **_MOE, "shared_expert_intermediate_size": 64},
-    ),
-    "lfm2": (
-        "lfm2",
-        "lfm2",
-        {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3},
-    ),
-    "falcon-7b": ("falcon", "falcon", {"num_attention_heads": 6, "hidden_size": 96}),
-    "falcon-40b": ("falcon", "falcon", _FALCON),
-    "falcon-one-norm": ("falcon", "falcon", {**_FALCON, "num_ln_in_parallel_attn": 1}),
-    "falcon-one-key-head": ("falcon", "falcon", {**_FALCON, "num_kv_heads": 1}),
-}
-"""For each case: the architecture, the model type in transformers, and config values."""
+_CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = _CONFIGS["models"]
+VOCABULARY: int = _CONFIGS["sizes"]["vocab_size"]
 
 
 def random_model(case: str, **more: Any) -> Any:
     """A transformers model with random weights, biases and norms."""
     _, model_type, values = MODELS[case]
-    config = CONFIG_MAPPING[model_type](**{**_SIZES, **values, **more})
+    config = CONFIG_MAPPING[model_type](**{**_CONFIGS["sizes"], **values, **more})
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config).eval()
     for _, parameter in _weights(module):
