@@ -9,8 +9,10 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the chats that tests start
 os.environ.setdefault("SIRCHAT_COMPILE", "off")  # takes a minute, and rounds in another way
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,6 +20,9 @@ from hypothesis import settings
 from transformers.utils import logging as transformers_logging
 
 from chatting import save_babbler
+
+if TYPE_CHECKING:
+    from fake_terminal import FakeTerminal
 
 settings.register_profile("sirchat", deadline=None, database=None, derandomize=True)
 settings.load_profile("sirchat")
@@ -41,6 +46,29 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that never stops speaking."""
     return str(save_babbler(tmp_path_factory.mktemp("babbler"), sure=5))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of saved chats; what the test saves is there alone."""
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    return tmp_path / "data" / "sessions"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+    from fake_terminal import fake_terminal  # it imports the screen
+
+    return fake_terminal(monkeypatch)
+
+
+@pytest.fixture
+def every_frame() -> Iterator[None]:
+    """A live view draws after every event, however fast they come."""
+    from fake_terminal import every_frame_drawn
+
+    with every_frame_drawn():
+        yield
 
 
 @pytest.fixture

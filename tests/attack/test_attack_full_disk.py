@@ -71,7 +71,7 @@ def small_disk(folder: Path, options: str) -> Iterator[None]:
 
 
 def shown(chat: Chat, text: str) -> int:
-    return chat._out.getvalue().count(text)
+    return chat.out.getvalue().count(text)
 
 
 def is_saved(chat: Chat) -> bool:

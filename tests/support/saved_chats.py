@@ -34,12 +34,12 @@ class Chat:
 
     def __init__(self, model: LoadedModel | None = None, **settings: Any) -> None:
         self.session = session(model or babbler(), **{**SMALL, **settings})
-        self._out = io.StringIO()
-        self._screen = Screen(self._out, self._out)
-        self.saved_chat = SavedChat(self.session, self._screen)
+        self.out = io.StringIO()
+        self.screen = Screen(self.out, self.out)
+        self.saved_chat = SavedChat(self.session, self.screen)
         self.history = InMemory()
-        self.models = ModelSwitching(self._screen, self.saved_chat)
-        self._commands = self._new_commands()
+        self.models = ModelSwitching(self.screen, self.saved_chat)
+        self.commands = self._new_commands()
 
     def say(self, *texts: str) -> None:
         for text in texts:
@@ -49,17 +49,17 @@ class Chat:
 
     def do(self, line: str) -> str:
         """Run a command; returns what it shows."""
-        before = len(self._out.getvalue())
-        action = self._commands.run(line)
+        before = len(self.out.getvalue())
+        action = self.commands.run(line)
         if isinstance(action, SwitchSession):
             self.session = action.session
-            self._commands = self._new_commands()
+            self.commands = self._new_commands()
         self.saved_chat.update()
-        return self._out.getvalue()[before:]
+        return self.out.getvalue()[before:]
 
     def _new_commands(self) -> Commands:
         return Commands(
-            self.session, self._screen, self.history, self.saved_chat, models=self.models
+            self.session, self.screen, self.history, self.saved_chat, models=self.models
         )
 
     def crash(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from chatting import hub_tokenizer, session
 from command import run
 from sirchat.errors import UsageError
 from sirchat.ui.attaching import describe_size, first_name, open_mention, with_file, with_files
+from terminal import Terminal
 
 NOTES = "```notes.txt\nbuy milk\n```"
 
@@ -56,16 +58,8 @@ def test_a_word_that_names_a_file_brings_its_text(typed: str, message: str) -> N
 @pytest.mark.parametrize(
     "typed",
     [
-        *(
-            "hello @anna",
-            "@docs",
-            "a@notes.txt",
-            "me@example.org",
-            "(@notes.txt)",
-            "@",
-            "@ notes.txt",
-        ),
-        *("x@", '@"', "@...", "@anna, @bob!"),
+        *("hello @anna", "@docs", "a@notes.txt", "me@example.org", "(@notes.txt)", "@"),
+        *("@ notes.txt", "x@", '@"', "@...", "@anna, @bob!"),
     ],
 )
 def test_any_other_word_stays_as_it_is_typed(typed: str) -> None:
@@ -172,17 +166,9 @@ def test_a_name_that_is_no_text_is_read_like_any_message(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "budget", "ending"),
     [
-        (5, 512, "; the budget is 512 tokens"),
-        (
-            300,
-            256,
-            "; the budget is 256 tokens, so a part of the text will be evicted while it is read",
-        ),
-        (
-            900,
-            256,
-            "; the budget is 256 tokens, so most of the text will be evicted while it is read",
-        ),
+        (5, 512, "512 tokens"),
+        (300, 256, "256 tokens, so a part of the text will be evicted while it is read"),
+        (900, 256, "256 tokens, so most of the text will be evicted while it is read"),
     ],
 )
 def test_the_size_is_told_against_the_budget(
@@ -192,7 +178,7 @@ def test_the_size_is_told_against_the_budget(
     _, files = with_files("@n.txt", print)
     said = describe_size(files, session(budget=budget))
     assert said.startswith("n.txt: ")
-    assert said.endswith(f" tokens{ending}")
+    assert said.endswith(f" tokens; the budget is {ending}")
 
 
 def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
@@ -225,3 +211,25 @@ def test_several_files_share_one_line(folder: Path) -> None:
 )
 def test_a_file_name_under_way_is_known(before: str, begun: str | None) -> None:
     assert open_mention(before) == begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_files_at_the_prompt(home: Path, folder: Path, columns: int) -> None:
+    with Terminal("--panel", "off", home=home, columns=columns) as chat:
+
+        def ask(line: str) -> str:
+            return " ".join(chat.ask(line).split())
+
+        assert ask("/read none.txt").startswith(
+            "sirchat: there is no file none.txt (did you mean notes.txt?)"
+        )
+        assert "docs/ is a folder (give the name of a file in docs/)" in ask("see @docs/ please")
+        assert ask("/stats").split(";")[1] == " 0 tokens read, 0 written, 0 tok/s"
+        shown = ask("@notes.txt who is it, in secret?")
+        assert re.match(r"notes\.txt: \d+ tokens; the budget is 1,024 tokens ", shown)
+        assert '" milk"' in chat.ask("/tokens turn 0")
+        ask("/erase last")
+        assert "1 typed line erased" in ask("/erase --yes")
+        assert "in secret" not in (home / "state" / "history").read_text(encoding="utf-8")
+        assert chat.leave() == 0

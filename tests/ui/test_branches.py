@@ -11,11 +11,7 @@ from saved_chats import SAYINGS, Chat, completions, refusal, resumed
 from sirchat.saved.session_list import list_sessions
 from terminal import Terminal
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def test_a_branch_goes_on_by_itself_and_the_chat_stays_as_it_was(folder: Path) -> None:

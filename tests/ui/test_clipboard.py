@@ -29,12 +29,8 @@ class Tools:
 
     def add(self, name: str, script: str = "") -> None:
         file = self._folder / name
-        lines = [
-            "#!/bin/sh",
-            "PATH=/usr/bin:/bin",
-            script or 'echo "$*" > "$0.args"; cat > "$0.got"',
-        ]
-        file.write_text("\n".join(lines), encoding="utf-8")
+        script = script or 'echo "$*" > "$0.args"; cat > "$0.got"'
+        file.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}", encoding="utf-8")
         file.chmod(0o755)
 
     def got(self, name: str) -> bytes:
@@ -192,6 +188,20 @@ def test_over_ssh_only_a_forwarded_display_is_used(
 
 def test_osc52_needs_a_terminal_and_then_no_tool(chat: Session, tools: Tools) -> None:
     assert "--osc52 needs a terminal" in refused(chat, "--osc52")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_where_no_tool_is_the_terminal_is_asked(chat: Session, tools: Tools) -> None:
+    out, notes = _Terminal(), io.StringIO()
+    copy_reply(chat, Screen(out, notes), "")
+    assert out.getvalue() == "\x1b]52;c;VGhlIGxhc3Qu\x07"
+    (line,) = notes.getvalue().splitlines()
+    assert "none of the tools" in line
+    assert "sent 9 characters to the terminal" in line
 
 
 @pytest.fixture(scope="module", params=[60, 100, 160])

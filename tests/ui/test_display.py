@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from chatting import answer, babbler, session
-from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
+from fake_terminal import FakeTerminal, show_reply
 from sirchat.ui.text import displayable
 from terminal import Shared, Terminal, everything_on
 from warm_python import warm_python
 
-TOKENS = 900
-"""Length of a reply: more than 300 words."""
+TOKENS = 900  # of a reply: more than 300 words
 
 _GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
@@ -108,17 +106,6 @@ def test_without_a_live_panel_the_reply_is_streamed_as_it_is(chat: Terminal, pan
     assert bool(re.search(_GAUGE, beneath)) is (panel == "turn")
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
-    return fake_terminal(monkeypatch)
-
-
-@pytest.fixture
-def every_frame() -> Iterator[None]:
-    with every_frame_drawn():
-        yield
-
-
 _WORDS = " ".join(f"word{i:03}" if i % 7 else f"\n\n{i:03}\tend." for i in range(80))
 _TABS = " ".join(f"word{i:03}\t{i:03}" for i in range(50))
 _WIDE = " ".join(f"{i:02}海は広い。" if i % 3 else f"{i:02}e\u0301te\u0301" for i in range(45))
@@ -131,29 +118,6 @@ _WIDE = " ".join(f"{i:02}海は広い。" if i % 3 else f"{i:02}e\u0301te\u0301"
 def test_every_word_is_there_however_it_comes(terminal: FakeTerminal, text: str, size: int) -> None:
     show_reply(terminal, [text[i : i + size] for i in range(0, len(text), size)])
     assert everything_on(terminal.screen).split() == unicodedata.normalize("NFC", text).split()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("every_frame")
-@pytest.mark.parametrize("sizes", [[(30, 60)], [(30, 120)], [(16, 51), (40, 140)], [(8, 30)]])
-def test_no_word_is_lost_when_the_window_changes(
-    terminal: FakeTerminal, sizes: list[tuple[int, int]]
-) -> None:
-    text = _WORDS.replace("\n", "")
-    wanted = "".join(text.split())
-    seen: list[str] = []
-    with patch.object(terminal, "resize", lambda *size: _look(terminal, seen, size)):
-        show_reply(terminal, [text[i : i + 5] for i in range(0, len(text), 5)], "live", *sizes)
-    seen.append(everything_on(terminal.screen))
-    shown = "".join("".join(seen).split())
-    lost = [word for word in text.split() if word not in shown]
-    assert not lost
-    assert shown.endswith(wanted[-100:])
-
-
-def _look(terminal: FakeTerminal, seen: list[str], size: tuple[int, int]) -> None:
-    seen.append(everything_on(terminal.screen))
-    FakeTerminal.resize(terminal, *size)
 
 
 # --- where nothing is drawn

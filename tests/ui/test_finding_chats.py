@@ -18,13 +18,9 @@ from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines
 from terminal import WARM, Terminal
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 UP, DOWN, ESC = "\x1b[A", "\x1b[B", "\x1b"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
 
 
 def named(folder: Path, name: str, *texts: str, model: str = "tiny") -> Path:

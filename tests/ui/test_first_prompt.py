@@ -152,34 +152,21 @@ def test_sigterm_ends_the_loading(begin: Begin) -> None:
     assert chat.ended() == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize(("line", "keys"), [("a long question", ""), ("Hello.", ENTER), ("", "")])
 def test_an_error_in_loading_ends_the_chat_and_the_line_goes_to_the_history(
-    begin: Begin, ready: Callable[[], None], tmp_path: Path
+    begin: Begin, ready: Callable[[], None], tmp_path: Path, line: str, keys: str
 ) -> None:
     chat = begin(fails="the file is broken")
     chat.wait_screen(_LOADING)
-    chat.send("a long question")
-    chat.wait_screen("(?m)^> a long question$")
+    chat.send(line)
+    chat.wait_screen(f"(?m)^> ?{line}$")
+    if keys:
+        chat.submit(keys)
     ready()
     assert chat.ended() == 1
-    assert chat.text.splitlines() == ["> a long question", "sirchat: the file is broken"]
-    assert "+a long question\n" in (tmp_path / "state" / "history").read_text(encoding="utf-8")
-
-
-def test_an_error_after_enter_is_one_line_too(begin: Begin, ready: Callable[[], None]) -> None:
-    chat = begin(fails="the file is broken")
-    chat.wait_screen(_LOADING)
-    chat.submit("Hello." + ENTER)
-    ready()
-    assert chat.ended() == 1
-    assert chat.text.splitlines() == ["> Hello.", "sirchat: the file is broken"]
-
-
-def test_an_error_at_an_empty_prompt_is_one_line(begin: Begin, ready: Callable[[], None]) -> None:
-    chat = begin(fails="the file is broken")
-    chat.wait_screen(_LOADING)
-    ready()
-    assert chat.ended() == 1
-    assert chat.text == "sirchat: the file is broken"
+    assert chat.text.splitlines() == [f"> {line}"] * bool(line) + ["sirchat: the file is broken"]
+    history = (tmp_path / "state" / "history").read_text(encoding="utf-8")
+    assert (f"+{line}\n" in history) == bool(line)
 
 
 def test_names_of_files_are_completed_at_once_and_commands_when_the_model_is_there(

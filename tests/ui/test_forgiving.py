@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from saved_chats import Chat, refusal
 from sirchat.chat.evicted_text import evicted_words
 from sirchat.chat.pinned_summary import own_message, pin_summary, undo_summaries
 from sirchat.ui.commands import Edit
-from sirchat.ui.exporting import copy_reply
-from sirchat.ui.screen import Screen
 from terminal import Terminal
 
 SAID = ("The Pelican is grey.", "red " * 30, "green " * 30)
@@ -57,13 +54,11 @@ def test_words_that_can_no_longer_be_restored_are_not_called_unknown(
 
 
 def test_edit_means_the_users_own_message_and_not_a_summary(chat: Chat) -> None:
-    for command in ("/summarize", "/edit"):
-        assert command[1:] in chat._commands.names()
     list(pin_summary(chat.session, "colours."))
     assert own_message(chat.session) == SAID[-1]
     undo_summaries(chat.session)
     assert chat.texts == list(SAID)
-    assert chat._commands.run("/edit blue it is") == Edit("blue it is")
+    assert chat.commands.run("/edit blue it is") == Edit("blue it is")
 
 
 def test_undo_says_what_it_holds_under_a_budget_that_has_grown(chat: Chat) -> None:
@@ -102,27 +97,6 @@ def test_words_that_tell_little_are_not_named_as_evicted() -> None:
     named = evicted_words(chat, gone)
     assert "Pelican" in named
     assert not {"the", "a", "and", "Quite", "bird"} & set(named)
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_copy_asks_the_terminal_where_no_clipboard_program_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("PATH", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION", "SSH_TTY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    chat, out, notes = session(), _Terminal(), io.StringIO()
-    list(chat.read_user("one"))
-    list(chat.read_reply("The last."))
-    copy_reply(chat, Screen(out, notes), "")
-    assert out.getvalue() == "\x1b]52;c;VGhlIGxhc3Qu\x07"
-    (line,) = notes.getvalue().splitlines()
-    assert "none of the tools" in line
-    assert "sent 9 characters to the terminal" in line
 
 
 def test_at_the_prompt(tmp_path: Path) -> None:

@@ -5,31 +5,21 @@ from __future__ import annotations
 import re
 import statistics
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyte
 import pytest
 
-from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
+from fake_terminal import FakeTerminal, show_reply
 from markdown_documents import KINDS, document_of, documents, pieces
 from sirchat.ui.markdown import MarkdownLayout
 from terminal import WARM, Terminal, everything_on, lines_of
 from warm_python import warm_python
 
+pytestmark = pytest.mark.usefixtures("every_frame")
+
 DOCUMENTS = 100
 WIDTHS = (60, 100, 160)
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
-    return fake_terminal(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def every_frame() -> Iterator[None]:
-    with every_frame_drawn():
-        yield
 
 
 _LAYOUT = MarkdownLayout(colours=True, color_system="256")

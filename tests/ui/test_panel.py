@@ -81,7 +81,6 @@ ODD = (
 TEXTS = st.text(
     st.one_of(st.characters(), st.sampled_from(ODD), st.sampled_from("abc   ")), max_size=12
 )
-MARK = re.compile(r"⋯\d+·?|…·?")
 
 
 @st.composite
@@ -207,37 +206,12 @@ def held_lines(snapshot: Snapshot, width: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snapshot", [TALK, LONG], ids=["talk", "long"])
-@pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_the_panel_shows_every_held_token_and_counts_every_evicted_one(
-    snapshot: Snapshot, width: int
-) -> None:
-    text = "".join(line.rstrip() for line in held_lines(snapshot, width))
-    gaps = [int(gap) for gap in re.findall(r"⋯(\d+)", text)]
-    assert sum(gaps) == snapshot.evicted
-    bare = re.sub(r"[⟨⟩⟦⟧ ]", "", MARK.sub("", text))
-    assert bare == "".join(shown(row.text) for row in snapshot.rows).replace(" ", "")
-
-
-@pytest.mark.slow
 @given(memories())
 def test_the_gaps_are_all_that_was_evicted(snapshot: Snapshot) -> None:
     rows = tuple(replace(row, text="x") for row in snapshot.rows)
     text = "".join(held_lines(replace(snapshot, rows=rows), 100)) if rows else ""
     assert not rows or sum(map(int, re.findall(r"⋯(\d+)", text))) == snapshot.evicted
     assert text.count("x") == len(rows)
-
-
-def test_a_wholly_evicted_turn_counts_with_the_turn_after_it() -> None:
-    labels = [line[2:15].split() for line in lines(draw_panel(TALK, NONE, 80), 80)]
-    assert ["4", "you"] in labels
-    assert labels.count(["3", "you"]) == 1, "only in the table of turns"
-
-
-def test_sinks_and_pins_stand_in_brackets() -> None:
-    first = "".join(held_lines(TALK, 80)[:2])
-    assert first.startswith("⟨<|im_start|>You are a⟩⟦ ship's cook.")
-    assert first.rstrip().endswith("walnuts.⟧")
 
 
 def test_histogram_counts_and_marks_the_threshold() -> None:
@@ -273,14 +247,11 @@ def test_the_strip_has_its_own_glyphs_for_none_and_for_all() -> None:
 
 
 def test_the_strip_says_how_many_turns_are_wholly_evicted() -> None:
-    turns = [HeldShare(i, "user", 9, held, None, said) for i, (held, said) in enumerate(SHARES)]
+    shares = [(0, 0), (2, 1), (2, 0), (3, 3), (9, 9)]  # held tokens, and those not the template's
+    turns = [HeldShare(i, "user", 9, held, None, said) for i, (held, said) in enumerate(shares)]
     assert strip(turns, 80) == "turns ·▂·▃█  2 of 5 turns wholly evicted"
     assert strip(turns[3:], 80) == "turns ▃█  none wholly evicted"
     assert strip(turns[3:], 60) == "turns ▃█"
-
-
-SHARES = [(0, 0), (2, 1), (2, 0), (3, 3), (9, 9)]
-"""Held tokens of a turn of nine, and how many of those are not the template's."""
 
 
 # --- the compact panel
@@ -361,13 +332,6 @@ def test_what_goes_next_is_said_in_words(change: dict[str, object], said: str) -
     view = replace(view_of((9, "x")), seen=30, resident=10, evicted_next=(3, 4))
     view = replace(view, leaving_words=("Rex", "green"))
     assert compact(replace(view, **change))[3] == said  # type: ignore[arg-type]
-
-
-def test_the_words_just_evicted_are_named_and_struck_out() -> None:
-    panel = draw_compact_panel(compact_view(TALK), DARK, 120, evicted=GONE)
-    assert lines(panel, 120)[4] == "evicted: Tuesday, Ingrid, fish"
-    struck = {text for text, style in styles(panel).items() if style.strike}
-    assert struck == {"Tuesday, Ingrid, fish"}
 
 
 def test_the_title_explains_the_colours_where_there_is_room() -> None:

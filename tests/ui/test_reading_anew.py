@@ -29,13 +29,9 @@ from sirchat.ui.saved_chat import greet_again
 from sirchat.ui.screen import Screen
 from template_shapes import tokenizer
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 NAME, DOG = "My name is Anna.", "My dog is called Rex, and he barks."
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +43,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+# Reads a chat anew; returns the session that has read it, and what was shown.
 Way = Callable[[Chat, str, Path], tuple[Session, str]]
-"""Reads a chat anew; returns the session that has read it, and what was shown."""
 
 
 def by_model(chat: Chat, other: str, folder: Path) -> tuple[Session, str]:
@@ -199,69 +195,34 @@ def test_a_pin_made_after_the_message_that_is_undone_goes_with_it() -> None:
 # --- numbers of turns
 
 
-def with_no_prompt(chat: Chat) -> None:
-    chat.say(*SAYINGS[:3])
+A_PROMPT: list[str] = ["/system Be brief.", *SAYINGS[:3]]
+SEVERAL = [*A_PROMPT, "/system Be kind.", *SAYINGS[3:]]
+TALKS = {
+    "no prompt": SAYINGS[:3],
+    "a prompt that is set later": [SAYINGS[0], "/system Be brief.", *SAYINGS[1:3]],
+    "a prompt": A_PROMPT,
+    "several": SEVERAL,
+    "the same twice": [*A_PROMPT, "/system none", "/system Be brief.", *SAYINGS[3:]],
+    "none left": [*A_PROMPT, "/system none", SAYINGS[3]],
+    "an erased one": [*A_PROMPT, "/erase turn 0 --yes", SAYINGS[3]],
+}
 
 
-def with_a_prompt_set_later(chat: Chat) -> None:
-    chat.say(SAYINGS[0])
-    chat.do("/system Be brief.")
-    chat.say(*SAYINGS[1:3])
-
-
-def with_a_prompt(chat: Chat) -> None:
-    chat.do("/system Be brief.")
-    chat.say(*SAYINGS[:3])
-
-
-def with_several(chat: Chat) -> None:
-    with_a_prompt(chat)
-    chat.do("/system Be kind.")
-    chat.say(*SAYINGS[3:])
-
-
-def with_the_same_twice(chat: Chat) -> None:
-    with_a_prompt(chat)
-    chat.do("/system none")
-    chat.do("/system Be brief.")
-    chat.say(*SAYINGS[3:])
-
-
-def with_none_left(chat: Chat) -> None:
-    with_a_prompt(chat)
-    chat.do("/system none")
-    chat.say(SAYINGS[3])
-
-
-def with_an_erased_one(chat: Chat) -> None:
-    with_a_prompt(chat)
-    chat.do("/erase turn 0 --yes")
-    chat.say(SAYINGS[3])
-
-
-TALKS = [
-    with_no_prompt,
-    with_a_prompt_set_later,
-    with_a_prompt,
-    with_several,
-    with_the_same_twice,
-    with_none_left,
-    with_an_erased_one,
-]
+def talk(chat: Chat, lines: list[str]) -> None:
+    for line in lines:
+        (chat.do if line.startswith("/") else chat.say)(line)
 
 
 @pytest.mark.parametrize(
-    ("way", "talk"),
+    ("way", "lines"),
     [
-        *((by_model, talk) for talk in TALKS),
-        *((way, with_several) for way in (by_undo, by_branch, by_rebuild)),
+        *(pytest.param(by_model, lines, id=name) for name, lines in TALKS.items()),
+        *((way, SEVERAL) for way in (by_undo, by_branch, by_rebuild)),
     ],
 )
-def test_each_turn_keeps_its_number(
-    way: Way, talk: Callable[[Chat], None], other: str, folder: Path
-) -> None:
+def test_each_turn_keeps_its_number(way: Way, lines: list[str], other: str, folder: Path) -> None:
     chat = Chat(budget=512)
-    talk(chat)
+    talk(chat, lines)
     turns, prompt = list(chat.session.turns), chat.session.profile.system
     last = max(n for n, turn in enumerate(turns) if turn.role == "user")
     session, _ = way(chat, other, folder)
@@ -288,7 +249,7 @@ def test_a_template_without_later_system_prompts_changes_no_number(shape: str) -
 @pytest.mark.parametrize("way", [by_model, by_branch])
 def test_only_the_last_system_prompt_is_held_after_all(way: Way, other: str, folder: Path) -> None:
     chat = Chat(budget=512, sinks=0)
-    with_several(chat)
+    talk(chat, SEVERAL)
     session, _ = way(chat, other, folder)
     held = [row for row in session.snapshot().rows if row.role == "system"]
     assert "".join("".join(row.text for row in held).split()) == "Bekind."

@@ -67,14 +67,8 @@ def test_two_slashes_send_a_text_that_begins_with_one(chat: Terminal) -> None:
 # --- commands
 
 
-def test_help_lists_every_command_and_describes_one(chat: Terminal) -> None:
-    keys = listed = chat.ask("/help")
-    for name in (
-        *("help", "policy", "budget", "decay", "sinks", "recent", "set", "show", "system"),
-        *("panel", "tokens", "stats", "profile", "reset", "clear", "exit"),
-        *("save", "load"),
-    ):
-        assert re.search(rf"/{name}\b", listed), name
+def test_help_names_the_keys_and_describes_one_command(chat: Terminal) -> None:
+    keys = chat.ask("/help")
     for key in ("Alt-Enter", "Ctrl-J", "Esc", "Ctrl-C", "Ctrl-D", '"""', "//"):
         assert key in keys
     assert chat.ask("/?") == keys

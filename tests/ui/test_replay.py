@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
 from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
-from warm_python import warm_python
 
 _DATA = os.environ.get("SIRCHAT_DATA")
 
@@ -49,31 +47,14 @@ def _transcript(rounds: int) -> list[TranscriptTurn]:
         "ships,",
         "far",
         "away?",
-        "海は広い。",
-        "yes",
     ]
+    words += ["海は広い。", "yes"]
     turns = []
     for i in range(rounds):
         text = " ".join(words[(i + j) % len(words)] for j in range(3 + (17 * i) % 40))
-        turns += [
-            TranscriptTurn("user", text, 2 * i),
-            TranscriptTurn("assistant", text[::-1], 2 * i + 1),
-        ]
+        turns.append(TranscriptTurn("user", text, 2 * i))
+        turns.append(TranscriptTurn("assistant", text[::-1], 2 * i + 1))
     return turns
-
-
-@pytest.mark.slow
-def test_a_pipe_is_a_transcript_in_a_process_of_its_own() -> None:
-    done = subprocess.run(
-        [*warm_python(), "-m", "sirchat", "--policy=entropy", "--decay=0.9", "--budget=128"],
-        input="My name is Anna.\nTell me a joke.\nWhat is my name?\n",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0
-    assert "Anna" in done.stdout.splitlines()[-1]
 
 
 def test_the_dialogue_goes_to_stdout_and_the_status_to_stderr() -> None:

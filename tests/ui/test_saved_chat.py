@@ -22,11 +22,7 @@ from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 from terminal import Terminal
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def opens_elsewhere(path: Path) -> bool:
@@ -114,15 +110,6 @@ def test_where_the_file_was_removed_save_begins_another(folder: Path, is_noticed
     assert resumed(folder, "last")[0].turns == chat.session.turns
 
 
-def test_a_failure_leaves_no_file_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    monkeypatch.setattr(SessionStore, "append", _full)
-    chat.say(SAYINGS[1])
-    refusal(chat, "/save")
-    assert len(list_sessions(folder).sessions) == 1
-
-
 def test_a_chat_or_branch_that_gets_another_name_is_said_to_have_lost_the_old_one() -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
@@ -194,12 +181,10 @@ def test_there_and_back_is_bit_for_bit_where_it_was(folder: Path) -> None:
     chat.do("/save here")
     chat.do("/load there")
     chat.do("/load here")
-    assert chat.session._engine.logits is not None
-    assert straight.session._engine.logits is not None
-    assert chat.session._engine.logits.tolist() == straight.session._engine.logits.tolist()
-    for one in (chat, straight):
-        one.say(SAYINGS[4])
+    for each in (chat, straight):
+        each.say(SAYINGS[4])
     assert chat.session.turns == straight.session.turns
+    assert chat.session.snapshot().rows == straight.session.snapshot().rows
 
 
 @pytest.mark.slow
@@ -367,18 +352,6 @@ def test_a_saved_chat_is_gone_back_to_in_the_same_program(tmp_path: Path) -> Non
         assert "Anna" in chat.ask("What is my name?")
         chat.ask("/load last")
         assert "Peter" in chat.ask("What is my name?")
-
-
-def test_a_chat_started_without_saving_is_saved_when_asked_to(tmp_path: Path) -> None:
-    with Terminal("--no-save", home=tmp_path) as chat:
-        chat.say("My name is Anna.")
-        chat.wait_prompt()
-        assert "can't be called" in chat.ask("/save last")
-        assert not list((tmp_path / "data").glob("**/*"))
-        chat.ask("/save anna")
-        chat.say("What is my name?")
-        assert chat.leave() == 0
-    assert run("sessions", "show", "anna").stdout.count("USER:") == 2
 
 
 def _toolbar(chat: Terminal) -> str:

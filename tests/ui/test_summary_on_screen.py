@@ -125,7 +125,7 @@ def test_where_no_single_key_is_read_it_is_shown_and_kept(tmp_path: Path) -> Non
 def test_the_way_is_extract_or_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     chat = Chat()
-    run = chat._commands.run
+    run = chat.commands.run
     assert run("/summarize") == run("/summarize extract") == Summarize("extract")
     assert run("/summarize model") == Summarize("model")
     assert "allowed: extract, model" in refusal(chat, "/summarize modle")

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chatting import save_babbler
 from command import run
-from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply, stub_session
+from fake_terminal import FakeTerminal, show_reply, stub_session
 from sirchat.chat.events import Evicted, Reading
 from sirchat.chat.panel_snapshot import EDGES, Histogram
 from sirchat.ui.live import LiveView
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_tokens
+from sirchat.ui.text import DisplayFilter, displayable, displayable_line
 from terminal import WARM, Terminal, everything_on
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
-    return fake_terminal(monkeypatch)
-
-
-@pytest.fixture
-def every_frame() -> Iterator[None]:
-    with every_frame_drawn():
-        yield
-
 
 _CONTROLS = {
     **{f"C0 {i:02x}": chr(i) for i in range(32) if chr(i) not in "\t\n"},
@@ -44,7 +34,7 @@ _CONTROLS = {
     "cursor": "\x1b[10A",
     "private mode": "\x1b[?1049h",
     "title": "\x1b]0;owned\x07",
-    "link": "\x1b]8;;http://example.com\x1b\\link\x1b]8;;\x1b\\",
+    "link": "\x1b]8;;http://example.com\x1b\\",
     "clipboard": "\x1b]52;c;b3duZWQ=\x07",
     "device control": "\x1bP1$r0m\x1b\\",
     "privacy message": "\x1b^owned\x1b\\",
@@ -58,18 +48,47 @@ _CONTROLS = {
     "broken off": "\x1b]0;owned\x1b[2J",
 }
 
+# What the chat itself writes: styles, cursor shown, hidden or moved, rows erased.
 _OURS = re.compile(r"\x1b\[(?:[\d;]*m|\?(?:25|7|2026)[lh]|\d*[AC]|2?K|J)|\r")
-"""Sequences that the chat itself writes: styles, cursor shown, hidden or moved, rows erased."""
 
-_HARM = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-    "|owned|b3duZWQ|example"
-)
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_HARM = re.compile(f"{_CONTROL.pattern}|owned|b3duZWQ|example")
 
 
 def _harm(written: str) -> list[str]:
     """Control characters in the output that the chat itself did not write."""
     return _HARM.findall(_OURS.sub("", written))
+
+
+@pytest.mark.parametrize("sequence", _CONTROLS.values(), ids=_CONTROLS)
+def test_a_sequence_is_dropped_wherever_it_is_split(sequence: str) -> None:
+    text = f"before{sequence}\nafter"
+    for cut in range(len(text) + 1):
+        stream = DisplayFilter()
+        assert stream.push(text[:cut]) + stream.push(text[cut:]) == "before\nafter"
+    stream = DisplayFilter()
+    assert "".join(stream.push(char) for char in text) == "before\nafter"
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from("\x1b[]8;P\\\x07m"))))
+def test_no_control_passes_and_chunks_do_not_matter(chunks: list[str]) -> None:
+    stream = DisplayFilter()
+    shown = "".join(stream.push(chunk) for chunk in chunks)
+    assert not _CONTROL.search(shown)
+    assert shown == displayable("".join(chunks))
+
+
+@given(st.text(st.characters(exclude_categories=("Cc", "Cf", "Cs"))))
+def test_ordinary_text_passes_unchanged(text: str) -> None:
+    assert displayable(text + "\n\tx") == text + "\n\tx"
+
+
+def test_an_open_sequence_ends_with_the_line() -> None:
+    assert displayable("a\x1b]0;never ended\nb") == "a\nb"
+
+
+def test_names_are_shown_on_one_line() -> None:
+    assert displayable_line("a\nb\x1b[2Jc.yaml") == "a bc.yaml"
 
 
 @pytest.mark.slow

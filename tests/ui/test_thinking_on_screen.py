@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chatting import tiny
-from fake_terminal import FakeTerminal, every_frame_drawn, fake_terminal, show_reply
+from fake_terminal import FakeTerminal, show_reply
 from markdown_documents import pieces
 from sirchat.chat.reasoning import thought
 from sirchat.text.template import Template
 from terminal import WARM, Terminal, lines_of
 
+pytestmark = pytest.mark.usefixtures("every_frame")
+
 TEXT = "<think>\nIs it *so*?\n- yes, for long\n</think>\n\nIt is *so*.\n\n- one\n"
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
-    return fake_terminal(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def every_frame() -> Iterator[None]:
-    with every_frame_drawn():
-        yield
 
 
 def _lines(terminal: FakeTerminal) -> list[str]:

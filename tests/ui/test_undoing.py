@@ -10,16 +10,12 @@ import pytest
 
 from chatting import answer
 from saved_chats import SAYINGS, Chat, refusal, resumed
-from sirchat.errors import UndoError
+from sirchat.errors import SirchatError, UndoError
 from sirchat.saved.session_list import list_sessions
-from sirchat.ui.turn_commands import Retry, made_undoable, retry
+from sirchat.ui.turn_commands import Retry, made_undoable, retry, sampling_settings
 from terminal import Terminal
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def _gone_on(**settings: Any) -> Chat:
@@ -101,11 +97,11 @@ def test_after_a_resume_the_last_message_can_be_answered_again_or_changed(folder
     chat = _gone_on(temperature=0.0)
     with pytest.raises(UndoError):
         _ = chat.session.last_said
-    session = made_undoable(chat.session, chat._screen, chat.saved_chat)
-    assert f"{session.seen:,} tokens of earlier messages were read again" in chat._out.getvalue()
+    session = made_undoable(chat.session, chat.screen, chat.saved_chat)
+    assert f"{session.seen:,} tokens of earlier messages were read again" in chat.out.getvalue()
     before = [(turn.role, turn.text) for turn in chat.session.turns]
     assert [(turn.role, turn.text) for turn in session.turns] == before
-    assert made_undoable(session, chat._screen, chat.saved_chat) is session
+    assert made_undoable(session, chat.screen, chat.saved_chat) is session
     list(retry(session, Retry({}), lambda: False))
     assert [(turn.role, turn.text) for turn in session.turns] == before, "at temperature 0"
     list(session.retry(text=SAYINGS[4]))
@@ -151,4 +147,96 @@ def test_undo_at_the_prompt(tmp_path: Path, columns: int) -> None:
         )
         assert "Tell me a joke" not in chat.ask("/panel")
         assert "undone: My cat is called Luna." in " ".join(chat.ask("/undo").split())
+        assert chat.leave() == 0
+
+
+# --- /edit and /retry
+
+
+def test_flags_of_a_retry() -> None:
+    assert sampling_settings("") == {}
+    assert sampling_settings("--temperature 0.9 --top-p=0.5") == {"temperature": 0.9, "top_p": 0.5}
+    for words in ("0.9", "--temperature", "--budget 9", "--temprature 1"):
+        with pytest.raises(SirchatError) as caught:
+            sampling_settings(words)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(SirchatError, match="--temperature"):
+        sampling_settings("--temprature 1")
+
+
+def _editor(folder: Path, script: str) -> dict[str, str]:
+    path = folder / "editor"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return {"VISUAL": "", "EDITOR": str(path)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_the_last_message_is_changed_in_the_editor(tmp_path: Path, columns: int) -> None:
+    kept = tmp_path / "kept"
+    editor = _editor(tmp_path, f'stat -c %a "$1" > {kept}; sed -i s/Anna/Berta/ "$1"')
+    with Terminal(home=tmp_path, columns=columns, environ=editor) as chat:
+        chat.ask("My name is Anna.")
+        shown = chat.ask("/edit")
+        assert "tok/s" in shown
+        assert "your last message and its reply are replaced by what follows" in " ".join(
+            shown.split()
+        )
+        assert "Berta" in chat.ask("What is my name?")
+        assert kept.read_text().strip() == "600"
+        chat.ask("/undo")
+        assert "undone: My name is Berta." in chat.ask("/undo")
+        assert chat.leave() == 0
+    history = next(tmp_path.rglob("history")).read_text()
+    assert "My name is Berta." in history
+
+
+@pytest.mark.slow
+def test_an_editor_that_changes_nothing_or_fails_costs_one_line(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path, environ=_editor(tmp_path, "true")) as chat:
+        assert "no message to undo" in chat.ask("/edit")
+        chat.ask("My name is Anna.")
+        assert "the message is unchanged; /retry generates another reply" in chat.ask("/edit")
+        (tmp_path / "editor").write_text("#!/bin/sh\nexit 3\n")
+        assert re.search(
+            r"editor '.*' failed with exit code 3", " ".join(chat.ask("/edit").split())
+        )
+        (tmp_path / "editor").unlink()
+        assert "can't be started: No such file" in " ".join(chat.ask("/edit").split())
+        assert "Anna" in chat.ask("What is my name?")
+        assert chat.leave() == 0
+
+
+@pytest.mark.slow
+def test_without_an_editor_the_prompt_holds_the_last_message(tmp_path: Path) -> None:
+    none = {"VISUAL": "", "EDITOR": ""}
+    with Terminal(home=tmp_path, environ=none) as chat:
+        chat.ask("My name is Anna.")
+        chat.say("/edit")
+        chat.wait_screen(r"edit> My name is Anna\.")
+        chat.send("\x7f" * 5 + "Berta.\r")
+        chat.wait_prompt()
+        assert "Berta" in chat.ask("What is my name?")
+        chat.say("/edit")
+        chat.until(lambda: chat.lines[chat.screen.cursor.y] == "edit> What is my name?")
+        chat.send("\x03")
+        chat.wait(r"the message is unchanged")
+        chat.wait_prompt()
+        assert "tokens read" in chat.ask("/stats")  # a command again
+        assert chat.leave() == 0
+
+
+@pytest.mark.slow
+def test_settings_of_a_retry_are_for_one_reply(tmp_path: Path) -> None:
+    with Terminal(home=tmp_path) as chat:
+        chat.ask("My name is Anna.")
+        assert "the reply will be the same" in chat.ask("/retry")
+        shown = chat.ask("/retry --temperature 0.9 --top-p 0.9")
+        assert "undone" not in shown
+        assert "the same" not in shown
+        assert "the last reply is replaced by this one" in shown
+        assert "temperature is 0" in chat.ask("/set temperature").replace("0.0", "0")
+        assert "--temperature" in chat.ask("/retry --heat 3")
+        assert "/retry: temperature" in chat.ask("/retry --temperature hot")
         assert chat.leave() == 0

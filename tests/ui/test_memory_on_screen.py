@@ -1,0 +1,176 @@
+"""What a chat says of its memory: of evicted and recalled words, and on the compact panel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from chatting import babbler, session
+from drawing import NONE, lines
+from saved_chats import Chat
+from sirchat.chat.events import TurnDone
+from sirchat.chat.evicted_text import EvictedText
+from sirchat.chat.session import Session
+from sirchat.recall import RecalledTurn
+from sirchat.ui.panel import draw_panel
+from sirchat.ui.status import describe_recalled, describe_round, describe_turn
+from sirchat.ui.tables import draw_recalled_turns
+from sirchat.ui.why import explain
+from terminal import Terminal
+
+ZEBRA = "Our zebra is called Quixbert."
+TOLD = ("My name is Anna.", "I live in Rome.", "My brother Paul is a baker.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_what_was_evicted_is_named_listed_and_brought_back(tmp_path: Path, columns: int) -> None:
+    flags = ("--policy", "sink", "--sinks", "2", "--recent", "16", "--budget", "64")
+    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
+        chat.wait_prompt()
+        assert "━" not in _toolbar(chat)
+        assert "nothing is evicted" in chat.ask("/evicted")
+        for line in TOLD:
+            chat.ask(line)
+        shown = [" ".join(chat.ask("Tell me a story.").split()) for _ in range(2)]
+        named = re.findall(r"\d+ evicted \(your words: ([^)]*)\)", " ".join(shown))
+        assert named
+        assert all(len(words.split(", ")) <= 3 for words in named)
+        assert "Paul" in ", ".join(named)
+        assert _toolbar(chat).count("━") >= (6 if columns >= 80 else 0)
+        listed = chat.ask("/evicted")
+        assert re.search(r"(?m)^ +0 +you +\d+ of \d+ .*Anna", listed)
+        assert not re.search(r"(?m)^ +\d+ +(you|model) +\d+ of \d+$", listed)
+        assert "Paul" not in chat.ask("/tokens")
+        chat.ask('/recall "Paul"')
+        back = chat.ask("/tokens")
+        assert "Paul" in back
+        assert "baker" in back
+        assert chat.leave() == 0
+
+
+def test_a_turn_that_lost_no_word_is_counted_but_not_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = Chat()
+    chat.say("One.")
+    turns = [EvictedText(0, "user", 9, 3, ("Rome",)), EvictedText(1, "assistant", 4, 2, ())]
+    monkeypatch.setattr("sirchat.ui.commands.evicted_turns", lambda session: iter(turns))
+    shown = chat.do("/evicted")
+    assert "6 of 9" in shown
+    assert "2 of 4" not in shown
+    assert "1 more message lost only repeats and punctuation" in shown
+    turns.pop(0)
+    assert chat.do("/evicted").startswith("1 message lost only")
+    turns.clear()
+    assert chat.do("/evicted") == "nothing is evicted\n"
+
+
+def _toolbar(chat: Terminal) -> str:
+    return next(line for line in reversed(chat.lines) if " held" in line)
+
+
+# --- the compact panel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("policy", ["entropy", "sink"])
+def test_the_panel_after_a_reply_reads_at_a_glance(
+    tmp_path: Path, columns: int, policy: str
+) -> None:
+    flags = ("--policy", policy, "--budget", "64", "--recent", "8", "--panel", "turn")
+    with Terminal(*flags, home=tmp_path, columns=columns) as chat:
+        for line in (*TOLD, "Tell me a joke."):
+            shown = chat.ask(line)
+        panel = shown[shown.index("── ") :].replace("\xa0", " ").splitlines()
+        chat.leave()
+    text = "\n".join(panel)
+    assert len(panel) <= 8
+    assert "<|" not in text
+    assert "e+" not in text
+    assert re.search("(?m)(^| )(you|model): ", text)
+    assert ("surprise in nats: <0.5 <2 <4 <7 7+" in panel[0]) == (columns >= 100)
+    assert re.search(r"^evicted: \w+", text, re.M)
+    if policy == "entropy":
+        assert re.search(r"evicted next( \(|, as their )score (is )?below [\d.]+\)?: \w+", text)
+    else:
+        assert re.search(r"the weakest \d+ of \d+ are evicted next: \w+", text)
+        assert re.search(r"wholly evicted", text)
+
+
+@pytest.mark.slow
+def test_while_a_reply_comes_the_words_just_evicted_stay_on_the_screen(
+    home: Path, endless: str
+) -> None:
+    flags = ("--model", endless, "--budget", "64", "--panel", "live")
+    with Terminal(*flags, home=home) as chat:
+        chat.wait_prompt()
+        chat.ask("/set max_new_tokens 100000")
+        chat.say("Go on.")
+        chat.wait_screen(r"evicted: \S")
+        for _ in range(2):
+            chat.read_on()
+            chat.wait_screen(r"(?m)^evicted: \S")  # a frame may be half drawn
+        chat.send("\x03")
+        chat.wait_prompt()
+        assert not re.search(r"(?m)^evicted: ", chat.text)
+
+
+# --- recall
+
+
+@pytest.fixture(scope="module")
+def asked() -> Session:
+    """A chat that has just recalled what it was told."""
+    chat = session(babbler(), policy="sink", budget=96, recall="words", recall_n=40)
+    for text in ("Hello there.", ZEBRA, *["What a rainy day it is.", "Tell me a joke."] * 6):
+        list(chat.read_user(text))
+        list(chat.read_reply("Fine, thank you."))
+    list(chat.read_user("Who is Quixbert?"))
+    return chat
+
+
+@pytest.mark.parametrize(
+    ("turns", "line"),
+    [
+        ([(3, 140)], "recalled 140 tokens of turn 3"),
+        ([(3, 100), (17, 1_040)], "recalled 1,140 tokens of turns 3, 17"),
+        ([(3, 1)], "recalled 1 token of turn 3"),
+        (
+            [(1, 5), (2, 1), (4, 9), (6, 7), (9, 8), (11, 2)],
+            "recalled 32 tokens of turns 1, 4, 6, 9 and 2 more",
+        ),
+    ],
+)
+def test_the_turns_that_gave_most_are_named(turns: list[tuple[int, int]], line: str) -> None:
+    assert describe_recalled([RecalledTurn(*turn) for turn in turns]) == line
+
+
+def test_the_lines_of_a_round_and_of_a_turn_say_it() -> None:
+    done = TurnDone(1, "assistant", "Yes.", 2, 3, 90, 200, 0, 40, 0.1, 0.1, "stop")
+    recalled = [RecalledTurn(0, 40, ("zebra",))]
+    for line in (describe_round(None, done, 96, (), recalled), describe_turn(done, 96, recalled)):
+        assert ", recalled 40 tokens of turn 0, " in line
+    assert "recalled" not in describe_round(None, done, 96)
+
+
+def test_panel_and_table_name_the_words(asked: Session) -> None:
+    told = next(t for t in asked.recall.turns if asked.turns[t.turn].text == ZEBRA)
+    assert told.words == ("Quixbert",)
+    panel = "\n".join(lines(draw_panel(asked.snapshot(), NONE, 120), 120))
+    assert f"turn {told.turn} (Quixbert)" in panel
+    rows = asked.tokens(list(asked.recall.scores))
+    table = lines(draw_recalled_turns(rows, asked.recall.turns, NONE), 120)
+    (line,) = [row for row in table if row.split()[:1] == [str(told.turn)]]
+    assert "Quixbert" in line
+    assert ZEBRA in line
+
+
+def test_why_says_by_which_words(asked: Session) -> None:
+    ranks = asked.why('"zebra"')
+    told = explain(ranks, '"zebra"', "sink", asked.recall.turns)
+    assert told.endswith("for this round only: it was recalled by the words “Quixbert”.")
+    assert explain(ranks, '"zebra"', "sink").endswith("for this round only: it was recalled.")
