@@ -94,13 +94,16 @@ def matches(folder: Path, words: str, most: int, notice: Callable[[str], object]
     query = _query(words)
 
     def search(connection: sqlite3.Connection) -> Matches:
-        chats = connection.execute(_FIND, (query,)).fetchall() if query else []
-        snippets = [
-            connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
-            for number, _ in chats[:most]
-        ]
+        with connection:
+            connection.execute("BEGIN")  # other processes change nothing between the queries
+            chats = connection.execute(_FIND, (query,)).fetchall() if query else []
+            snippets = [
+                connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
+                for number, _ in chats[:most]
+            ]
+            names = _names(connection)
         plain = [snippet.replace(_GAP, "") for snippet in snippets]
-        return Matches([ident for _, ident in chats], plain, _names(connection))
+        return Matches([ident for _, ident in chats], plain, names)
 
     return _with_index(folder, search, notice)
 
