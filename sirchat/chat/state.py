@@ -15,10 +15,7 @@ _UNDO_STATE_BYTES = 1 << 28  # of all saved states of a hybrid model's recurrent
 
 
 def undo_depth(has_archive: bool, state_bytes: int) -> int:
-    """The number of user turns that can be undone: from 1 to 64, but 1 without an archive.
-
-    Each saves `state_bytes` bytes of recurrent layers' state; together at most 256 MiB.
-    """
+    """The number of user turns that can be undone; each saves `state_bytes` of recurrent layers."""
     if not has_archive:
         return 1
     return max(1, min(_UNDO_DEPTH, _UNDO_STATE_BYTES // max(1, state_bytes)))

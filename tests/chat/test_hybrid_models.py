@@ -65,7 +65,7 @@ def chat(name: str, *texts: str, **settings: Any) -> Session:
 
 
 def state(of: Session) -> list[Tensor]:
-    return tensors(of._engine.cache.state)
+    return tensors(of.save().state)
 
 
 def tensors(found: CacheState) -> list[Tensor]:
@@ -167,7 +167,7 @@ def copied(talk: Session) -> Session:
 
 def assert_moved_once(talk: Session) -> None:
     """Every key that attention reads is the one first written, rotated once to where it is."""
-    cache, held = talk._engine.cache, talk._engine.ledger.held_positions
+    cache, held = talk._engine.cache, talk.ledger.held_positions
     first = cache.first_written(torch.arange(len(held)), held)
     slots = torch.arange(len(held))
     for layer, both in enumerate(talk.model.rotations):
@@ -199,7 +199,7 @@ def test_scoring_replies_changes_nothing_and_agrees_with_reading_them(name: str)
     for score, text in zip(scores, ["yes it is", "no"], strict=False):
         seen = talk.seen
         list(talk.read_reply(text))
-        ledger = talk._engine.ledger
+        ledger = talk.ledger
         assert ledger.column("token_id")[seen : seen + len(score.ids)].tolist() == list(score.ids)
         nats = ledger.column("surprisal")[seen : seen + len(score.ids)]
         np.testing.assert_allclose(-np.array(score.log_probabilities), nats, rtol=1e-3, atol=1e-3)
@@ -230,7 +230,7 @@ def test_a_pass_that_fails_leaves_the_state(name: str) -> None:
 @fast
 def test_a_second_reading_for_a_policy_leaves_the_state(name: str) -> None:
     again, plain = (chat(name, *SAYINGS[:2], policy=p, budget=900) for p in ("kvzip", "entropy"))
-    assert again._engine.ledger.attention.repeat is not None
+    assert again.ledger.attention.repeat is not None
     assert same(memory(again), memory(plain))
 
 
@@ -297,11 +297,11 @@ def test_what_is_erased_leaves_no_trace_in_the_state(name: str) -> None:
         list(talk.read_user(f"and {word} it is, so be it"))
         talk.erase(word)
     assert same(*map(state, talks))
-    engine = talks[0]._engine
-    left = np.flatnonzero(engine.ledger.column("flags") & np.uint8(Flag.ERASED) == 0)
-    assert len(left) < engine.ledger.seen
+    ledger = talks[0].ledger
+    left = np.flatnonzero(ledger.column("flags") & np.uint8(Flag.ERASED) == 0)
+    assert len(left) < ledger.seen
     fresh = hybrid(name).new_cache(len(left))
-    hybrid(name).forward(engine.ledger.column("token_id")[left].tolist(), fresh)
+    hybrid(name).forward(ledger.column("token_id")[left].tolist(), fresh)
     fresh.commit(len(left))
     for ours, theirs in zip(state(talks[0]), tensors(fresh.state), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
@@ -325,10 +325,10 @@ def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any])
     assert layers == len(talk._engine.cache.row_layers)
     assert all(one.isfinite().all() for one in memory(talk))
     if settings.get("policy") == "h2o":
-        held = talk._engine.ledger.held_positions
-        assert (talk._engine.ledger.attention.totals(held, 0.0)[:-1] > 0).all()
+        held = talk.ledger.held_positions
+        assert (talk.ledger.attention.totals(held, 0.0)[:-1] > 0).all()
     else:
-        assert talk._engine.residency.recalled == 8
+        assert talk.snapshot().recalled == 8
 
 
 def test_the_start_says_that_evicted_tokens_leave_a_trace() -> None:

@@ -36,7 +36,7 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
                     chat.undo()
             case 3:
                 chat.switch("test", system=f"You are number {n}.")
-        ledger = chat._engine.ledger
+        ledger = chat.ledger
         is_gone = ledger.column("state") == State.GONE
         is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
         wanted = np.flatnonzero(~(is_gone | is_excluded))
