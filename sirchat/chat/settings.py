@@ -19,7 +19,7 @@ from sirchat.memory.policies.base import Policy
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import ends_sequence
-from sirchat.text.boundaries import WordContinuation
+from sirchat.text.boundaries import word_continuation
 
 
 def build_policy(profile: Profile) -> Policy:
@@ -91,7 +91,7 @@ def build_engine(model: LoadedModel, settings: CacheSettings, seed: int = 0) -> 
         settings,
         seed=seed,
         ends_sequence=ends_sequence(model.tokenizer, model.anchors),
-        continues_word=WordContinuation(model.tokenizer),
+        continues_word=word_continuation(model.tokenizer),
     )
 
 

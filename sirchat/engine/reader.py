@@ -19,7 +19,7 @@ from sirchat.memory.cache import BoundedCache
 from sirchat.memory.ledger import Flag, Ledger
 from sirchat.models.attention_hook import AttentionObserver
 from sirchat.models.model import LoadedModel
-from sirchat.models.surprisal import PassResult, surprisal_of
+from sirchat.models.surprisal import PassResult
 
 # Most bytes of the float32 logits of one forward pass, and of one layer's attention weights in it.
 PASS_BYTES = 256 * 2**20
@@ -186,11 +186,12 @@ class Reader:
                 ahead.used += 1
                 return PassResult(logits.new_empty(0), logits.clone())
             self._ahead = None
+        is_absolute = self.cache.absolute_positions
         return self.model.read(
             ids,
             self.cache,
             visible=mask,
-            positions=self.next_positions(len(ids)),
+            positions=self.next_positions(len(ids)) if is_absolute else None,
             observer=observer,
             scores=scores,
         )
@@ -219,7 +220,10 @@ class Reader:
         Returns their surprisals; that of the first id comes from the logits before it.
         """
         ids, roles, flags, ref = chunk
-        nats = [math.nan if self.logits is None else surprisal_of(self.logits, ids[0])]
+        nats = [math.nan]
+        if self.logits is not None:  # one fused kernel, because for one id each takes its time
+            log_chances = torch.log_softmax(self.logits.float(), -1)  # [V]
+            nats = [max(0.0, -log_chances[ids[0]].item())]
         if len(ids) > 1:
             nats += result.surprisal.tolist()
         self.logits = result.logits

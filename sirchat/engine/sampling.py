@@ -15,13 +15,21 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.random_numbers import Purpose, uniform
 
+# Limits a reply to a format: from the reply's ids so far to a mask [V], on the CPU, of those that
+# may follow.
+Allowed = Callable[[Sequence[int]], Tensor]
+
+_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
+_LONG = 8  # how many at the start, and if the last guess was wrong
+_WITHIN = 2**14  # newest tokens that are searched
+_BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
+_PAYS = 3  # minimum number of right tokens with which the larger pass saves time
+_LONGEST_REST = 256  # maximum number of tokens for which nothing is guessed
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters for sampling the next token; temperature 0 always takes the most likely token.
-
-    The same seed gives the same tokens in the same chat.
-    """
+    """Parameters for sampling the next token; temperature 0 always takes the most likely one."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -32,21 +40,8 @@ class Sampling:
     seed: int = 0
 
 
-Allowed = Callable[[Sequence[int]], Tensor]
-"""A function that limits a reply to a format.
-
-It takes the ids of the reply's beginning, and returns a mask [V], on the CPU, of the ids that may
-follow.
-"""
-
-
 class Sampler:
-    """Picks each next token of a reply from logits.
-
-    `sampling` has the sampling parameters. `attempt` is the number of earlier replies to the same
-    message; each attempt gets different random numbers. `allowed`, if given, is a function that
-    says which tokens may follow in the reply.
-    """
+    """Picks each next token of a reply; each `attempt` at it gets different random numbers."""
 
     def __init__(
         self, sampling: Sampling, attempt: int = 0, allowed: Allowed | None = None
@@ -57,17 +52,10 @@ class Sampler:
         self._attempt = attempt
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
-        """Pick the next token; returns its id.
+        """The next token's id, from its raw logits [V] and its stream position.
 
-        Args:
-            logits: raw logits [V] for the next token.
-            said_ids: a function for the repetition penalty. It takes a number, and returns that
-                many of the newest ids in the cache, leaving out ids of the chat template; for 0, it
-                returns all of these ids.
-            position: stream position of the next token; the random number depends on it.
-
-        Raises ModelError if the logits are NaN, as after a division by zero, or if no id is allowed
-        to follow.
+        `said_ids`, of a number, returns so many newest held ids, for the repetition penalty. Raises
+        ModelError if the logits are NaN, or if no id is allowed to follow.
         """
         if self._allowed is None:
             return self._choose(logits, said_ids, position)
@@ -85,53 +73,48 @@ class Sampler:
             scores = penalized(scores.float(), said.to(scores.device), sampling.repetition_penalty)
         if sampling.temperature == 0.0:
             likeliest = int(scores.argmax())  # NaN counts as the largest
-            _refuse_nan(float(scores[likeliest]))
+            if math.isnan(scores[likeliest]):
+                raise _not_numbers()
             return likeliest
         scores = narrowed(scores, sampling)
         # On the CPU: not every device has float64, or sums in the same order each time.
         heights = torch.softmax(scores.cpu().double(), -1).cumsum(-1).numpy()  # [V]
-        _refuse_nan(float(heights[-1]))
+        if math.isnan(heights[-1]):
+            raise _not_numbers()
         at = np.array([position])
         draw = uniform(sampling.seed, Purpose.SAMPLING, at, self._attempt)[0]
         return int(np.searchsorted(heights, draw * heights[-1], side="right"))
 
 
 class FixedIds(Sampler):
-    """A sampler that picks the ids of a given list in order, and ignores the logits."""
+    """A sampler that picks given ids in order, and ignores the logits."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._left = list(reversed(ids))
 
     def are_picked(self) -> bool:
-        """Whether all ids of the list have been picked."""
+        """Whether all ids have been picked."""
         return not self._left
 
     def pick(self, logits: Tensor, said_ids: Callable[[int], list[int]], position: int) -> int:
         return self._left.pop()
 
 
-def _refuse_nan(value: float) -> None:
-    if math.isnan(value):
-        raise ModelError(
-            "the model's scores for the next token are not numbers",
-            hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
-        )
+def _not_numbers() -> ModelError:
+    return ModelError(
+        "the model's scores for the next token are not numbers",
+        hint="its weights, or a saved chat's keys, may be damaged; or try --dtype float32",
+    )
 
 
 def penalized(scores: Tensor, said: Tensor, penalty: float) -> Tensor:
-    """The scores [V] of all ids, with a repetition penalty for the ids `said` [k].
-
-    A positive score of these ids is divided by `penalty`; a negative one is multiplied by it.
-    """
+    """The scores [V]; those of the ids `said` [k] are lowered by the factor `penalty`."""
     chosen = scores[said]
     return scores.scatter(0, said, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
 def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The scores [V] of all ids, divided by the temperature.
-
-    Ids that top-k, top-p or min-p exclude get -infinity.
-    """
+    """The scores [V] divided by the temperature; -inf where top-k, top-p or min-p exclude an id."""
     scores = scores.float() / sampling.temperature
     if sampling.top_k is not None:
         least = scores.topk(min(sampling.top_k, len(scores))).values[-1]
@@ -147,19 +130,10 @@ def narrowed(scores: Tensor, sampling: Sampling) -> Tensor:
     return scores
 
 
-_MATCH = 3  # how many newest tokens must have occurred before, if the last guess was right
-_LONG = 8  # how many at the start, and if the last guess was wrong
-_WITHIN = 2**14  # newest tokens that are searched
-_BRIEF, _WHOLE = 5, 15  # tokens guessed after a short and after a long match
-_PAYS = 3  # minimum number of right tokens with which the larger pass saves time
-_LONGEST_REST = 256  # maximum number of tokens for which nothing is guessed
-
-
 class PromptLookup:
-    """Guesses the next tokens of one reply: the tokens that followed the same text earlier.
+    """Guesses the next tokens of one reply: those that followed the same text earlier.
 
-    After a wrong guess, nothing is guessed for some tokens. Each further wrong guess in a row
-    doubles this pause.
+    After a wrong guess it pauses for some tokens; each further one in a row doubles the pause.
     """
 
     def __init__(self) -> None:
@@ -168,10 +142,7 @@ class PromptLookup:
         self._next_rest = 8
 
     def guess(self, ids: NDArray[Any], token_id: int, most: int) -> list[int]:
-        """Guess the ids that follow `token_id`; returns at most `most` ids, or an empty list.
-
-        `ids` [seen] are all ids of the conversation before `token_id`.
-        """
+        """At most `most` ids that may follow `token_id`, which follows the `ids` [seen]."""
         if self._rest:
             self._rest -= 1
             return []
@@ -186,10 +157,7 @@ class PromptLookup:
         return guessed if len(guessed) >= _PAYS else []
 
     def learn(self, right: int) -> None:
-        """Adapt later guesses to the result of the last guess.
-
-        `right` is how many tokens at the beginning of the last guess were right.
-        """
+        """Adapt later guesses to how many tokens of the last one were right."""
         self._least = _MATCH if right >= _PAYS else _LONG
         if right >= _PAYS:
             self._next_rest = 8
@@ -199,10 +167,9 @@ class PromptLookup:
 
 
 def _longest_match(ids: NDArray[Any]) -> tuple[int, int]:
-    """Find the longest run of tokens at the end of `ids` that also occurs earlier in `ids`.
+    """The longest run at the end of `ids` that also occurs earlier: where it ends, its length.
 
-    Returns the index right after the newest earlier occurrence of this run, and the run's length
-    (at most eight); returns (0, 0) if fewer than three tokens match.
+    The length is at most eight; (0, 0) if fewer than three ids match.
     """
     ends = np.flatnonzero(ids[:-1] == ids[-1])
     ends = ends[ends >= _MATCH - 1]

@@ -21,7 +21,8 @@ from sirchat.memory.rope import unrotated
 
 _NAME = "sirchat_hooked_"  # and the name of the usual attention function
 
-_OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
+# Who receives each layer's attention now.
+OBSERVERS: ContextVar[tuple[_Observing, ...]] = ContextVar("observers", default=())
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,11 @@ def observed_by(
     `numbers` is `LoadedModel.layer_numbers`: what the observer gets as numbers of the layers.
     """
     install_hook(module)
-    token = _OBSERVERS.set((*_OBSERVERS.get(), (observer, numbers or {})))
+    token = OBSERVERS.set((*OBSERVERS.get(), (observer, numbers or {})))
     try:
         yield
     finally:
-        _OBSERVERS.reset(token)
-
-
-def is_observed() -> bool:
-    """Whether an observer now receives each layer's attention."""
-    return bool(_OBSERVERS.get())
+        OBSERVERS.reset(token)
 
 
 def install_hook(module: Any) -> bool:
@@ -152,7 +148,7 @@ def install_hook(module: Any) -> bool:
 
 def report(call: AttentionCall) -> None:
     """Pass one layer's attention to all observers; here `call.layer` counts all layers."""
-    for observer, numbers in _OBSERVERS.get():
+    for observer, numbers in OBSERVERS.get():
         observer.observe(replace(call, layer=numbers.get(call.layer, call.layer)))
 
 

@@ -200,7 +200,7 @@ class _StepLayer(nn.Module):
         turned, values = self._turned(self.queries_keys_values(h).view(-1, size), cos, sin)
         heads = len(values)  # key heads H
         new = turned[count:].view(1, heads, 1, size), values.view(1, heads, 1, size)
-        keys, values = update(number, *(row.to(self.dtype) for row in new))  # [1, H, n + 1, D]
+        keys, values = update(number, new[0].to(self.dtype), new[1].to(self.dtype))
         queries = turned[:count]
         if torch.compiler.is_exporting():
             attended = _attention(queries.view(heads, -1, size), keys[0], values[0], self.scale)
@@ -273,8 +273,13 @@ class _Product(nn.Module):
         self.dtype = layers[0].weight.dtype if is_plain else torch.bfloat16
 
     def forward(self, h: Tensor) -> Tensor:
-        row = h[None].to(self.dtype)
-        rows = [_of_row(part, row) for part in self.parts]
+        row, rows = h[None].to(self.dtype), list[Tensor]()
+        part: Any
+        for part in self.parts:
+            if isinstance(part, PackedLinear):
+                rows.append(part.of_row(row))
+            else:  # half the time of `linear` in bfloat16
+                rows.append(torch.mv(part.weight, row[0])[None])
         y = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         wide = y[0].float()
         return wide if self.bias is None else wide.add_(self.bias)
@@ -287,12 +292,6 @@ class _Product(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype}"
-
-
-def _of_row(layer: Any, row: Tensor) -> Tensor:  # [1, K] -> [1, N]
-    if isinstance(layer, PackedLinear):
-        return layer.of_row(row)
-    return torch.mv(layer.weight, row[0])[None]  # half the time of `linear` in bfloat16
 
 
 def _of_rows(layer: Any, rows: Tensor) -> Tensor:  # [B, K] -> [B, N]

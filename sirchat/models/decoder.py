@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.rope import Rotation
-from sirchat.models.attention_hook import AttentionCall, is_observed, report
+from sirchat.models.attention_hook import OBSERVERS, AttentionCall, report
 from sirchat.models.model_config import ConfigValues, DecoderConfig
 
 
@@ -219,7 +219,7 @@ class _Attention(nn.Module):
             scale=self.scaling,
             enable_gqa=queries.shape[1] > keys.shape[1],
         )  # [1, H_q, m, D]
-        if is_observed():
+        if OBSERVERS.get():
             options = {"scaling": self.scaling}
             exact = queries.float(), keys.float()
             report(AttentionCall(self.layer_idx, *exact, reading.mask, options, None))

@@ -17,11 +17,11 @@ from torch import Tensor
 from sirchat.errors import ModelError
 from sirchat.memory.cache import BoundedCache, LayerKind, LayerRotation, layer_numbers
 from sirchat.models.attention_hook import (
+    OBSERVERS,
     AttentionObserver,
     LayerQueries,
     QueryRecorder,
     install_hook,
-    is_observed,
     observed_by,
 )
 from sirchat.models.decode_step import DecodeStep
@@ -92,14 +92,16 @@ class LoadedModel:
             observer: receives each layer's attention, if the model exposes it.
             scores: a list to which the scorer's score of each id is added; NaN without a scorer.
         """
+        step = self.decode_step if len(ids) == 1 and visible is None else None
+        if observer is not None and self._has_attention_hook:
+            step = None
+        if step is not None and not OBSERVERS.get():
+            position = cache.cursor.length if positions is None else positions[0]
+            logits, states = step.read(ids[0], position, cache)
+            if scores is not None:
+                scores += self.scorer.scores(states) if self.scorer.layers else [math.nan]
+            return logits
         with self._observed_by(observer), torch.inference_mode():
-            step = self.decode_step
-            if step is not None and len(ids) == 1 and visible is None and not is_observed():
-                position = cache.length if positions is None else positions[0]
-                logits, states = step.read(ids[0], position, cache)
-                if scores is not None:
-                    scores += self.scorer.scores(states)
-                return logits
             with self._scored(len(ids), scores):
                 out = self.module(**self._inputs(ids, cache, visible, positions))
             return torch.as_tensor(out.logits[0].float())
@@ -119,6 +121,8 @@ class LoadedModel:
             logits = self.forward(
                 ids, cache, visible=visible, positions=positions, observer=observer, scores=scores
             )
+            if len(ids) == 1:
+                return PassResult(logits[:0, 0], logits[0])
             return PassResult.of_logits(logits, ids)
         with self._observed_by(observer), torch.inference_mode():
             with self._scored(len(ids), scores):

@@ -48,12 +48,6 @@ def surprisal(logits: Tensor, ids: Tensor) -> Tensor:
     return (torch.logsumexp(logits, -1) - chosen).clamp_min(0.0)
 
 
-def surprisal_of(logits: Tensor, token_id: int) -> float:
-    """The surprisal of one token id, in nats, given the logits [V] before it."""
-    # One fused kernel: for a single row, the time depends on the number of kernels.
-    return max(0.0, -torch.log_softmax(logits.float(), -1)[token_id].item())
-
-
 def can_score(module: Any) -> bool:
     """Whether a model's logits are the product of its last states and its head."""
     head = module.get_output_embeddings()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from sirchat.text.detokenizer import UNFINISHED, TokenTexts
@@ -49,20 +51,18 @@ def ends_sentence(text: str) -> bool:
     return bool(text) and text[-1] in _SENTENCE_ENDS
 
 
-class WordContinuation:
-    """A callable that says whether two consecutive token ids belong to the same word.
+def word_continuation(tokenizer: Any) -> Callable[[int, int], bool]:
+    """A function that says whether two consecutive token ids belong to the same word.
 
     A word has no spaces, as `7:45`, `555-0123` or `it's`; a mark after it is not part of it.
     """
+    texts = TokenTexts(tokenizer)
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._texts = TokenTexts(tokenizer)
+    @lru_cache(maxsize=1 << 16)  # pairs of ids
+    def continues(previous: int, token_id: int) -> bool:
+        return continues_word(texts([previous], [0])[0], texts([token_id], [0])[0])
 
-    def __call__(self, previous: int, token_id: int) -> bool:
-        return continues_word(self._text(previous), self._text(token_id))
-
-    def _text(self, token_id: int) -> str:
-        return self._texts([token_id], [0])[0]
+    return continues
 
 
 def continues_word(previous: str, text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ class TextStream:
     """Turns token ids into text, one at a time; a character comes with its last token."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode: Callable[[list[int]], str] = partial(
+            tokenizer.decode,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
         self._ids: list[int] = []
         self._start = 0  # decoding starts here, so that spaces come out as in the whole text
         self._returned = 0  # number of ids whose text has been returned
@@ -30,29 +34,18 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Add an id; return the new text, which is empty while a character is incomplete."""
         self._ids.append(token_id)
-        text = self._new_text()
+        text = self._decode(self._ids[self._start :])[self._prefix_length :]
         if text.endswith(UNFINISHED) and len(self._ids) - self._returned < _LONGEST:
             return ""
-        self._advance()
-        return text
+        return self._returning(text)
 
     def flush(self) -> str:
         """Return the text that `push` has held back; an incomplete character becomes U+FFFD."""
-        text = self._new_text()
-        self._advance()
-        return text
+        return self._returning(self._decode(self._ids[self._start :])[self._prefix_length :])
 
-    def _advance(self) -> None:
+    def _returning(self, text: str) -> str:
         self._start, self._returned = self._returned, len(self._ids)
         self._prefix_length = len(self._decode(self._ids[self._start :]))
-
-    def _new_text(self) -> str:
-        return self._decode(self._ids[self._start :])[self._prefix_length :]
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
         return text
 
 

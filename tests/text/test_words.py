@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sirchat import paths
-from sirchat.text.boundaries import WordContinuation, continues_word
+from sirchat.text.boundaries import continues_word, word_continuation
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_ids_of_a_tokenizer_join_to_the_words_between_blanks() -> None:
     tokenizer = AutoTokenizer.from_pretrained(paths.tiny_dir())
     text = "Their neighbour Wojciechowski bought zucchini"
     ids = tokenizer.encode(text, add_special_tokens=False)
-    continues = WordContinuation(tokenizer)
+    continues = word_continuation(tokenizer)
     starts = sum(not continues(a, b) for a, b in pairwise(ids)) + 1
     assert starts == len(text.split())
     assert len(ids) > starts
