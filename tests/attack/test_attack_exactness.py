@@ -67,8 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LoadedMode
     """The real model twice: the first one is compiled, in large runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIRCHAT_HOME", str(tmp_path_factory.mktemp("home")))
-        for module in ("archive", "segments"):  # so that a short chat fills several
-            patch.setattr(f"sirchat.memory.{module}.SEGMENT_ROWS", 32)
+        patch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)  # a short chat fills several
         plain = load_model("smollm2", device="cpu")
         quick = replace(plain)
         if MANY and has_compiler():

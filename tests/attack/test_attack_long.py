@@ -79,8 +79,7 @@ def test_memory_descriptors_and_threads_stay_as_they_are(
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     if not MANY:  # so that a short chat fills several files
-        for module in ("archive", "segments"):
-            monkeypatch.setattr(f"sirchat.memory.{module}.SEGMENT_ROWS", 128)
+        monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 128)
     random, profile = Random(0), Profile(
         budget=256, max_new_tokens=8, recall="words", archive="disk", archive_limit="64GiB"
     )  # fmt: skip
