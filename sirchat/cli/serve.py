@@ -86,32 +86,15 @@ def serve(
         )
     seconds = _seconds(idle)
     profile = profile_of(flags)
-    with _listening(host, port) as listener, _private_socket(profile.model) as private:
+    with _listening(host, port) as listener, private_socket(profile.model) as private:
         limits = conversations, saved, queue
-        server = _open(profile, trust_remote_code, limits, host, api_key)
+        server = load_server(profile, trust_remote_code, limits, host, api_key)
         sockets = [listener, *([private] if private is not None else [])]
         _run(server, sockets, host, idle=seconds, debug=debug)
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to this host and port; SirchatError if this fails."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise SirchatError(
-            f"can't listen at {format_value(host)}, port {port}: {why}",
-            hint="choose another --host or --port; --port 0 takes a free one",
-        ) from None
-    return listener
-
-
 @contextmanager
-def _private_socket(model: str) -> Iterator[socket.socket | None]:
+def private_socket(model: str) -> Iterator[socket.socket | None]:
     """Context manager: a Unix socket by which `ask` of the same user finds the server.
 
     None if it can't be made, or if another server with this model has it.
@@ -132,6 +115,60 @@ def _private_socket(model: str) -> Iterator[socket.socket | None]:
         with suppress(OSError):
             if path.stat().st_ino == inode:
                 path.unlink()
+
+
+def load_server(
+    profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
+) -> "ChatServer":
+    """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
+    from sirchat.ui.screen import Screen
+    from sirchat.ui.startup import say_toy
+    from sirchat.ui.status import loading_bar
+
+    screen = Screen(theme=profile.theme)
+    if "model" not in profile.model_fields_set:
+        say_toy(screen)
+    with loading_bar(screen, profile.model) as report, quick_start():
+        with interruptible_imports():
+            policy_class(profile.policy)
+            from sirchat.models.devices import in_ending_thread
+            from sirchat.server.app import Limits, open_server
+        return open_server(
+            in_ending_thread(lambda: load(profile, trust, report)),
+            profile,
+            Limits(*limits),
+            folder=paths.served_dir(),
+            host=host,
+            key=key,
+        )
+
+
+def _seconds(text: str) -> float:
+    """The seconds of a time such as 90s, 10m or 2h; infinity for 0, which means never."""
+    match = re.fullmatch(r"(\d{1,6})([smh]?)", text)
+    if match is None or (match[2] == "" and match[1] != "0"):
+        raise UsageError(
+            f"--idle can't be {format_value(text)}; allowed: seconds, minutes or hours",
+            hint="such as 90s, 10m or 2h; 0 for never",
+        )
+    return int(match[1]) * _UNITS.get(match[2], 1) or math.inf
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to this host and port; SirchatError if this fails."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise SirchatError(
+            f"can't listen at {format_value(host)}, port {port}: {why}",
+            hint="choose another --host or --port; --port 0 takes a free one",
+        ) from None
+    return listener
 
 
 def _bound(path: Path) -> socket.socket:
@@ -159,43 +196,6 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
         return True
-
-
-def _seconds(text: str) -> float:
-    """The seconds of a time such as 90s, 10m or 2h; infinity for 0, which means never."""
-    match = re.fullmatch(r"(\d{1,6})([smh]?)", text)
-    if match is None or (match[2] == "" and match[1] != "0"):
-        raise UsageError(
-            f"--idle can't be {format_value(text)}; allowed: seconds, minutes or hours",
-            hint="such as 90s, 10m or 2h; 0 for never",
-        )
-    return int(match[1]) * _UNITS.get(match[2], 1) or math.inf
-
-
-def _open(
-    profile: Profile, trust: bool, limits: tuple[int, int, int], host: str, key: str | None
-) -> "ChatServer":
-    """Load the model, and make the server; `limits` are the fields of `Limits`, in order."""
-    from sirchat.ui.screen import Screen
-    from sirchat.ui.startup import say_toy
-    from sirchat.ui.status import loading_bar
-
-    screen = Screen(theme=profile.theme)
-    if "model" not in profile.model_fields_set:
-        say_toy(screen)
-    with loading_bar(screen, profile.model) as report, quick_start():
-        with interruptible_imports():
-            policy_class(profile.policy)
-            from sirchat.models.devices import in_ending_thread
-            from sirchat.server.app import Limits, open_server
-        return open_server(
-            in_ending_thread(lambda: load(profile, trust, report)),
-            profile,
-            Limits(*limits),
-            folder=paths.served_dir(),
-            host=host,
-            key=key,
-        )
 
 
 class _Activity:

@@ -33,7 +33,7 @@ from sirchat.models.compiling import compile_in_background
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_socket
 from sirchat.server.access import Access, read_body, show_error
-from sirchat.server.completions import ChatShape, Part, Shape, TextShape
+from sirchat.server.completions import CompletionShape, Part, Shape
 from sirchat.server.conversation import History
 from sirchat.server.formats import Formats
 from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
@@ -138,11 +138,11 @@ class ChatServer:
 
     async def _chat(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ChatRequest)
-        return await self._answer(request, asked, ChatShape(asked, self.model))
+        return await self._answer(request, asked, CompletionShape(asked, self.model))
 
     async def _continue(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), TextRequest)
-        return await self._answer(request, asked, TextShape(asked, self.model))
+        return await self._answer(request, asked, CompletionShape(asked, self.model))
 
     async def _respond(self, request: Request) -> Response:
         asked = parse_request(await read_body(request), ResponsesRequest)

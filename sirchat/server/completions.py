@@ -46,86 +46,61 @@ def event(content: dict[str, Any], name: str = "") -> str:
     return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-class _Completion:
-    """All fields of a reply around those of its `choice`, which subclasses make."""
+class CompletionShape:
+    """A reply in the shape of OpenAI's chat completions, or of its text completions."""
 
     media = "text/event-stream"
-    kind, prefix, chunk_kind = "", "", ""
 
     def __init__(self, asked: ReplyRequest, model: str) -> None:
+        self._is_chat = isinstance(asked, ChatRequest)
+        self._has_logprobs = isinstance(asked, ChatRequest) and asked.logprobs
         self._usage = asked.stream_options.include_usage
-        ident = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._kind, prefix = "text_completion", "cmpl"
+        if self._is_chat:
+            self._kind, prefix = "chat.completion", "chatcmpl"
+        ident = f"{prefix}-{secrets.token_hex(12)}"
         self._common = {"id": ident, "created": int(time.time()), "model": model}
+        self._calls = 0  # number of calls sent so far
 
     async def whole(self, parts: Parts) -> dict[str, Any]:
+        """Wait until the reply has ended; returns the JSON object of the response."""
         said, end = await collected(parts)
-        choice = {"index": 0, **self._whole(said), "finish_reason": end.finish}
+        fields: dict[str, Any] = {"text": said.text}
+        if self._is_chat:
+            message: dict[str, Any] = {"role": "assistant", "content": said.text}
+            if said.calls:
+                calls = [call.message() for call in said.calls]
+                message |= {"content": said.text or None, "tool_calls": calls}
+            fields = {"message": message}
         return {
             **self._common,
-            "object": self.kind,
-            "choices": [choice],
+            "object": self._kind,
+            "choices": [self._choice(fields, self._logprobs(said), end.finish)],
             "usage": end.usage,
             "sirchat": end.memory,
         }
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
-        for fields in self._opening():
-            yield self._chunk(fields)
+        """Yield the server-sent events of the reply, while it is generated."""
+        if self._is_chat:
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}})
         try:
             async for part in parts:
                 if isinstance(part, ReplyEnd):
-                    yield self._chunk(self._end(), part.finish, sirchat=part.memory)
+                    fields: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+                    yield self._chunk(fields, finish=part.finish, sirchat=part.memory)
                     if self._usage:
                         yield self._event(choices=[], usage=part.usage)
                 elif part.text or part.tokens or part.calls:
-                    yield self._chunk(self._piece(part))
+                    yield self._chunk(self._piece(part), self._logprobs(part))
         except RequestError as error:
             yield event(error.body)
             return
         yield "data: [DONE]\n\n"
 
-    def _whole(self, said: ReplyText) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _opening(self) -> list[dict[str, Any]]:
-        return []
-
     def _piece(self, said: ReplyText) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _end(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _chunk(self, fields: dict[str, Any], finish: str | None = None, **more: Any) -> str:
-        usage = {"usage": None} if self._usage else {}
-        choice = {"index": 0, **fields, "finish_reason": finish}
-        return self._event(choices=[choice], **usage, **more)
-
-    def _event(self, **fields: Any) -> str:
-        return event({**self._common, "object": self.chunk_kind, **fields})
-
-
-class ChatShape(_Completion):
-    """A reply in the shape of OpenAI's chat completions."""
-
-    kind, prefix, chunk_kind = "chat.completion", "chatcmpl", "chat.completion.chunk"
-
-    def __init__(self, asked: ChatRequest, model: str) -> None:
-        super().__init__(asked, model)
-        self._has_logprobs = asked.logprobs
-        self._calls = 0  # number of calls sent so far
-
-    def _whole(self, said: ReplyText) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said.text}
-        if said.calls:
-            calls = [call.message() for call in said.calls]
-            message |= {"content": said.text or None, "tool_calls": calls}
-        return {"message": message, "logprobs": self._logprobs(said)}
-
-    def _opening(self) -> list[dict[str, Any]]:
-        return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]
-
-    def _piece(self, said: ReplyText) -> dict[str, Any]:
+        if not self._is_chat:
+            return {"text": said.text}
         delta: dict[str, Any] = {"content": said.text} if said.text or not said.calls else {}
         if said.calls:
             delta["tool_calls"] = [
@@ -133,10 +108,7 @@ class ChatShape(_Completion):
                 for number, call in enumerate(said.calls, self._calls)
             ]
         self._calls += len(said.calls)
-        return {"delta": delta, "logprobs": self._logprobs(said)}
-
-    def _end(self) -> dict[str, Any]:
-        return {"delta": {}, "logprobs": None}
+        return {"delta": delta}
 
     def _logprobs(self, said: ReplyText) -> dict[str, Any] | None:
         if not self._has_logprobs:
@@ -147,16 +119,15 @@ class ChatShape(_Completion):
         ]
         return {"content": tokens, "refusal": None}
 
+    def _choice(self, fields: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": 0, **fields, "logprobs": logprobs, "finish_reason": finish}
 
-class TextShape(_Completion):
-    """A continued text in the shape of OpenAI's text completions."""
+    def _chunk(
+        self, fields: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any
+    ) -> str:
+        usage = {"usage": None} if self._usage else {}
+        return self._event(choices=[self._choice(fields, logprobs, finish)], **usage, **more)
 
-    kind, prefix, chunk_kind = "text_completion", "cmpl", "text_completion"
-
-    def _whole(self, said: ReplyText) -> dict[str, Any]:
-        return {"text": said.text, "logprobs": None}
-
-    _piece = _whole
-
-    def _end(self) -> dict[str, Any]:
-        return {"text": "", "logprobs": None}
+    def _event(self, **fields: Any) -> str:
+        kind = f"{self._kind}.chunk" if self._is_chat else self._kind
+        return event({**self._common, "object": kind, **fields})

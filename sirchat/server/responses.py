@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -39,7 +39,12 @@ from sirchat.server.tools import ToolCall
 
 _MOST_KEPT = 1000  # responses
 _MOST_CHARACTERS = 2**26  # in all responses that are kept
+# Fields that a chat request has, too, and those that the response repeats.
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "sirchat")
+_SHOWN = {
+    *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
+    *("store", "parallel_tool_calls", "tool_choice", "tools"),
+}
 
 _Content = Annotated[
     str,
@@ -234,25 +239,21 @@ class ResponsesShape:
     ) -> None:
         self._asked, self._before, self._kept = asked, before, kept
         self._id, self._message_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
+        self._said = ReplyText("")
+        self._items: list[dict[str, Any]] = []
+        self._place: dict[str, Any] = {}  # of the text, once there is some
+        self._told: list[str] = []  # events to be sent
         self._number = 0  # of the next event
         self._common = {
+            **asked.model_dump(include=_SHOWN),
             "id": self._id,
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "instructions": asked.instructions,
-            "previous_response_id": asked.previous_response_id,
-            "max_output_tokens": asked.max_output_tokens,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "store": asked.store,
             "error": None,
             "incomplete_details": None,
             "metadata": {},
-            "parallel_tool_calls": asked.parallel_tool_calls,
             "text": asked.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": asked.model_dump()["tool_choice"],
-            "tools": [tool.model_dump() for tool in asked.tools],
             "truncation": "auto",
             "usage": None,
         }
@@ -260,98 +261,101 @@ class ResponsesShape:
     async def whole(self, parts: Parts) -> dict[str, Any]:
         """Wait until the reply has ended; returns the JSON object of the whole response."""
         said, end = await collected(parts)
-        items = [self._message(_status(end), said.text)] if said.text or not said.calls else []
-        return self._done([*items, *map(_call, said.calls)], said, end)
+        self._add(said)
+        return self._done(end)
 
     async def events(self, parts: Parts) -> AsyncIterator[str]:
         """Yield the server-sent events of the response, while it is generated."""
-        begun = self._response("in_progress", [])
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        text, calls, items = "", list[ToolCall](), list[dict[str, Any]]()
-        at: dict[str, Any] = {}  # the place of the text, once there is some
+        begun = self._response("in_progress")
+        self._tell("response.created", response=begun)
+        self._tell("response.in_progress", response=begun)
         try:
             async for part in parts:
                 if isinstance(part, ReplyEnd):
-                    end = part
-                    break
-                if part.text:
-                    if not at:
-                        at = self._place(items)
-                        for told in self._opened(at, items[-1]):
-                            yield told
-                    text += part.text
-                    yield self._event(
-                        "response.output_text.delta", **at, delta=part.text, logprobs=[]
-                    )
-                for call in part.calls:
-                    calls.append(call)
-                    items.append(_call(call))
-                    for told in self._called(len(items) - 1, items[-1]):
-                        yield told
+                    response = self._done(part)
+                    self._tell(f"response.{response['status']}", response=response)
+                else:
+                    self._add(part)
+                for told in self._take():
+                    yield told
         except RequestError as error:
             problem = error.body["error"]
             failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
-            response = self._response("failed", []) | {"error": failed}
-            yield self._event("response.failed", response=response)
-            return
-        if not items:  # the reply is empty
-            at = self._place(items)
-            for told in self._opened(at, items[-1]):
+            self._items = []
+            self._tell("response.failed", response=self._response("failed") | {"error": failed})
+            for told in self._take():
                 yield told
-        if at:
-            items[at["output_index"]] = message = self._message(_status(end), text)
-            for told in self._closed(at, message):
-                yield told
-        response = self._done(items, ReplyText(text, calls=tuple(calls)), end)
-        yield self._event(f"response.{response['status']}", response=response)
 
-    def _place(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """Append an empty message to `items`; the fields by which events name it and its text."""
-        items.append(self._message("in_progress"))
-        return {"item_id": self._message_id, "output_index": len(items) - 1, "content_index": 0}
+    def _add(self, part: ReplyText) -> None:
+        """Add a part of the reply, and tell of it."""
+        if part.text:
+            if not self._place:
+                self._open()
+            self._tell("response.output_text.delta", **self._place, delta=part.text, logprobs=[])
+        for call in part.calls:
+            self._call(call)
+        said = self._said
+        self._said = ReplyText(said.text + part.text, calls=(*said.calls, *part.calls))
 
-    def _opened(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        yield self._event("response.output_item.added", output_index=at["output_index"], item=item)
-        yield self._event("response.content_part.added", **at, part=_text(""))
+    def _open(self) -> None:
+        """Begin the message with the reply's text."""
+        index, item = len(self._items), self._message("in_progress", [])
+        self._place = {"item_id": self._message_id, "output_index": index, "content_index": 0}
+        self._items.append(item)
+        self._tell("response.output_item.added", output_index=index, item=item)
+        self._tell("response.content_part.added", **self._place, part=_text(""))
 
-    def _closed(self, at: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        (part,) = item["content"]
-        yield self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
-        yield self._event("response.content_part.done", **at, part=part)
-        yield self._event("response.output_item.done", output_index=at["output_index"], item=item)
+    def _close(self, status: str) -> None:
+        """End the message with the reply's text."""
+        index, part = self._place["output_index"], _text(self._said.text)
+        self._items[index] = item = self._message(status, [part])
+        self._tell("response.output_text.done", **self._place, text=part["text"], logprobs=[])
+        self._tell("response.content_part.done", **self._place, part=part)
+        self._tell("response.output_item.done", output_index=index, item=item)
 
-    def _called(self, index: int, item: dict[str, Any]) -> Iterator[str]:
-        at = {"item_id": item["id"], "output_index": index}
-        begun, kind = item | {"arguments": "", "status": "in_progress"}, "function_call_arguments"
-        told = {"arguments": item["arguments"], "name": item["name"]}
-        yield self._event("response.output_item.added", output_index=index, item=begun)
-        yield self._event(f"response.{kind}.delta", **at, delta=item["arguments"])
-        yield self._event(f"response.{kind}.done", **at, **told)
-        yield self._event("response.output_item.done", output_index=index, item=item)
+    def _call(self, call: ToolCall) -> None:
+        """Add a call of a tool."""
+        called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        ident, index = f"fc_{secrets.token_hex(24)}", len(self._items)
+        item = {"id": ident, "type": "function_call", "status": "completed", **called}
+        begun = item | {"arguments": "", "status": "in_progress"}
+        place = {"item_id": ident, "output_index": index}
+        told = {"arguments": call.arguments, "name": call.name}
+        self._items.append(item)
+        self._tell("response.output_item.added", output_index=index, item=begun)
+        self._tell("response.function_call_arguments.delta", **place, delta=call.arguments)
+        self._tell("response.function_call_arguments.done", **place, **told)
+        self._tell("response.output_item.done", output_index=index, item=item)
 
-    def _done(self, output: list[dict[str, Any]], said: ReplyText, end: ReplyEnd) -> dict[str, Any]:
+    def _done(self, end: ReplyEnd) -> dict[str, Any]:
         """The JSON object of the complete response, which is kept for later requests."""
+        status = "incomplete" if end.finish == "length" else "completed"
+        if not self._items:  # the reply is empty
+            self._open()
+        if self._place:
+            self._close(status)
         if self._asked.store:
-            new = [*_messages(self._asked.input), _reply(said.text, said.calls)]
+            new = [*_messages(self._asked.input), _reply(self._said.text, self._said.calls)]
             self._kept.add(self._id, self._before, new)
-        status = _status(end)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         more = {"usage": _usage(end.usage), "incomplete_details": cut, "sirchat": end.memory}
-        return self._response(status, output) | more
+        return self._response(status) | more
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._common, "status": status, "output": output}
+    def _response(self, status: str) -> dict[str, Any]:
+        return {**self._common, "status": status, "output": [*self._items]}
 
-    def _message(self, status: str, text: str | None = None) -> dict[str, Any]:
-        content = [] if text is None else [_text(text)]
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         item = {"id": self._message_id, "type": "message", "role": "assistant"}
         return {**item, "status": status, "content": content}
 
-    def _event(self, kind: str, **fields: Any) -> str:
+    def _tell(self, kind: str, **fields: Any) -> None:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return event(numbered, kind)
+        self._told.append(event(numbered, kind))
+
+    def _take(self) -> list[str]:
+        told, self._told = self._told, []
+        return told
 
 
 def _messages(items: Iterable[InputMessage | CalledFunction | FunctionOutput]) -> list[ChatMessage]:
@@ -373,16 +377,6 @@ def _reply(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
     ]
     content = None if fields and not text else text
     return ChatMessage(role="assistant", content=content, tool_calls=fields)
-
-
-def _status(end: ReplyEnd) -> str:
-    return "incomplete" if end.finish == "length" else "completed"
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-    item = {"id": f"fc_{secrets.token_hex(24)}", "type": "function_call", "status": "completed"}
-    return item | called
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import uvicorn
 from chatting import babbler, tiny
 from command import Done, run
 from serving import Served, served
-from sirchat.cli.serve import _private_socket
+from sirchat.cli.serve import private_socket
 from sirchat.engine.sampling import Sampler
 from sirchat.paths import server_socket
 from speaking import saying
@@ -51,7 +51,7 @@ def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str
     asked: list[str] = []
     with (
         served(model, key="secret", name=name, compile="off", **settings) as server,
-        _private_socket(name) as private,
+        private_socket(name) as private,
     ):
         assert private is not None
         private.listen()
@@ -135,10 +135,10 @@ def test_a_socket_that_a_killed_server_left_is_no_obstacle(home: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     assert run("ask", JOKE).returncode == 0
-    with _private_socket("tiny") as mine:
+    with private_socket("tiny") as mine:
         assert mine is not None
         mine.listen()
-        with _private_socket("tiny") as second:
+        with private_socket("tiny") as second:
             assert second is None
         assert path.exists()
     assert not path.exists()
@@ -146,7 +146,7 @@ def test_a_socket_that_a_killed_server_left_is_no_obstacle(home: Path) -> None:
 
 def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated(home: Path) -> None:
     said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
-    with _private_socket("tiny") as private:
+    with private_socket("tiny") as private:
         assert private is not None
         private.listen()
 
@@ -167,7 +167,7 @@ def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated(home
 
 
 def test_only_the_user_can_open_the_socket(home: Path) -> None:
-    with _private_socket("tiny"):
+    with private_socket("tiny"):
         path = server_socket("tiny")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700

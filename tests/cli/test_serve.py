@@ -16,7 +16,7 @@ import pytest
 from command import run
 from import_graph import loaded_with, within
 from listening import serve_program
-from sirchat.cli.serve import _open as open_
+from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
 
 
@@ -79,7 +79,7 @@ def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("sirchat.cli.serve.load", load)
     monkeypatch.setattr("sirchat.server.app.open_server", lambda *args, **named: None)
-    open_(Profile(model="tiny"), False, (1, 1, 1), "127.0.0.1", None)
+    load_server(Profile(model="tiny"), False, (1, 1, 1), "127.0.0.1", None)
     found[0].join(60)
     assert not found[0].is_alive()
 

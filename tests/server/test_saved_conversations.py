@@ -18,7 +18,7 @@ import pytest
 from chatting import babbler
 from listening import serve_program
 from serving import Message, Served, assistant, cached, said, served, told, user
-from sirchat.cli.serve import _open
+from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader
 from sirchat.errors import SessionError
@@ -116,7 +116,7 @@ def test_with_no_save_nothing_is_written(
 ) -> None:
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     profile = Profile(save=save, max_new_tokens=4, compile="off")
-    server = _open(profile, False, (8, 8, 8), "127.0.0.1", None)
+    server = load_server(profile, False, (8, 8, 8), "127.0.0.1", None)
     Served(server).ask([user("Hello.")])
     server.replies.end()
     server.replies.join()
