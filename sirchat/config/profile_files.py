@@ -57,11 +57,7 @@ class ProfileInfo:
 
 
 def changed(profile: Profile, source: str, /, **updates: object) -> Profile:
-    """A copy of `profile` with the new values `updates`; another policy begins without options.
-
-    Raises SettingError, which begins with `source`, such as `/budget`, for a value that is not
-    allowed.
-    """
+    """A copy of `profile` with new values; SettingError begins with `source`, such as `/budget`."""
     new = Layer(updates, lambda key: source)
     check_values(new)
     return merged([Layer(profile.model_dump(), lambda key: source), new])
@@ -136,11 +132,7 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """The values that a profile, given by name or path, sets, checked.
-
-    It may name the `module:Class` policies `trusted`. Raises SettingError if it can't be read or
-    used.
-    """
+    """The checked values that a profile, given by name or path, sets; it may name policies `trusted`."""
     return _load(profile_path(name_or_file), trusted)
 
 

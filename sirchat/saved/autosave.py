@@ -164,27 +164,17 @@ class Autosave:
         return copy
 
     def follow(self) -> None:
-        """After a reset, let the new conversation replace the old one in this file.
-
-        Otherwise the next update begins a new file.
-        """
+        """After a reset, go on in this file; otherwise the next update begins a new one."""
         self._epoch = self._session.epoch
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save `session`, which has the same conversation, in this file.
-
-        It may have another model, or have read the text again.
-        """
+        """From now on, save `session`, of the same conversation but maybe another model, in this file."""
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Remove the session's name if it contains `said`, which is about to be erased.
-
-        With `whole`, `said` is a complete turn, and a name that is a part of it is removed, too.
-        Returns whether the name was removed.
-        """
+        """Remove the session's name, and return whether that was done, if it `tells_of` the text `said`."""
         if not tells_of(self.name, said, whole=whole):
             return False
         self.name = ""

@@ -62,11 +62,9 @@ def connect(path: Path, options: str = "mode=rw", timeout: float = _TIMEOUT) -> 
 
 
 def lock(connection: sqlite3.Connection) -> None:
-    """Begin a transaction, and lock the file against other processes until it is closed.
-
-    It is exclusive: during an immediate transaction, a reader could block a later commit.
-    """
+    """Begin a transaction, and lock the file against other processes until it is closed."""
     connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    # During an immediate transaction, a reader could block a later commit.
     connection.execute("BEGIN EXCLUSIVE")
 
 

@@ -36,10 +36,7 @@ def same_name(name: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name contains `said`, a text that is about to be erased.
-
-    With `whole`, `said` is a complete turn, and a name that is a part of it counts, too.
-    """
+    """Whether a name contains `said`, or is a part of it if that is a `whole` turn, to be erased."""
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)
     return bool(name_key and said_key) and repeats

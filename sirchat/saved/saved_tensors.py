@@ -77,11 +77,7 @@ def pop_attention(tensors: dict[str, torch.Tensor]) -> AttentionCheckpoint | Non
     count = sum(key.endswith(".weights") for key in named)
     window = [QueryWindow(named[f"{n}.positions"], named[f"{n}.weights"]) for n in range(count)]
     return AttentionCheckpoint(
-        named["positions"],
-        named["total"],
-        named["log_decay"],
-        tuple(window),
-        named.get("repeated"),
+        named["positions"], named["total"], named["log_decay"], tuple(window), named.get("repeated")
     )
 
 

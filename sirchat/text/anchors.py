@@ -70,10 +70,7 @@ def anchors_of(config: Any) -> Anchors | None:
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:
-    """A function that says of each id of the stream, in order, whether it is an anchor.
-
-    Anchors are the added token or, without one, all tokens that end a sentence.
-    """
+    """A function that says of each id of the stream, in order, whether it is an anchor."""
     if anchors is not None and anchors.variant == "ac":
         return lambda token_id: token_id == anchors.token_id
     return SentenceEnds(tokenizer)

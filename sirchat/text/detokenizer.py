@@ -96,10 +96,7 @@ class TokenTexts:
 
 
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
-    """The range of tokens that contain any of the characters `start` to `end` - 1 of a text.
-
-    `ends` [n] has the index in the text right after each token's last character.
-    """
+    """The tokens of the characters `start` to `end` - 1; `ends` [n] is where each token's text ends."""
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
 

@@ -90,11 +90,7 @@ def to_json(
 ) -> str:
     """The filter `tojson` of chat templates; unlike jinja's own, it does not escape HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

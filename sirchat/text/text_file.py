@@ -98,10 +98,7 @@ def last_fenced(text: str) -> str | None:
 
 
 def without_surrogates(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which tokenizers and files refuse.
-
-    Python writes them for bytes that are not UTF-8.
-    """
+    """The text with U+FFFD for lone surrogates (bytes not in UTF-8), which tokenizers refuse."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

@@ -68,11 +68,7 @@ class FastTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
     ) -> list[int]:
-        """The token ids of a text.
-
-        `add_special_tokens` adds those that the model has around each text; with
-        `split_special_tokens`, special tokens in the text are read as plain text.
-        """
+        """The ids of a text, with those that the model has around each text, and special tokens or not."""
         backend = self.backend_tokenizer
         backend.encode_special_tokens = split_special_tokens
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids

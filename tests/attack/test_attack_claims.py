@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 _INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )*sirchat [a-z][^`]*)`")
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _VARIABLE = re.compile(r"[A-Z_]+=")
+# Numbers and names in place of the words that stand for them.
 _STANDS_FOR = {
     "N": "20000", "M": "30000", "N,M": "20000,30000", "EARLY,LATE": "2000,3000", "X": "1MiB",
     "SHAPE": "1b", "NAME=VALUE": "FILE=x",
 }  # fmt: skip
-"""Numbers and names in place of the words that stand for them."""
 
 _ENDLESS = ("serve", "tutorial", "train", "pull", "make-model")
 _WRITES = ("default", "rm", "init")

@@ -51,15 +51,15 @@ SAYINGS = [
 ]
 REPLIES = ["Nice to meet you.", "the harbour master keeps the third key", "I see.", "Yes. " * 20]
 WORDS = ["Anna", "Oslo", "walnut", "key", "harbour", "last", "turn 1", "turn 2", "nowhere"]
+# Policies that no rounding can make choose otherwise.
 PLAIN = ["sink", "window", "random", "interval", "reservoir"]
-"""Policies that no rounding can make choose otherwise."""
 
 POLICIES = [*PLAIN, "salience", "entropy", "h2o", "tova", "snapkv", "knorm", "keydiff", "vase",
             "kvzip", "learned", "full"]  # fmt: skip
 RETRIEVERS = ["words", "bm25", "hybrid", "mips", "cosine", "attention", "random"]
 
+# Most by which a logit may differ where products are computed for another number of rows.
 ROUNDING = 2.0
-"""Most by which a logit may differ where products are computed for another number of rows."""
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.slow
 
 TOKENS = 100 * MANY or 1_500
 PARTS = 4
-_BYTES_A_TOKEN = 400
-"""Most that the ledger, the texts, and the index of their words take."""
+_BYTES_A_TOKEN = 400  # most that the ledger, the texts, and the index of their words take
 
 _SLACK = 24 * 2**20
 WORDS = [

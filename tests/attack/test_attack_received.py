@@ -38,6 +38,7 @@ from sirchat.text.transcript import parse_transcript
 from sirchat.ui.exporting import export_chat
 from sirchat.ui.screen import Screen
 
+# Texts that browsers, XML readers or terminals might obey.
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<svg/onload=alert(1)>",
     "</style><script>alert(1)</script>", "</title><script>alert(1)</script>", "<!--", "-->",
@@ -54,7 +55,6 @@ HOSTILE = [
     "| a | b |\n|---|---|\n| <script> | x |", "> <script>", "# <b>", "{x}", "{{x}}", "\x9b2J",
     "\x1b]0;owned\x07", "\x9d0;owned\x9c", "\u202eabc", "\x7f", "\u2066",
 ]  # fmt: skip
-"""Texts that browsers, XML readers or terminals might obey."""
 
 _TAGS = {
     "html", "meta", "title", "style", "h1", "h2", "h3", "h4", "h5", "h6", "p", "pre", "code", "em",

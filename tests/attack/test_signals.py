@@ -30,19 +30,10 @@ from sirchat.saved.store import SessionStore
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 5.0
-"""Most processor time from a signal to the end."""
+SECONDS = 5.0  # most processor time from a signal to the end
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
-_COMMANDS = (
-    "/policy sink",
-    "/stats",
-    "/panel",
-    "/budget 200",
-    "/evicted",
-    "/why last",
-    "/nosuch",
-)
+_COMMANDS = ("/policy sink", "/stats", "/panel", "/budget 200", "/evicted", "/why last", "/nosuch")
 _FLAGS = (
     (),
     ("--archive", "disk", "--budget", "96"),

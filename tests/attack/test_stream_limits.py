@@ -47,8 +47,8 @@ CASES = {
         f"ulimit -n {n}; $SIRCHAT replay talk.txt --archive disk", {0, 1}) for n in (10, 16, 24)},
 }  # fmt: skip
 _FEW = ("12 open files",)
+# Limits of a chat, and whether it can be saved under them.
 LIMITED_CHATS = {"-f 8": False, "-f 20": False, "-n 9": True, "-n 12": True}
-"""Limits of a chat, and whether it can be saved under them."""
 
 
 @pytest.fixture

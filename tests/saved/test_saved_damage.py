@@ -29,12 +29,7 @@ from session_files import (
 )
 from sirchat.errors import SessionError
 from sirchat.saved.database import FORMAT
-from sirchat.saved.session_list import (
-    export_session,
-    find_session,
-    list_sessions,
-    remove_session,
-)
+from sirchat.saved.session_list import export_session, find_session, list_sessions, remove_session
 from sirchat.saved.store import SessionStore
 
 
@@ -135,10 +130,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "is not a saved session of sirchat",
     ),
     "foreign": (foreign_database, "is not a saved session of sirchat"),
-    "newer": (
-        newer,
-        f"has format {FORMAT + 1}, but this sirchat reads formats up to {FORMAT}",
-    ),
+    "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads formats up to {FORMAT}"),
     "damaged": (cut_short, "is damaged"),
 }
 

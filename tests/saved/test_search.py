@@ -110,9 +110,7 @@ def test_a_search_knows_the_chats_as_they_are_now(tmp_path: Path) -> None:
     assert not search_sessions(tmp_path / "missing", "x").hits
 
 
-def test_a_chat_that_changes_twice_within_a_tick_of_the_clock_is_read_again(
-    tmp_path: Path,
-) -> None:
+def test_a_chat_that_changes_twice_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
     path, other = new(tmp_path, "rome"), new(tmp_path / "elsewhere", "oslo")
     soon = time.time_ns() + 10**12
     os.utime(path, ns=(soon, soon))

@@ -83,11 +83,7 @@ def test_each_line_that_is_not_blank_is_a_user_turn() -> None:
 
 def test_a_prefixed_turn_goes_on_until_the_next_prefix() -> None:
     text = "\nSYSTEM: be brief\nUSER: one\n\n  two\n\nASSISTANT:\n  three\nUSER:\nASSISTANT:"
-    expected = [
-        ("system", "be brief", 2),
-        ("user", "one\n\n  two", 3),
-        ("assistant", "  three", 7),
-    ]
+    expected = [("system", "be brief", 2), ("user", "one\n\n  two", 3), ("assistant", "  three", 7)]
     assert read(text) == read(text, "text") == expected
 
 
@@ -233,8 +229,8 @@ def test_a_line_is_a_turn_before_the_next_one_arrives(line: bytes) -> None:
     assert [next(turns).line, next(turns).line] == [1, 2]
 
 
+# Memory is traced with this share of the real limits and inputs: tracing takes most of the time
 SHARE = 5
-"""Memory is traced with this share of the real limits and inputs: tracing takes most of the time"""
 
 
 @pytest.mark.slow
