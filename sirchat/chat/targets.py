@@ -40,18 +40,13 @@ def positions_of(
     """
     if not isinstance(target, str):
         return np.intersect1d(target, among)
-    is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
-    said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
-    turns, turn = ledger.column("turn"), turn_of_target(target, roles)
-    if turn is None:
-        positions = _occurrences(without_quotes(target), ledger, texts, said)
-    else:
-        positions = said[turns[said] == turn]
+    said, positions = _matches(target, ledger, texts, roles, among)
     if not len(positions):
-        what = format_value(without_quotes(target))
-        if len(among) < ledger.seen and _is_anywhere(target, ledger, texts, roles):
+        what, everything = format_value(without_quotes(target)), np.arange(ledger.seen)
+        if len(among) < ledger.seen and len(_matches(target, ledger, texts, roles, everything)[1]):
             raise UsageError(f"{what} was evicted, and is no longer archived")
         raise UsageError(f"{what}: these words are not in this chat")
+    turns = ledger.column("turn")
     near = (positions[:, None] + np.arange(-around, around + 1)).clip(0, ledger.seen - 1)
     return np.intersect1d(near[turns[near] == turns[positions][:, None]], said)
 
@@ -123,12 +118,16 @@ def without_quotes(target: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
-def _is_anywhere(target: str, ledger: Ledger, texts: Texts, roles: Sequence[str]) -> bool:
-    """Whether any tokens of the chat, even lost ones, match the target."""
-    try:
-        return bool(len(positions_of(target, ledger, texts, roles, np.arange(ledger.seen))))
-    except UsageError:
-        return False
+def _matches(
+    target: str, ledger: Ledger, texts: Texts, roles: Sequence[str], among: Positions
+) -> tuple[Positions, Positions]:
+    """The tokens of messages among `among` that are not erased; those that the target names."""
+    is_erased = (ledger.column("flags")[among] & Flag.ERASED).astype(bool)
+    said = among[(ledger.column("role")[among] != Role.TEMPLATE) & ~is_erased]
+    turn = turn_of_target(target, roles)
+    if turn is None:
+        return said, _occurrences(without_quotes(target), ledger, texts, said)
+    return said, said[ledger.column("turn")[said] == turn]
 
 
 def _occurrences(text: str, ledger: Ledger, texts: Texts, said: Positions) -> Positions:
