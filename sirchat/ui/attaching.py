@@ -117,6 +117,31 @@ def describe_size(files: list[AttachedFile], session: Session) -> str:
     return f"{line}, so {share} of the text will be evicted while it is read"
 
 
+def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
+    """The unfinished file name at the end of `text`, after `@` or a command of a file, or None."""
+    command = commands.match(text)
+    if command and (begun := _BEGUN.match(text, command.end())):
+        return begun[1]
+    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
+
+
+def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
+    """Yield each file and folder whose path begins so; hidden ones only after a typed dot."""
+    from prompt_toolkit.completion import Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
+    for entry in PathCompleter(expanduser=True).get_completions(Document(name), event):
+        path, is_folder = name + entry.text, entry.display_text.endswith("/")
+        if displayable_line(path) != path or '"' in path:  # can't be typed
+            continue
+        if entry.display_text.startswith(".") and not basename(name).startswith("."):
+            continue
+        quotes = is_quoted or " " in path
+        text = f'"{path}' + '"' * (not is_folder) if quotes else path
+        yield Completion(text + "/" * is_folder, -len(begun), display=entry.display)
+
+
 def _named(mention: re.Match[str], note: Callable[[str], None]) -> tuple[str, str]:
     """The file's name, "" if there is none, and what the message has in place of the `@path`."""
     word, quoted = mention["word"] or "", mention["quoted"]
@@ -143,28 +168,3 @@ def _note_pasted(mention: re.Match[str], note: Callable[[str], None]) -> None:
 def _joined(files: list[AttachedFile], message: str) -> str:
     """The files' texts, and then the message: what comes first is usually evicted first."""
     return "\n\n".join([*(file.block for file in files), *([message] if message.strip() else [])])
-
-
-def path_begun(text: str, commands: re.Pattern[str] = re.compile("/read +")) -> str | None:
-    """The unfinished file name at the end of `text`, after `@` or a command of a file, or None."""
-    command = commands.match(text)
-    if command and (begun := _BEGUN.match(text, command.end())):
-        return begun[1]
-    return open_mention(text) if not text.startswith("/") or text.startswith("//") else None
-
-
-def complete_path(begun: str, event: CompleteEvent) -> Iterator[Completion]:
-    """Yield each file and folder whose path begins so; hidden ones only after a typed dot."""
-    from prompt_toolkit.completion import Completion, PathCompleter
-    from prompt_toolkit.document import Document
-
-    name, is_quoted = begun.removeprefix('"'), begun.startswith('"')
-    for entry in PathCompleter(expanduser=True).get_completions(Document(name), event):
-        path, is_folder = name + entry.text, entry.display_text.endswith("/")
-        if displayable_line(path) != path or '"' in path:  # can't be typed
-            continue
-        if entry.display_text.startswith(".") and not basename(name).startswith("."):
-            continue
-        quotes = is_quoted or " " in path
-        text = f'"{path}' + '"' * (not is_folder) if quotes else path
-        yield Completion(text + "/" * is_folder, -len(begun), display=entry.display)

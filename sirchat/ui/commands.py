@@ -93,10 +93,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "/profile NAME": "apply a set of settings",
         "/set, /show": "set one setting; list all",
     },
-    "Help": {
-        "/help COMMAND": "explain one command",
-        "/exit": "leave sirchat, as Ctrl-D does",
-    },
+    "Help": {"/help COMMAND": "explain one command", "/exit": "leave sirchat, as Ctrl-D does"},
 }
 
 KEYS: Final = (

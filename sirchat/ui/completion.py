@@ -44,10 +44,7 @@ _TOKENS = (
     ("top", "the held tokens of highest score: top N"),
     ("next", "the tokens that will be evicted next"),
 )
-_RETRIES = (
-    ("full", "once with everything held"),
-    ("recall", "once with recall on"),
-)
+_RETRIES = (("full", "once with everything held"), ("recall", "once with recall on"))
 _COPIED = (
     ("code", "the last code block of the last reply"),
     ("--osc52", "let the terminal copy; also works over ssh"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from sirchat import paths
 from sirchat.chat.events import Erased
@@ -21,14 +21,6 @@ _MOST_NAMED = 5  # such words of an erased turn that stand in other turns
 _COMMAND = re.compile(r"\s*/(erase|forget)\b")
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What `/erase` is asked to erase."""
-
-    target: str  # words of the chat, or the name of a turn
-    everywhere: bool  # lines that were typed in other chats, too
-
-
 class Erasing:
     """Runs the command `/erase` in one chat, and remembers what `/erase` showed last."""
 
@@ -37,7 +29,7 @@ class Erasing:
     ) -> None:
         self._session, self._screen = session, screen
         self._history, self._saved_chat = history, saved_chat
-        self._previewed: _Request | None = None
+        self._previewed: tuple[str, bool] | None = None
 
     def run(self, rest: str) -> None:
         """Show what would be erased, or erase it with `--yes`; alone, what was shown before.
@@ -47,47 +39,47 @@ class Erasing:
         words = rest.split()
         flags = {word for word in words if word in ("--yes", "--everywhere")}
         target = " ".join(word for word in words if word not in flags)
-        request = _Request(target, "--everywhere" in flags)
+        everywhere = "--everywhere" in flags
         if not target:
             if "--yes" not in flags or self._previewed is None:
                 raise UsageError(
                     "/erase: expected text, last, or turn N", hint="for example: /erase Anna"
                 )
-            request = self._previewed
+            target, everywhere = self._previewed
         if "--yes" in flags:
             self._previewed = None
-            self._erase(request)
+            self._erase(target, everywhere=everywhere)
             drop_measured()
         else:
-            self._preview(request)
-            self._previewed = request
+            self._preview(target, everywhere=everywhere)
+            self._previewed = target, everywhere
 
-    def _preview(self, request: _Request) -> None:
-        tokens, turns = self._tokens(request.target)
-        mine, others = self._typed(request.target)
+    def _preview(self, target: str, *, everywhere: bool) -> None:
+        tokens, turns = self._tokens(target)
+        mine, others = self._typed(target)
         if not (tokens or turns or mine or others):
-            words = displayable_line(request.target)
+            words = displayable_line(target)
             raise UsageError(f"{format_value(words)}: these words are not in this chat")
         parts = [f"{_tokens(tokens)}{' in ' * bool(turns)}{_turns(turns)}"]
         if mine:
             parts.append(_lines(mine))
-        if others and request.everywhere:
+        if others and everywhere:
             parts.append(f"{_lines(others)} of other chats")
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
-        if others and not request.everywhere:
+        if others and not everywhere:
             which = f"{_lines(others)} of other chats"
             self._screen.note(f"{which} would stay (--everywhere erases such lines)")
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
-    def _erase(self, request: _Request) -> None:
+    def _erase(self, target: str, *, everywhere: bool) -> None:
         """Erase from cache, archive and saved chat, and then from the typed lines."""
-        session, target = self._session, request.target
+        session = self._session
         telling = self._telling_words(target)
         turn = self._turn(target)
         said = session.turns[turn].text if turn is not None and turn >= 0 else ""
-        matches = self._matches(request)
+        matches = self._matches(target, everywhere=everywhere)
         mine, others = self._typed(target)
-        typed = mine + request.everywhere * others
+        typed = mine + everywhere * others
         unnamed = self._saved_chat.unname(said or without_quotes(target), whole=turn is not None)
         try:
             events = session.erase(target)
@@ -132,19 +124,24 @@ class Erasing:
         pattern = whole_words(words)
         return [n for n, turn in enumerate(self._session.turns) if pattern.search(turn.text)]
 
-    def _matches(self, request: _Request) -> _Matches:
+    def _matches(self, target: str, *, everywhere: bool) -> Callable[[str], bool]:
+        """Whether a typed line must be erased, as a function."""
         turns = self._session.turns
         mine = {turn.text.strip() for turn in turns if turn.role == "user"}
         mine |= self._history.typed_now
-        turn = self._turn(request.target)
+        turn = self._turn(target)
         if turn is None:
-            pattern = whole_words(without_quotes(request.target))
-            if request.everywhere:
-                return _Matches(pattern, "", None)
-            return _Matches(pattern, "", mine | self._commands_about_this_chat(pattern))
+            pattern = whole_words(without_quotes(target))
+            mine |= self._commands_about_this_chat(pattern)
+
+            def is_meant(line: str) -> bool:
+                return everywhere or line.strip() in mine or bool(_COMMAND.match(line))
+
+            return lambda line: is_meant(line) and bool(pattern.search(line))
         said = turns[turn] if 0 <= turn < len(turns) else None
         message = said.text.strip() if said is not None and said.role == "user" else ""
-        return _Matches(None, self._history.typed_for.get(message, message), mine)
+        message = self._history.typed_for.get(message, message)
+        return lambda line: bool(message) and line.strip() == message
 
     def _commands_about_this_chat(self, pattern: re.Pattern[str]) -> set[str]:
         """Lines such as `/pin WORDS`, perhaps of an earlier run, whose WORDS this chat contains."""
@@ -161,7 +158,7 @@ class Erasing:
     def _typed(self, target: str) -> tuple[int, int]:
         """The numbers of typed lines that match `target`: of this chat, and of other chats."""
         here, anywhere = (
-            self._matches(_Request(target, everywhere)) for everywhere in (False, True)
+            self._matches(target, everywhere=everywhere) for everywhere in (False, True)
         )
         lines = [line for line in self._lines() if not _COMMAND.match(line)]
         mine = sum(map(here, lines))
@@ -195,21 +192,6 @@ class Erasing:
                 f"words of this turn in other turns: {', '.join(named[:_MOST_NAMED])}; "
                 "/erase WORD erases a word"
             )
-
-
-@dataclass(frozen=True)
-class _Matches:
-    """A callable that returns whether a typed line must be erased."""
-
-    pattern: re.Pattern[str] | None  # None: only a line that equals `message`
-    message: str
-    among: set[str] | None  # lines in which the pattern is searched, beside `/erase`; None: all
-
-    def __call__(self, line: str) -> bool:
-        if self.pattern is None:
-            return bool(self.message) and line.strip() == self.message
-        is_meant = self.among is None or line.strip() in self.among or bool(_COMMAND.match(line))
-        return is_meant and bool(self.pattern.search(line))
 
 
 def _turns(turns: list[int]) -> str:

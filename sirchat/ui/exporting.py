@@ -37,24 +37,6 @@ _PANEL_WIDTH = 100  # columns
 _FLAG = "--osc52"
 _SECONDS = 3.0  # a clipboard tool that takes longer has failed
 
-
-class _Tool(NamedTuple):
-    """A program that puts its standard input on the clipboard."""
-
-    command: tuple[str, ...]
-    display: str = ""  # the variable that names its display; "": it uses this machine's clipboard
-    encoding: str = "utf-8"
-
-
-_TOOLS = (
-    _Tool(("wl-copy",), "WAYLAND_DISPLAY"),
-    _Tool(("xclip", "-selection", "clipboard"), "DISPLAY"),
-    _Tool(("xsel", "--clipboard", "--input"), "DISPLAY"),
-    _Tool(("pbcopy",)),
-    _Tool(("clip.exe",), encoding="utf-16-le"),
-    _Tool(("termux-clipboard-set",)),
-)
-
 _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -100,76 +82,6 @@ def export_chat(session: Session, screen: Screen, rest: str) -> None:
     screen.note(f"{FORMATS[format]} was written to {name}")
 
 
-def _markdown(session: Session) -> str:
-    return "\n\n".join(
-        f"## {_speaker(turn)}\n\n{displayable(turn.text).strip()}" for turn in _said(session)
-    )
-
-
-def _json(session: Session) -> str:
-    messages = [{"role": turn.role, "content": turn.text} for turn in _said(session)]
-    record = {"model": session.model.name, "messages": messages}
-    return json_text(record, indent=1)
-
-
-def _page(session: Session) -> str:
-    """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
-    from markdown_it import MarkdownIt
-
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    turns = []
-    for turn in _said(session):
-        text = displayable(turn.text).strip()
-        is_reply = turn.role == "assistant"
-        body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
-        turns.append(f"<h2>{html.escape(_speaker(turn))}</h2>\n{body}")
-    title = f"A chat with {displayable_line(session.model.name)}"
-    return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
-
-
-def _picture(session: Session) -> str:
-    """The large panel as an SVG file, in dark colours, which loads no fonts."""
-    file = io.StringIO()
-    console = Console(
-        record=True, width=_PANEL_WIDTH, file=file, color_system="truecolor", no_color=False
-    )
-    console.print(draw_panel(session.snapshot(), theme_named("dark", {}), _PANEL_WIDTH))
-    drawn = console.export_svg(title="sirchat")
-    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
-
-
-_AS = {"md": _markdown, "html": _page, "json": _json}
-
-
-def _said(session: Session) -> list[Turn]:
-    """The turns that have text: were not erased, nor interrupted at their beginning."""
-    return [turn for turn in session.turns if turn.text.strip()]
-
-
-def _speaker(turn: Turn) -> str:
-    return ROLE_NAMES[turn.role].capitalize()
-
-
-def _write(name: str, text: str, *, force: bool) -> None:
-    """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
-    path = path_named(name)
-    try:
-        if path.is_dir():
-            raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
-        if os.path.lexists(path) and not force:
-            raise UsageError(f"{name} exists", hint="--force replaces it")
-        if os.path.lexists(path) and not path.is_file():
-            raise UsageError(f"{name} is not a regular file and can't be replaced")
-        write_private(path, text.rstrip("\n") + "\n", replaces=force)
-    except FileExistsError:  # it was made meanwhile
-        raise UsageError(f"{name} exists", hint="--force replaces it") from None
-    except FileNotFoundError:
-        raise UsageError(f"there is no folder {path.parent}", hint="create it first") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "the name is not allowed"
-        raise UsageError(f"{name} can't be written: {reason}") from None
-
-
 def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     """Run `/copy`: put a reply on the clipboard, without control characters.
 
@@ -197,30 +109,6 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     screen.note(
         f"sent {count} to the terminal for its clipboard; terminals don't confirm copying{why}"
     )
-
-
-def _text_of(session: Session, target: str) -> str:
-    """The last reply, for "code" its last code block, for N the Nth reply before it."""
-    replies = [turn.text for turn in session.turns if turn.role == "assistant"]
-    if not replies:
-        raise UsageError("nothing is copied: there is no reply yet")
-    if target == "code":
-        block = last_fenced(replies[-1])
-        if block is None:
-            raise UsageError("nothing is copied: the last reply has no code block")
-        return block
-    if target and not target.isdecimal():
-        raise UsageError(
-            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "
-            f"before the last, {_FLAG}"
-        )
-    ago = int(target or 0)
-    if ago >= len(replies):
-        raise UsageError(
-            f"nothing is copied: there is no reply {ago:,} before the last; allowed: 0 (the "
-            f"last) to {len(replies) - 1:,}"
-        )
-    return replies[-1 - ago]
 
 
 class NoClipboardError(UsageError):
@@ -259,6 +147,118 @@ def osc52(text: str) -> str:
     """The escape sequence (OSC 52) that asks a terminal to put `text` on the user's clipboard."""
     encoded = base64.b64encode(without_surrogates(text).encode()).decode()
     return f"\x1b]52;c;{encoded}\x07"
+
+
+class _Tool(NamedTuple):
+    """A program that puts its standard input on the clipboard."""
+
+    command: tuple[str, ...]
+    display: str = ""  # the variable that names its display; "": it uses this machine's clipboard
+    encoding: str = "utf-8"
+
+
+_TOOLS = (
+    _Tool(("wl-copy",), "WAYLAND_DISPLAY"),
+    _Tool(("xclip", "-selection", "clipboard"), "DISPLAY"),
+    _Tool(("xsel", "--clipboard", "--input"), "DISPLAY"),
+    _Tool(("pbcopy",)),
+    _Tool(("clip.exe",), encoding="utf-16-le"),
+    _Tool(("termux-clipboard-set",)),
+)
+
+
+def _markdown(session: Session) -> str:
+    return "\n\n".join(
+        f"## {_speaker(turn)}\n\n{displayable(turn.text).strip()}" for turn in _said(session)
+    )
+
+
+def _json(session: Session) -> str:
+    messages = [{"role": turn.role, "content": turn.text} for turn in _said(session)]
+    record = {"model": session.model.name, "messages": messages}
+    return json_text(record, indent=1)
+
+
+def _page(session: Session) -> str:
+    """An HTML page, in which replies are drawn as Markdown; it loads nothing and runs no script."""
+    from markdown_it import MarkdownIt
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    turns = []
+    for turn in _said(session):
+        text = displayable(turn.text).strip()
+        is_reply = turn.role == "assistant"
+        body = markdown.render(text) if is_reply else f'<p class="as-typed">{html.escape(text)}</p>'
+        turns.append(f"<h2>{html.escape(_speaker(turn))}</h2>\n{body}")
+    title = f"A chat with {displayable_line(session.model.name)}"
+    return _PAGE.format(title=html.escape(title), turns="\n".join(turns))
+
+
+_AS = {"md": _markdown, "html": _page, "json": _json}
+
+
+def _picture(session: Session) -> str:
+    """The large panel as an SVG file, in dark colours, which loads no fonts."""
+    file = io.StringIO()
+    console = Console(
+        record=True, width=_PANEL_WIDTH, file=file, color_system="truecolor", no_color=False
+    )
+    console.print(draw_panel(session.snapshot(), theme_named("dark", {}), _PANEL_WIDTH))
+    drawn = console.export_svg(title="sirchat")
+    return re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
+
+
+def _said(session: Session) -> list[Turn]:
+    """The turns that have text: were not erased, nor interrupted at their beginning."""
+    return [turn for turn in session.turns if turn.text.strip()]
+
+
+def _speaker(turn: Turn) -> str:
+    return ROLE_NAMES[turn.role].capitalize()
+
+
+def _write(name: str, text: str, *, force: bool) -> None:
+    """Write a private file, completely or not at all; UsageError if it exists, without `force`."""
+    path = path_named(name)
+    try:
+        if path.is_dir():
+            raise UsageError(f"{name} is a folder", hint=f"give the name of a file in {name}")
+        if os.path.lexists(path) and not force:
+            raise UsageError(f"{name} exists", hint="--force replaces it")
+        if os.path.lexists(path) and not path.is_file():
+            raise UsageError(f"{name} is not a regular file and can't be replaced")
+        write_private(path, text.rstrip("\n") + "\n", replaces=force)
+    except FileExistsError:  # it was made meanwhile
+        raise UsageError(f"{name} exists", hint="--force replaces it") from None
+    except FileNotFoundError:
+        raise UsageError(f"there is no folder {path.parent}", hint="create it first") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "the name is not allowed"
+        raise UsageError(f"{name} can't be written: {reason}") from None
+
+
+def _text_of(session: Session, target: str) -> str:
+    """The last reply, for "code" its last code block, for N the Nth reply before it."""
+    replies = [turn.text for turn in session.turns if turn.role == "assistant"]
+    if not replies:
+        raise UsageError("nothing is copied: there is no reply yet")
+    if target == "code":
+        block = last_fenced(replies[-1])
+        if block is None:
+            raise UsageError("nothing is copied: the last reply has no code block")
+        return block
+    if target and not target.isdecimal():
+        raise UsageError(
+            f"/copy: {format_value(target)} is not allowed; allowed: code, a number of replies "
+            f"before the last, {_FLAG}"
+        )
+    ago = int(target or 0)
+    if ago >= len(replies):
+        raise UsageError(
+            f"nothing is copied: there is no reply {ago:,} before the last; allowed: 0 (the "
+            f"last) to {len(replies) - 1:,}"
+        )
+    return replies[-1 - ago]
 
 
 def _run(program: str, tool: _Tool, text: str) -> str:

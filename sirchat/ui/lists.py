@@ -130,21 +130,6 @@ def print_sessions(chats: SessionLines, console: Console) -> None:
     console.print(draw_sessions(chats, width), soft_wrap=True)
 
 
-def _turns(session: SavedSession) -> str:
-    return f"{session.turns:,} message{'s' * (session.turns != 1)}"
-
-
-def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
-    """The line without control characters, cut to `width` cells."""
-    shown: list[Fragment] = []
-    for style, text in line:
-        text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
-        width -= cell_len(text)
-        if text:
-            shown.append((style, text))
-    return shown
-
-
 @dataclass(frozen=True)
 class ListedModel:
     """A model on this machine, with what a chat with this model takes; None: unknown."""
@@ -184,20 +169,6 @@ def in_bytes(size: int | None) -> str:
             number = size / of
             return f"{number:.1f} {unit}" if number < 9.95 else f"{number:,.0f} {unit}"
     return f"{size} B"
-
-
-def _model_cells(model: ListedModel) -> list[str]:
-    shape = model.found.shape
-    cells = (
-        model.found.name + " (default)" * model.is_default,
-        shape.kind if shape is not None else "?",
-        in_bytes(model.found.size),
-        _count(shape.context_length if shape is not None else None),
-        _count(model.budget),
-        in_bytes(model.cache),
-        _largest(model.largest),
-    )
-    return [displayable_line(cell) for cell in cells]
 
 
 def print_fit(fit: ModelFit, console: Console) -> None:
@@ -260,17 +231,6 @@ def print_layout(name: str, layout: Layout, console: Console) -> None:
         _print(console, "memory, and on disk what does not fit into it")
 
 
-def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:
-    """The layers of these parts, such as `0-15`, their bytes of weights, and of KV cache."""
-    names = [part.name for part in parts]
-    numbers = [name for name in names if name.isdigit()]
-    layers = "-".join(dict.fromkeys([*numbers[:1], *numbers[-1:]]))
-    first, last = ["embeddings"] * ("embeddings" in names), ["output"] * ("output" in names)
-    cache = in_bytes(sum(part.cache for part in parts)) if layout.knows_cache else "?"
-    named = ", ".join([*first, *[layers] * bool(layers), *last])
-    return named or "none", in_bytes(sum(part.weights for part in parts)), cache
-
-
 def memory_in_words(held: Iterable[DeviceMemory]) -> str:
     """One line about what each device holds, such as `cpu: 37 MB weights, 5.2 MB KV cache`."""
     kinds = {"weights": "weights", "cache": "KV cache", "archive": "archive"}
@@ -283,6 +243,46 @@ def memory_in_words(held: Iterable[DeviceMemory]) -> str:
         )
         for memory in held
     )
+
+
+def _turns(session: SavedSession) -> str:
+    return f"{session.turns:,} message{'s' * (session.turns != 1)}"
+
+
+def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:
+    """The line without control characters, cut to `width` cells."""
+    shown: list[Fragment] = []
+    for style, text in line:
+        text = cut(" ".join(displayable(text).splitlines()).replace("\t", " "), width)
+        width -= cell_len(text)
+        if text:
+            shown.append((style, text))
+    return shown
+
+
+def _model_cells(model: ListedModel) -> list[str]:
+    shape = model.found.shape
+    cells = (
+        model.found.name + " (default)" * model.is_default,
+        shape.kind if shape is not None else "?",
+        in_bytes(model.found.size),
+        _count(shape.context_length if shape is not None else None),
+        _count(model.budget),
+        in_bytes(model.cache),
+        _largest(model.largest),
+    )
+    return [displayable_line(cell) for cell in cells]
+
+
+def _held(parts: Sequence[ModelPart], layout: Layout) -> tuple[str, str, str]:
+    """The layers of these parts, such as `0-15`, their bytes of weights, and of KV cache."""
+    names = [part.name for part in parts]
+    numbers = [name for name in names if name.isdigit()]
+    layers = "-".join(dict.fromkeys([*numbers[:1], *numbers[-1:]]))
+    first, last = ["embeddings"] * ("embeddings" in names), ["output"] * ("output" in names)
+    cache = in_bytes(sum(part.cache for part in parts)) if layout.knows_cache else "?"
+    named = ", ".join([*first, *[layers] * bool(layers), *last])
+    return named or "none", in_bytes(sum(part.weights for part in parts)), cache
 
 
 def _setting(choice: Choice) -> str:

@@ -182,7 +182,7 @@ class LiveView:
     def _draw_markdown(self, reply: MarkdownReply, *, is_end: bool = False) -> None:
         if self._screen.is_plain:  # the window may have shrunk
             self._region.remove()
-            self._write(reply.end_style())
+            self._region.write(reply.end_style())
             self._markdown, self._line = None, reply.rest
             self._stream()
             return
@@ -193,7 +193,7 @@ class LiveView:
             self._region.draw(Group(*self._parts()), above=written)
         else:
             self._region.remove()
-            self._write(written)
+            self._region.write(written)
         if not self._session.profile.markdown and reply.is_past_reasoning:
             self._go_on_as_written(reply)
 
@@ -204,13 +204,8 @@ class LiveView:
             end += "\n" if reply.is_above_panel else "\n\n"
             self._line = self._line.lstrip("\n")
         self._region.remove()
-        self._write(end)
+        self._region.write(end)
         self._markdown = None
-
-    def _write(self, text: str) -> None:
-        """Write `text` to the terminal unfiltered, because it has escape sequences of our own."""
-        self._screen.console.file.write(text)
-        self._screen.console.file.flush()
 
     def _take_rows(self) -> str:
         """Remove the full rows from the reply's unprinted text, and return them as one text.
@@ -286,17 +281,18 @@ class Region:
         # The terminal wraps no row, even if the window has just become narrower.
         drawn = "\x1b[?7l" + "\n".join(rows) + f"{up}\r\x1b[?7h"
         begin = _ERASE if self.is_shown else _HIDE_CURSOR
-        self._write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
+        self.write(f"{_FRAME}{begin}{above}{drawn}{_FRAME_END}")
         self.is_shown = True
 
     def remove(self) -> bool:
         """Erase the region from the screen; return whether it was shown."""
         was_shown, self.is_shown = self.is_shown, False
         if was_shown:
-            self._write(_ERASE + _SHOW_CURSOR)
+            self.write(_ERASE + _SHOW_CURSOR)
         return was_shown
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Write `text` to the terminal unfiltered, because it has escape sequences of our own."""
         self._console.file.write(text)
         self._console.file.flush()
 

@@ -343,14 +343,11 @@ class _Table(markdown.TableElement):
             box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="markdown.table.header"
         )
         for cell in self.header.row.cells if self.header and self.header.row else ():
-            table.add_column(cell.content, justify=_side(cell), overflow="fold")
+            side = cell.justify if cell.justify in ("center", "right") else "left"
+            table.add_column(cell.content, justify=side, overflow="fold")
         for row in self.body.rows if self.body else ():
             table.add_row(*(cell.content for cell in row.cells))
         yield table
-
-
-def _side(cell: markdown.TableDataElement) -> Literal["left", "center", "right"]:
-    return cell.justify if cell.justify in ("center", "right") else "left"
 
 
 class _Blocks(markdown.Markdown):

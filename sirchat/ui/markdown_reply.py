@@ -384,19 +384,14 @@ def _word_start(text: str, position: int) -> int:
     """Index at which the word at `position` begins; `position` itself if a space is there."""
     if text[position : position + 1].isspace():
         return position
-    while position and not text[position - 1].isspace():
-        position -= 1
-    return position
+    before = re.search(r"\S*\Z", text[:position])
+    return before.start() if before else position
 
 
 def _common(left: Sequence[Cell], right: Sequence[Cell]) -> int:
     """The number of equal cells at the beginning of two rows."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _count(number: int) -> str:

@@ -127,9 +127,7 @@ class Prompt:
         return self._prompt.completer or DummyCompleter()
 
     def read(
-        self,
-        suggested: str = "",
-        meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        self, suggested: str = "", meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
     ) -> Line | None:
         """Read the next line that is not blank; None at the end of the input.
 

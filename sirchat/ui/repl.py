@@ -14,15 +14,7 @@ from sirchat.models.devices import threads_in_words
 from sirchat.saved.store import SessionStore
 from sirchat.text.text_file import without_surrogates
 from sirchat.ui.attaching import describe_size, with_files
-from sirchat.ui.commands import (
-    Action,
-    Commands,
-    Edit,
-    Leave,
-    Send,
-    Summarize,
-    SwitchSession,
-)
+from sirchat.ui.commands import Action, Commands, Edit, Leave, Send, Summarize, SwitchSession
 from sirchat.ui.completion import SlashCompleter
 from sirchat.ui.interrupt import Interrupt
 from sirchat.ui.live import LiveView

@@ -26,10 +26,7 @@ class ReplayOptions:
 
 
 def replay(
-    session: Session,
-    turns: Iterable[TranscriptTurn],
-    screen: Screen,
-    options: ReplayOptions,
+    session: Session, turns: Iterable[TranscriptTurn], screen: Screen, options: ReplayOptions
 ) -> None:
     """Replay the turns of a transcript in a session, and print events or the dialogue.
 
@@ -53,6 +50,40 @@ def play(
             show(event)
     finally:
         show(session.end())
+
+
+def print_reply(
+    session: Session, text: str, screen: Screen, *, as_json: bool, holds_all: bool = False
+) -> None:
+    """Send the message `text`, and print the reply while it is generated; all events if `as_json`.
+
+    `holds_all` raises the budget to hold all of the message. KeyboardInterrupt after Ctrl-C, which
+    ends the reply.
+    """
+    if holds_all:
+        hold_all(session, text)
+    reply = PlainReply(session)
+
+    def show(event: Event) -> None:
+        if as_json:
+            screen.json(event)
+            return
+        said, notes = reply.push(event)
+        screen.stream(said)
+        if isinstance(event, TurnDone) and event.role == "assistant":
+            screen.line()
+        for note in notes:
+            screen.note(note)
+
+    for event in session.start():
+        show(event)
+    with Interrupt() as interrupted:
+        try:
+            for event in session.ask(text, interrupted):
+                show(event)
+        finally:
+            show(session.end())
+    _stop_if(interrupted)
 
 
 def _events(
@@ -126,37 +157,3 @@ class _Dialogue:
             self._screen.note(excess)
         recalled = self._session.recall.turns if turn.role == "user" else ()
         self._screen.remark(describe_turn(turn, self._session.budget, recalled))
-
-
-def print_reply(
-    session: Session, text: str, screen: Screen, *, as_json: bool, holds_all: bool = False
-) -> None:
-    """Send the message `text`, and print the reply while it is generated; all events if `as_json`.
-
-    `holds_all` raises the budget to hold all of the message. KeyboardInterrupt after Ctrl-C, which
-    ends the reply.
-    """
-    if holds_all:
-        hold_all(session, text)
-    reply = PlainReply(session)
-
-    def show(event: Event) -> None:
-        if as_json:
-            screen.json(event)
-            return
-        said, notes = reply.push(event)
-        screen.stream(said)
-        if isinstance(event, TurnDone) and event.role == "assistant":
-            screen.line()
-        for note in notes:
-            screen.note(note)
-
-    for event in session.start():
-        show(event)
-    with Interrupt() as interrupted:
-        try:
-            for event in session.ask(text, interrupted):
-                show(event)
-        finally:
-            show(session.end())
-    _stop_if(interrupted)

@@ -84,13 +84,9 @@ class Screen:
     @property
     def is_plain(self) -> bool:
         """Whether replies are printed as plain text, without colours and redrawing."""
-        return self.terminal is None or bool(os.environ.get("NO_COLOR")) or self.is_small
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the window is too small for drawings."""
         size = self.console.size
-        return size.height < LEAST_ROWS or size.width < LEAST_COLUMNS
+        is_small = size.height < LEAST_ROWS or size.width < LEAST_COLUMNS
+        return self.terminal is None or bool(os.environ.get("NO_COLOR")) or is_small
 
     def stream(self, text: str) -> None:
         """Print `text`, the next part of a reply, without control characters."""

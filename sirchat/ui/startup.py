@@ -160,39 +160,6 @@ def choose_model(screen: Screen) -> str | None:
     return name
 
 
-def _toolbar(profile: Profile, loader: SessionLoader) -> str:
-    *_, name = profile.model.rstrip("/").rpartition("/")
-    parts = [displayable_line(name), displayable_line(profile.policy)]
-    if not follows_model(profile, profile.model):
-        parts.append(f"budget {profile.budget:,}")
-    return " · ".join([*parts, displayable_line(loader.step) or "loading"])
-
-
-class _EarlyCompleter(Completer):
-    """While the model loads, completes file names; for a command, it waits for the session."""
-
-    def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
-        self._loader, self._prompt = loader, prompt
-
-    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
-        begun = path_begun(document.text_before_cursor)
-        return iter(()) if begun is None else complete_path(begun, event)
-
-    async def get_completions_async(
-        self, document: Document, event: CompleteEvent
-    ) -> AsyncGenerator[Completion, None]:
-        if path_begun(document.text_before_cursor) is None:
-            with suppress(Exception):  # the prompt shows the error
-                await asyncio.wrap_future(self._loader.session)
-        now = self._prompt.completer
-        if now is self:
-            for completion in self.get_completions(document, event):
-                yield completion
-        else:
-            async for completion in now.get_completions_async(document, event):
-                yield completion
-
-
 class SessionLoader:
     """Loads the model and opens a session, in a thread that ends with the program.
 
@@ -264,3 +231,36 @@ def preload_torch() -> None:
         load = ctypes.CDLL(None).dlopen
         load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
         load(os.fsencode(library), os.RTLD_NOW)
+
+
+def _toolbar(profile: Profile, loader: SessionLoader) -> str:
+    *_, name = profile.model.rstrip("/").rpartition("/")
+    parts = [displayable_line(name), displayable_line(profile.policy)]
+    if not follows_model(profile, profile.model):
+        parts.append(f"budget {profile.budget:,}")
+    return " · ".join([*parts, displayable_line(loader.step) or "loading"])
+
+
+class _EarlyCompleter(Completer):
+    """While the model loads, completes file names; for a command, it waits for the session."""
+
+    def __init__(self, loader: SessionLoader, prompt: Prompt) -> None:
+        self._loader, self._prompt = loader, prompt
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        begun = path_begun(document.text_before_cursor)
+        return iter(()) if begun is None else complete_path(begun, event)
+
+    async def get_completions_async(
+        self, document: Document, event: CompleteEvent
+    ) -> AsyncGenerator[Completion, None]:
+        if path_begun(document.text_before_cursor) is None:
+            with suppress(Exception):  # the prompt shows the error
+                await asyncio.wrap_future(self._loader.session)
+        now = self._prompt.completer
+        if now is self:
+            for completion in self.get_completions(document, event):
+                yield completion
+        else:
+            async for completion in now.get_completions_async(document, event):
+                yield completion

@@ -193,15 +193,6 @@ class Switching:
             self._screen.note(event.text)
 
 
-@dataclass(frozen=True)
-class _Former:
-    """The session before the last change of the model, and how the new session began."""
-
-    session: Session
-    profile: Profile  # of the new session at its beginning
-    stamp: tuple[int, int]  # resets and erasures of the new session at its beginning
-
-
 class ModelSwitching:
     """Changes the model of a chat.
 
@@ -312,6 +303,15 @@ class ModelSwitching:
         self._screen.note(
             f"/undo goes back to {name}, which stays in memory ({weights}) until the next message"
         )
+
+
+@dataclass(frozen=True)
+class _Former:
+    """The session before the last change of the model, and how the new session began."""
+
+    session: Session
+    profile: Profile  # of the new session at its beginning
+    stamp: tuple[int, int]  # resets and erasures of the new session at its beginning
 
 
 def _weight_bytes(model: LoadedModel) -> int:

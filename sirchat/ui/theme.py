@@ -101,33 +101,36 @@ def _weights(style: Style) -> Shades:
     return style, style, style + Style(dim=True)
 
 
+def _coloured(name: str, you: str, *buckets: tuple[int, int, int], **colours: int) -> Theme:
+    styles = {part: _colour(colour) for part, colour in colours.items()}
+    styles["flash"] += Style(strike=True)
+    you_style = Style(color=you)
+    return Theme(name, _ramp(*buckets), **styles, system=styles["mark"], you=you_style)
+
+
 # Of 256 colours, those whose hues stay apart on a terminal with 16.
-_DARK = Theme(
-    name="dark",
-    tokens=_ramp((248, 245, 241), (117, 38, 31), (113, 71, 28), (222, 178, 136), (209, 173, 131)),
-    quiet=_colour(245),
-    heading=_colour(250),
-    gauge=_colour(37),
-    rest=_colour(240),
-    flash=_colour(175, "strike"),
-    mark=_colour(141),
-    system=_colour(141),
-    you=Style(color="cyan"),
+_DARK = _coloured(
+    "dark",
+    "cyan",
+    *((248, 245, 241), (117, 38, 31), (113, 71, 28), (222, 178, 136), (209, 173, 131)),
+    quiet=245,
+    heading=250,
+    gauge=37,
+    rest=240,
+    flash=175,
+    mark=141,
 )
-
-_LIGHT = Theme(
-    name="light",
-    tokens=_ramp((240, 242, 243), (19, 26, 68), (22, 28, 34), (94, 130, 136), (124, 131, 167)),
-    quiet=_colour(242),
-    heading=_colour(238),
-    gauge=_colour(30),
-    rest=_colour(248),
-    flash=_colour(132, "strike"),
-    mark=_colour(91),
-    system=_colour(91),
-    you=Style(color="blue"),
+_LIGHT = _coloured(
+    "light",
+    "blue",
+    *((240, 242, 243), (19, 26, 68), (22, 28, 34), (94, 130, 136), (124, 131, 167)),
+    quiet=242,
+    heading=238,
+    gauge=30,
+    rest=248,
+    flash=132,
+    mark=91,
 )
-
 _NONE = Theme(
     name="none",
     tokens=(

@@ -109,53 +109,6 @@ class InMemory(Typed, InMemoryHistory):
         super().erase(matches)
 
 
-class _Private(Typed, FileHistory):
-    """A history in a file that only the user can read; a line that can't be added is ignored."""
-
-    def store_string(self, string: str) -> None:
-        with suppress(OSError), _locked(paths.history_file()):
-            super().store_string(string)
-
-    def erase(self, matches: Callable[[str], bool]) -> None:
-        with _locked(paths.history_file()):
-            self._rewrite([line for line in self.lines() if not matches(line)])
-        super().erase(matches)
-
-    def _rewrite(self, lines: list[str]) -> None:
-        new = paths.history_file().with_name("history.new")
-        path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
-        try:
-            new.unlink(missing_ok=True)  # or a link
-            paths.open_private(new, "x").close()
-            for entry in reversed(lines):
-                FileHistory.store_string(self, entry)
-            os.replace(self.filename, path)
-        finally:
-            self.filename = path
-            new.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Context manager: inside, no other chat changes the file `path`, where files can be locked."""
-    while True:
-        with paths.open_private(path, "a") as file:
-            if sys.platform != "win32":
-                with suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(path, file.fileno()):  # else another chat has just replaced it
-                yield
-                return
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that is at `path` now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 class Keyboard:
     """Context manager that switches the terminal's echo off; Ctrl-C still sends a signal.
 
@@ -259,6 +212,53 @@ class Keyboard:
         self._quiet()
         if self._marks_pastes:
             self._write_now(_PASTE_ON)
+
+
+class _Private(Typed, FileHistory):
+    """A history in a file that only the user can read; a line that can't be added is ignored."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError), _locked(paths.history_file()):
+            super().store_string(string)
+
+    def erase(self, matches: Callable[[str], bool]) -> None:
+        with _locked(paths.history_file()):
+            self._rewrite([line for line in self.lines() if not matches(line)])
+        super().erase(matches)
+
+    def _rewrite(self, lines: list[str]) -> None:
+        new = paths.history_file().with_name("history.new")
+        path, self.filename = self.filename, f"{os.fsdecode(self.filename)}.new"
+        try:
+            new.unlink(missing_ok=True)  # or a link
+            paths.open_private(new, "x").close()
+            for entry in reversed(lines):
+                FileHistory.store_string(self, entry)
+            os.replace(self.filename, path)
+        finally:
+            self.filename = path
+            new.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Context manager: inside, no other chat changes the file `path`, where files can be locked."""
+    while True:
+        with paths.open_private(path, "a") as file:
+            if sys.platform != "win32":
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_at(path, file.fileno()):  # else another chat has just replaced it
+                yield
+                return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one that is at `path` now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _as_enter(press: KeyPress) -> KeyPress:

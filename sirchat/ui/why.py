@@ -99,10 +99,7 @@ def describe_use(
 
 
 def explain(
-    ranks: Sequence[TokenRank],
-    target: str,
-    policy: str,
-    recalled: Sequence[RecalledTurn] = (),
+    ranks: Sequence[TokenRank], target: str, policy: str, recalled: Sequence[RecalledTurn] = ()
 ) -> str:
     """Say in one or two sentences why the tokens of `target` are held, or why they are not.
 

@@ -77,8 +77,7 @@ def test_sessions_search_prints_the_best_first_with_its_line(folder: Path) -> No
     done = run("sessions", "search", "night", "train")
     assert done.returncode == 0
     assert re.fullmatch(
-        rf"{path.stem}  .* 2 messages  tiny  trip: …We go to Rome by a night train\.\n",
-        done.stdout,
+        rf"{path.stem}  .* 2 messages  tiny  trip: …We go to Rome by a night train\.\n", done.stdout
     )
 
 

@@ -48,9 +48,7 @@ def python(
 def load_reporting(name: str) -> EventBuilder:
     reports: EventBuilder = []
     load_model(
-        name,
-        device="cpu",
-        progress=lambda what, done, total: reports.append((what, done, total)),
+        name, device="cpu", progress=lambda what, done, total: reports.append((what, done, total))
     )
     return reports
 

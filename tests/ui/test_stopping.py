@@ -134,9 +134,7 @@ def test_at_any_moment_ctrl_c_leaves_a_well_formed_conversation(
 
 
 @pytest.mark.slow
-def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(
-    speaker: Terminal,
-) -> None:
+def test_what_is_typed_ahead_is_in_the_next_prompt_and_not_in_the_reply(speaker: Terminal) -> None:
     speaker.begin_reply()
     speaker.send("zzqq")
     speaker.read_on()
