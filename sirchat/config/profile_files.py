@@ -132,7 +132,7 @@ def profile_path(name_or_file: str) -> Path:
 
 
 def load_profile(name_or_file: str, trusted: Collection[str] = ()) -> dict[str, object]:
-    """The checked values that a profile, given by name or path, sets; it may name policies `trusted`."""
+    """The checked values that a profile sets; it may name the `module:Class` policies `trusted`."""
     return _load(profile_path(name_or_file), trusted)
 
 

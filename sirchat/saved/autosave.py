@@ -168,13 +168,13 @@ class Autosave:
         self._epoch = self._session.epoch
 
     def replace_session(self, session: Session) -> None:
-        """From now on, save `session`, of the same conversation but maybe another model, in this file."""
+        """From now on, save `session`, which has the same conversation, in this file."""
         is_current = self._epoch == self._session.epoch
         self._session, self._epoch = session, session.epoch if is_current else -1
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Remove the session's name, and return whether that was done, if it `tells_of` the text `said`."""
+        """Remove the name if it `tells_of` the text `said`; returns whether that was done."""
         if not tells_of(self.name, said, whole=whole):
             return False
         self.name = ""

@@ -36,7 +36,7 @@ def same_name(name: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name contains `said`, or is a part of it if that is a `whole` turn, to be erased."""
+    """Whether a name contains the text `said` or, if that is a `whole` turn, is a part of it."""
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)
     return bool(name_key and said_key) and repeats

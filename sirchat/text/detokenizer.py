@@ -96,7 +96,7 @@ class TokenTexts:
 
 
 def tokens_spelling(ends: NDArray[np.int64], start: int, end: int) -> slice:
-    """The tokens of the characters `start` to `end` - 1; `ends` [n] is where each token's text ends."""
+    """The tokens with characters `start` to `end` - 1; the text of token i stops at `ends[i]`."""
     first, last = np.searchsorted(ends, [start, end - 1], side="right").tolist()
     return slice(first, last + 1)
 

@@ -124,7 +124,7 @@ class Template:
         return [*self._closing, *self._round_end]
 
     def stop_ids(self, declared: int | list[int] | None) -> frozenset[int]:
-        """The ids that stop generation, of which `declared` are those of the model's own settings."""
+        """The ids that stop generation; `declared` are those of the model's own settings."""
         # After a token that begins a turn, the model would write the next speaker's text.
         anchor = None if self._anchors is None else self._anchors.token_id
         return self.end_ids(declared) | (self._openers | self._foreign) - {anchor}

@@ -68,7 +68,7 @@ class FastTokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
     ) -> list[int]:
-        """The ids of a text, with those that the model has around each text, and special tokens or not."""
+        """The ids of a text; `split_special_tokens` reads special tokens in it as plain text."""
         backend = self.backend_tokenizer
         backend.encode_special_tokens = split_special_tokens
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
