@@ -90,7 +90,7 @@ class DecodeStep:
         """
         ids, positions, caches = zip(*tokens, strict=True)
         x = self._embeddings(torch.tensor(ids))  # [B, d]
-        cos, sin = (one[0, :, None].float() for one in self._rotary(x, torch.tensor([positions])))
+        cos, sin = (t[0, :, None].float() for t in self._rotary(x, torch.tensor([positions])))
         updates = [_update_of(cache) for cache in caches]
         return self.graph.of_rows(x.float(), cos, signed(sin), updates)
 

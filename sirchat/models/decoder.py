@@ -78,19 +78,10 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        use_cache: bool = True,
-        cache: BoundedCache | None = None,
+        self, input_ids: Tensor, *, cache: BoundedCache | None = None, **inputs: Any
     ) -> Logits:
-        """Read ids [1, m] after the n slots of the cache; returns the logits after each id.
-
-        `attention_mask` [1, 1, m, n + m] is added to the scores; None for causal attention.
-        `position_ids` [1, m] are rotary; None for n, n + 1, ... `use_cache` is transformers'.
-        """
-        (hidden,) = self.model(input_ids, attention_mask, position_ids, use_cache, cache)
+        """Read ids [1, m] as `DecoderBody.forward` does; returns the logits after each id."""
+        (hidden,) = self.model(input_ids, cache=cache, **inputs)
         return Logits(self.lm_head(hidden))
 
 
@@ -116,7 +107,11 @@ class DecoderBody(nn.Module):
         use_cache: bool = True,
         cache: BoundedCache | None = None,
     ) -> tuple[Tensor]:
-        """Compute the normalized states [1, m, d], in a tuple, as `Decoder.forward` does."""
+        """Read ids [1, m] after the n slots of the cache; returns normalized states [1, m, d].
+
+        `attention_mask` [1, 1, m, n + m] is added to the scores; None for causal attention.
+        `position_ids` [1, m] are rotary; None for n, n + 1, ... `use_cache` is transformers'.
+        """
         count, held = input_ids.shape[1], 0 if cache is None else cache.length
         x = self.embed_tokens(input_ids)
         if position_ids is None:

@@ -123,7 +123,7 @@ def layout_of(
     profile = profile.model_copy(update={"device": "cuda", "quantize": "none"})
     sizes, shape = weights_by_part(found, profile)
     row, elements = cache_bytes(shape, profile, budget) or 0, shape.layer_elements or ()
-    caches = {str(n): row * one // max(1, sum(elements)) for n, one in enumerate(elements)}
+    caches = {str(n): row * count // max(1, sum(elements)) for n, count in enumerate(elements)}
     parts = [ModelPart(name, size, caches.get(name, 0)) for name, size in sizes.items()]
     rooms = [size - GPU_RESERVE for size in devices]
     placed = plan(parts, dict(enumerate(rooms)), balanced=balanced)
@@ -266,7 +266,7 @@ class Spread:
         Raises ModelError if the map names a module that the model does not have, splits a layer or
         leaves a part without a device, or if the model does not fit.
         """
-        names = {id(one): name for name, one in module.named_modules()}
+        names = {id(part): name for name, part in module.named_modules()}
         layers = [names[id(layer)] for layer in decoder_layers(module)]
         is_tied = getattr(module.config, "tie_word_embeddings", False)
         head = names[id(module.get_output_embeddings())] if is_tied else None
@@ -288,7 +288,7 @@ class Spread:
                     f"the device map names {format_value(name)}; {self.model} has no such module",
                     hint=nearest(name, known, alike=0.7) or f"its first layer is {layers[0]}",
                 )
-            outer = next((one for one in layers if name != one and is_within(name, one)), None)
+            outer = next((it for it in layers if name != it and is_within(name, it)), None)
             if outer:
                 raise ModelError(f"the device map splits {outer}", hint="give it the whole layer")
         placement = Placement()
@@ -305,7 +305,7 @@ class Spread:
     def _planned(self, module: nn.Module, names: list[str], layers: list[str]) -> Placement:
         caches, parts = dict(zip(layers, self.caches, strict=False)), list[ModelPart]()
         for name in names:
-            weights = sum(one.nbytes for one in module.get_submodule(name).parameters())
+            weights = sum(tensor.nbytes for tensor in module.get_submodule(name).parameters())
             if weights:  # the frequencies of a rotation have none
                 parts.append(ModelPart(name, weights, caches.get(name, 0)))
         places = {gpu.index if gpu.type != "mps" else "mps": gpu for gpu in accelerators()}

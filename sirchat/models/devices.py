@@ -142,17 +142,17 @@ def in_ending_thread(work: Callable[[], Result]) -> Result:
     return future.result()
 
 
-def use_threads(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
+def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None:
     """Set torch's number of CPU threads; 0: as SIRCHAT_THREADS or OMP_NUM_THREADS says, or free."""
     # Beside other programs, one thread for each core is several times slower than one alone: every
     # step waits for the thread that was interrupted.
     told = environment.get("SIRCHAT_THREADS", "").strip()
-    if wanted == 0 and told.isdecimal():
-        wanted = int(told)
-    if wanted == 0 and not environment.get("OMP_NUM_THREADS"):
-        wanted = free_threads()
-    if wanted:
-        torch.set_num_threads(wanted)
+    if count == 0 and told.isdecimal():
+        count = int(told)
+    if count == 0 and not environment.get("OMP_NUM_THREADS"):
+        count = free_threads()
+    if count:
+        torch.set_num_threads(count)
 
 
 def free_threads() -> int:

@@ -158,7 +158,7 @@ def _item_size(form: str, profile: Profile) -> int:
 
 
 def _bytes(stored: StoredWeights, form: str, item: int) -> int:
-    return sum(_tensor_bytes(one, _bits(one, stored, form), item) for one in stored.tensors)
+    return sum(_tensor_bytes(t, _bits(t, stored, form), item) for t in stored.tensors)
 
 
 def _tensor_bytes(tensor: StoredTensor, bits: int | None, item: int) -> int:
@@ -195,7 +195,7 @@ def _while_loading(stored: StoredWeights, form: str, item: int) -> int:
     weights = _bytes(stored, form, item)
     if form == "packed":
         factors = {4: 11, 8: 3, None: 4}  # bytes per weight while a matrix is packed; measured
-        taken = (factors[_bits(one, stored, form)] * one.at_once for one in stored.tensors)
+        taken = (factors[_bits(t, stored, form)] * t.at_once for t in stored.tensors)
         return weights + max(taken, default=0)
     if stored.is_gguf and not stored.is_read_here:  # transformers has all of them twice
         return 2 * 4 * stored.count

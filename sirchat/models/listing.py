@@ -42,19 +42,19 @@ class FoundModel:
 
 def find_models(folders: Iterable[Path] = ()) -> list[FoundModel]:
     """List all models on this machine, including those in the given `folders`."""
-    found = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
+    models = [_looked_at(name, "bundled", paths.tiny_dir().parent / name) for name in BUNDLED]
     for name in PACKAGED:
         try:
-            found.append(_looked_at(name, "package", packaged_gguf(name)))
+            models.append(_looked_at(name, "package", packaged_gguf(name)))
         except ModelError as error:
-            found.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
-    own = paths.models_dir()
-    found += [_looked_at(str(path.relative_to(own)), "folder", path) for path in _models_in(own)]
+            models.append(FoundModel(name, "package", None, problem=f"not installed: {error.hint}"))
+    home = paths.models_dir()
+    models += [_looked_at(str(path.relative_to(home)), "folder", path) for path in _models_in(home)]
     for folder in folders:
-        found += [_looked_at(_typed(path), "folder", path) for path in _models_in(folder)]
+        models += [_looked_at(_typed(path), "folder", path) for path in _models_in(folder)]
     for name, folder in cached_models():
-        found += _in_hub_cache(name, folder)
-    return found
+        models += _in_hub_cache(name, folder)
+    return models
 
 
 def model_names() -> list[str]:
@@ -68,19 +68,19 @@ def find_model(name: str) -> FoundModel:
     if Path(source).is_dir():
         kind: Source = "package" if name in PACKAGED else "folder"
         path = Path(source, *gguf.values())
-        found = [_looked_at(name, "bundled" if name in BUNDLED else kind, path)]
+        models = [_looked_at(name, "bundled" if name in BUNDLED else kind, path)]
     else:
         folder = cache_folder() / f"models--{name.replace('/', '--')}"
-        found = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
-    if not found:
+        models = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
+    if not models:
         hint = f"to download it: sirchat models pull {name}" if "/" in name else suggestion(name)
         raise ModelError(f"model {name!r} is not on this machine", hint=hint)
-    if len(found) > 1:
-        names = ", ".join(model.name for model in found)
+    if len(models) > 1:
+        names = ", ".join(model.name for model in models)
         raise ModelError(f"{name!r} has several models", hint=f"give one of {names}")
-    if found[0].problem:
-        raise ModelError(f"model {name!r}: {found[0].problem}")
-    return found[0]
+    if models[0].problem:
+        raise ModelError(f"model {name!r}: {models[0].problem}")
+    return models[0]
 
 
 def _looked_at(name: str, source: Source, path: Path) -> FoundModel:
@@ -123,15 +123,15 @@ def _in_hub_cache(name: str, folder: Path) -> Iterator[FoundModel]:
 
 def _models_in(folder: Path) -> list[Path]:
     """The model folders and GGUF files below a folder, sorted by name."""
-    found = []
+    models = []
     for path in _below(folder):
         if _is_gguf(path):
-            found.append(path)
+            models.append(path)
         elif path.name == "config.json" and path.parent != folder:
-            found.append(path.parent)
+            models.append(path.parent)
         elif path.name == "config.json":
             return [folder]  # the folder is a model itself
-    return found
+    return models
 
 
 def _below(folder: Path) -> list[Path]:

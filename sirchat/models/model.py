@@ -158,8 +158,7 @@ class LoadedModel:
             mask = mask.masked_fill(~sees, torch.finfo(self.dtype).min)
             return mask[None, None].to(self.device)
 
-        config = self.module.config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or [])
+        kinds = set(self._layer_types)
         if self.window is None:
             return additive(visible)
         near = visible.triu(visible.shape[1] - len(visible) - self.window + 1)
@@ -213,9 +212,7 @@ class LoadedModel:
     @cached_property
     def sliding_layers(self) -> frozenset[int]:
         """Numbers of the sliding-window layers, counted among the layers with keys and values."""
-        config = self.module.config.get_text_config(decoder=True)
-        kinds = getattr(config, "layer_types", None) or []
-        sliding = (number for number, kind in enumerate(kinds) if "sliding" in kind)
+        sliding = (number for number, kind in enumerate(self._layer_types) if "sliding" in kind)
         return frozenset(self.layer_numbers.get(number, number) for number in sliding)
 
     @cached_property
@@ -296,6 +293,11 @@ class LoadedModel:
     def anchors(self) -> Anchors | None:
         """The tokens into which the model compresses a sentence or a round; None without such."""
         return anchors_of(self.module.config)
+
+    @property
+    def _layer_types(self) -> list[str]:
+        config = self.module.config.get_text_config(decoder=True)
+        return getattr(config, "layer_types", None) or []
 
     @cached_property
     def _has_plain_head(self) -> bool:

@@ -105,7 +105,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
     for tensor in file.tensors.values():
         weights[tensor.type] += prod(tensor.shape)
     kind = " ".join([architecture, *(name for name, _ in weights.most_common(1))])
-    packs = is_supported(file) and all(one.type in BLOCKS for one in file.tensors.values())
+    packs = is_supported(file) and all(tensor.type in BLOCKS for tensor in file.tensors.values())
     cached, archived = _gguf_row_elements(file)
     return ModelShape(
         kind,
@@ -168,7 +168,7 @@ def free_memory() -> int | None:
     """Bytes of main memory that this program can still take; None if the system does not say."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return 1024 * next(int(one.split()[1]) for one in lines if one.startswith("MemAvailable:"))
+        return 1024 * next(int(ln.split()[1]) for ln in lines if ln.startswith("MemAvailable:"))
     return None
 
 
@@ -198,9 +198,9 @@ def _row_elements(config: Mapping[str, Any]) -> _Elements:
         return None, None
     row = _key_value_heads(config, heads) * size
     rotated = config.get("no_rope_layers")  # 1 for a layer with positions, despite its name
-    without = [one == 0 for one in rotated[:layers]] if isinstance(rotated, list) else []
+    without = [rotates == 0 for rotates in rotated[:layers]] if isinstance(rotated, list) else []
     without += [False] * (layers - len(without))
-    return tuple((2 if one else 3) * row for one in without), layers * 2 * row
+    return tuple((2 if is_plain else 3) * row for is_plain in without), layers * 2 * row
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
@@ -209,7 +209,7 @@ def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
     if config.get("multi_query") is True:
         return 1
     given = (positive(config.get(name)) for name in ("num_key_value_heads", "num_kv_heads"))
-    return next((one for one in given if one), heads)
+    return next((count for count in given if count), heads)
 
 
 def _gguf_context_length(file: GgufFile) -> int | None:
@@ -256,10 +256,10 @@ def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
     interval = positive(said("full_attention_interval")) or 1  # the other layers have a state
     every = [0 if at % interval else heads for at in range(1, layers + 1)]
     by_layer = heads[:layers] if isinstance(heads, list) else every
-    counts = [0 if one == 0 else positive(one) for one in by_layer]
-    own = layers - (positive(said("attention.shared_kv_layers")) or 0)
-    own -= positive(said("nextn_predict_layers")) or 0
-    known = [one for one in counts[: max(0, own)] if one is not None]
+    counts = [0 if count == 0 else positive(count) for count in by_layer]
+    last = layers - (positive(said("attention.shared_kv_layers")) or 0)
+    last -= positive(said("nextn_predict_layers")) or 0
+    known = [one for one in counts[: max(0, last)] if one is not None]
     return None if None in counts else known
 
 

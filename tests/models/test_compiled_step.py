@@ -275,20 +275,22 @@ def test_where_nothing_can_be_written_auto_leaves_it(
     assert thread is not None
     thread.join(60)
     assert step_of(model).compiled is None
-    compiling._fail(compiled_dir() / "program.so", "wrong logits")
     with pytest.raises(ModelError, match="--compile on: compiling fails: File exists"):
         compiling.use_compiled(model, "on")
 
 
-def test_what_a_killed_process_left_is_deleted_when_a_program_is_made(tmp_path: Path) -> None:
-    old, young, former = tmp_path / "making-old", tmp_path / "making-young", tmp_path / "a.pt2"
+def test_what_a_killed_process_left_is_deleted_at_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+    old, young = compiled_dir() / "making-old", compiled_dir() / "making-young"
     for folder in (old, young):
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "half").write_bytes(b"x")
-    former.touch()
+    (compiled_dir() / "former.pt2").touch()
     os.utime(old, (time.time() - 7200,) * 2)
-    compiling._sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == [young]
+    compiling.use_compiled(small(), "auto")
+    assert list(compiled_dir().iterdir()) == [young]
 
 
 @pytest.mark.parametrize("whose", ["file", "folder"])

@@ -162,13 +162,7 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
 
 
 @pytest.mark.parametrize(
-    "odd",
-    [
-        {"num_key_value_heads": 3},
-        {"head_dim": 17},
-        {"rms_norm_eps": None},
-        {"model_type": "gemma2"},
-    ],
+    "odd", [{"num_key_value_heads": 3}, {"head_dim": 17}, {"rms_norm_eps": None}]
 )
 def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any], folder: Path) -> None:
     values = config_values(parse_gguf(file_of("llama", folder)))
@@ -188,7 +182,7 @@ def test_a_policy_that_needs_attention_can_be_switched_to_in_a_chat(
         list(chat.ask("My name is Anna, and I live in a village by a long river."))
         list(chat.switch("/policy", policy=policy))
         list(chat.ask("Tell me of the village, and then of the river and its fish."))
-        held.append(chat._engine.ledger.held_positions.tolist())
+        held.append(chat.save().held.tolist())
         assert chat.resident <= 64
     assert held[0] == held[1]
 

@@ -29,19 +29,8 @@ from sirchat.text.template_limits import render  # noqa: E402
 
 IDS = list(range(3, 43))
 SIZED = [
-    "gemma3",
-    "gemma4",
-    "gemma4-wide",
-    "gemma4-experts",
-    "phi3-long",
-    "smollm3",
-    "qwen3moe",
-    "gpt-oss",
-    "qwen35",
-    "lfm2",
-    "falcon-7b",
-    "falcon-40b",
-    "falcon-one-key-head",
+    *("gemma3", "gemma4", "gemma4-wide", "gemma4-experts", "phi3-long", "smollm3", "qwen3moe"),
+    *("gpt-oss", "qwen35", "lfm2", "falcon-7b", "falcon-40b", "falcon-one-key-head"),
 ]
 EXPERTS = ["gemma4-experts", "qwen3moe", "qwen2moe", "gpt-oss", "qwen35moe"]
 
@@ -329,21 +318,17 @@ def test_texts_are_encoded_and_decoded_and_the_files_template_is_used(
     assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [4]
 
 
+THREE_DIGITS = ("llama-bpe", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe", "gpt-4o", "lfm2")
+
+
 @pytest.mark.parametrize(
     ("pre", "numbers", "bracket", "spaces"),
     [
         ("gpt-2", ["1234"], ["(", "hello"], ["Ġ", "Ġ", "1"]),
-        ("llama-bpe", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
-        ("dbrx", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
-        ("smaug-bpe", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
-        ("glm4", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
-        ("chatglm-bpe", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
-        ("gpt-4o", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
-        ("lfm2", ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
+        *((pre, ["123", "4"], ["(hello"], ["Ġ", "Ġ", "1"]) for pre in THREE_DIGITS),
         ("qwen2", ["1", "2", "3", "4"], ["(hello"], ["Ġ", "Ġ", "1"]),
         ("falcon", ["123", "4"], ["(", "hello"], ["Ġ", "Ġ", "1"]),
-        ("refact", ["1", "2", "3", "4"], ["(", "hello"], ["ĠĠ", "1"]),
-        ("smollm", ["1", "2", "3", "4"], ["(", "hello"], ["ĠĠ", "1"]),
+        *((pre, list("1234"), ["(", "hello"], ["ĠĠ", "1"]) for pre in ("refact", "smollm")),
     ],
 )
 def test_text_is_split_as_the_file_says_before_pairs_are_merged(

@@ -77,15 +77,12 @@ def test_where_nothing_can_be_written_it_is_measured_at_each_start(
     assert len(asked) == 2
 
 
-def test_a_measurement_takes_a_moment_and_names_both_types() -> None:
-    taken = measuring.measure_attention(HeadShape(4, 2, 16))
+def test_a_measurement_of_a_models_layers_takes_a_moment_and_names_both_types() -> None:
+    shape = head_shape(loaded("llama").module.config)
+    assert shape == HeadShape(4, 2, 16)
+    taken = measuring.measure_attention(shape)
     assert set(taken) == {torch.bfloat16, torch.float16}
     assert all(0 < seconds < 1 for seconds in taken.values())
-
-
-def test_the_shape_is_that_of_the_widest_layer() -> None:
-    config = loaded("llama").module.config
-    assert head_shape(config) == HeadShape(4, 2, 16)
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])

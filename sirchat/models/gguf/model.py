@@ -163,7 +163,7 @@ class _Loader:
         if wants_four and not splits_group and Int4Linear.fits(*tensor.shape):
             parts = [tensor] if change is not None else tensor.row_blocks(most)
             layers = [
-                Int4Linear.of_nibbles(*(_restored(one, change, values) for one in four_bit(part)))
+                Int4Linear.of_nibbles(*(_restored(x, change, values) for x in four_bit(part)))
                 for part in parts
             ]
             return layers[0] if len(layers) == 1 else Int4Linear.joining(layers)
@@ -174,7 +174,7 @@ class _Loader:
         for start, part in zip(range(0, len(q), most), tensor.row_blocks(most), strict=True):
             rows = slice(start, start + most)
             q[rows], scale[rows] = eight_bits(floats(part))
-        return Int8Linear(*(_restored(one, change, values) for one in (q, scale)))
+        return Int8Linear(*(_restored(x, change, values) for x in (q, scale)))
 
 
 def _empty(values: Mapping[str, Any], dtype: torch.dtype) -> Any:
@@ -192,7 +192,7 @@ def _check_sizes(file: GgufFile, values: Mapping[str, Any]) -> None:
     last = f"blk.{(layers or 0) - 1}."
     embedding = file.tensors.get("token_embd.weight")
     output = next(
-        (one for n, one in file.tensors.items() if n.endswith(".attn_output.weight")), None
+        (tensor for n, tensor in file.tensors.items() if n.endswith(".attn_output.weight")), None
     )
     if (
         embedding is None
@@ -276,11 +276,9 @@ def _replace(
 ) -> None:
     path = name.removesuffix(".weight")
     before = module.get_submodule(path)
-    wanted = [packed.out_features, packed.in_features]
-    if list(before.weight.shape) != wanted:
-        raise ModelError(
-            f"{name} has the shape {wanted} in the GGUF file, another one in the model"
-        )
+    shape = [packed.out_features, packed.in_features]
+    if list(before.weight.shape) != shape:
+        raise ModelError(f"{name} has the shape {shape} in the GGUF file, another one in the model")
     if isinstance(before, nn.Embedding) and isinstance(packed, Int8Linear):
         store.move(packed)
         if before is module.get_input_embeddings() and module.config.tie_word_embeddings:
@@ -298,23 +296,23 @@ def _replace_experts(module: Any, path: str, layers: Mapping[Change, list[Packed
     sizes = down.shape[1:][::-1] if experts.is_transposed else down.shape[1:]  # of down: [N, K]
     shapes = {"gate": sizes[::-1], "up": sizes[::-1], "down": sizes}
     for part, matrices in layers.items():
-        one = matrices[0]
-        if len(matrices) != len(down) or (one.out_features, one.in_features) != shapes[part]:
+        first = matrices[0]
+        if len(matrices) != len(down) or (first.out_features, first.in_features) != shapes[part]:
             raise ModelError(f"{path} has another shape in the GGUF file than in the model")
     module.set_submodule(path, PackedExperts(experts, layers))
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:
-    owner_name, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     try:
-        owner = module.get_submodule(owner_name)
-        before = getattr(owner, own)
-        wanted = before.shape
+        owner = module.get_submodule(path)
+        before = getattr(owner, attribute)
+        shape = before.shape
     except AttributeError:
         raise ModelError(f"the GGUF file has {name}, but the model does not") from None
-    if [n for n in wanted if n > 1] == [n for n in weight.shape if n > 1]:
-        weight = weight.view(wanted)  # the converter leaves out dimensions of 1
-    if wanted != weight.shape:
-        shapes = f"{list(weight.shape)}, must be {list(wanted)}"
+    if [n for n in shape if n > 1] == [n for n in weight.shape if n > 1]:
+        weight = weight.view(shape)  # the converter leaves out dimensions of 1
+    if shape != weight.shape:
+        shapes = f"{list(weight.shape)}, must be {list(shape)}"
         raise ModelError(f"the GGUF file's {name} is {shapes}")
-    setattr(owner, own, nn.Parameter(weight) if isinstance(before, nn.Parameter) else weight)
+    setattr(owner, attribute, nn.Parameter(weight) if isinstance(before, nn.Parameter) else weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, processors
@@ -90,18 +90,21 @@ def byte_pair_tokenizer(metadata: Mapping[str, Any]) -> FastTokenizer | None:
         number = said(f"{key}_token_id")
         special[name] = None if number is None else tokens[number]
     kinds = list(zip(tokens, said("token_type") or (), strict=False))
-    control = [one for one, kind in kinds if kind == _CONTROL and set(one) <= alphabet]
-    backend.add_special_tokens([AddedToken(one, normalized=False) for one in (_UNNAMED, *control)])
-    defined = [one for one, kind in kinds if kind == _USER_DEFINED and one in ids]
-    backend.add_tokens([AddedToken(one, normalized=False) for one in defined])
+    control = [token for token, kind in kinds if kind == _CONTROL and set(token) <= alphabet]
+    backend.add_special_tokens(_added((_UNNAMED, *control)))
+    backend.add_tokens(_added([t for t, kind in kinds if kind == _USER_DEFINED and t in ids]))
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [one for one in special.values() if one is not None and one not in known]
-    backend.add_special_tokens([AddedToken(one, normalized=False) for one in named])
+    named = [token for token in special.values() if token is not None and token not in known]
+    backend.add_special_tokens(_added(named))
     ends = [
         special[f"{name}_token"] if said(f"add_{name}_token") else None for name in ("bos", "eos")
     ]
     backend.post_processor = _around(ends[0], ends[1], backend)
     return FastTokenizer(backend, special, metadata.get("tokenizer.chat_template"))
+
+
+def _added(tokens: Iterable[str]) -> list[AddedToken]:
+    return [AddedToken(token, normalized=False) for token in tokens]
 
 
 def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
@@ -111,7 +114,7 @@ def _around(bos: str | None, eos: str | None, backend: Tokenizer) -> Any:
     return processors.TemplateProcessing(
         single=f"{before}$A:0{after}",
         pair=f"{before}$A:0{after} {second[0]}$B:1{second[1]}",
-        special_tokens=[(one, backend.token_to_id(one)) for one in (bos, eos) if one],
+        special_tokens=[(token, backend.token_to_id(token)) for token in (bos, eos) if token],
     )
 
 
