@@ -14,6 +14,7 @@ TOP = {"errors", "paths", "version"}
 MODELS = {"models", "text", "config", "memory"}
 CHAT = {"recall", "engine", *MODELS}
 SAVED = {"saved", "chat", *CHAT}
+# The packages that each package may import, beside itself, and those of `TOP`.
 MAY_IMPORT = {
     "memory": set(),
     "text": {"memory"},
@@ -28,7 +29,6 @@ MAY_IMPORT = {
     "cli": {"server", "ui", *SAVED},
     "lab": {"cli", "ui", *SAVED},
 }
-"""The packages that each package may import, beside itself, and those of `TOP`."""
 
 
 EXAMPLE = """

@@ -36,8 +36,8 @@ from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
 from sirchat.recall.search import SearchResult, restore
 
+# Families whose attention implementation can't be set, so that it can't be tracked.
 UNTRACKED = {"falcon", "gpt-j"}
-"""Families whose attention implementation can't be set, so that it can't be tracked."""
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def test_several_user_messages_in_a_row_are_read_one_by_one(server: Served) -> N
 
 
 TEXTS = (ANNA, NAME, THANKS, "My dog is called Rex.", "What is my dog called?")
+# How many random requests a test sends; 500 take three minutes.
 STEPS = int(os.environ.get("SERVER_STEPS", "8"))
-"""How many random requests a test sends; 500 take three minutes."""
 
 
 @pytest.mark.parametrize("kept", [3, 8])

@@ -24,19 +24,19 @@ import pytest
 from sirchat.errors import SirchatError
 from sirchat.memory.free_memory import trim_memory
 
-SECONDS = 5.0
-"""Most processor time that one input may take: a busy machine makes nothing slow."""
+SECONDS = 5.0  # most processor time that one input may take: a busy machine makes nothing slow
 
+# Most seconds that one input may take by the clock, in which it may wait for something.
 HANGS = 60.0
-"""Most seconds that one input may take by the clock, in which it may wait for something."""
 
+# Most bytes that the process may grow by while it reads one input; checked in large runs.
 GROWTH = 200 * 2**20
-"""Most bytes that the process may grow by while it reads one input; checked in large runs."""
 
 MANY = int(os.environ.get("SIRCHAT_ATTACK", "0"))
 FIRST = int(os.environ.get("SIRCHAT_ATTACK_FROM", "0"))
 _MOST_SHOWN = 20  # different failures of one run
 
+# Texts that parsers have failed at, or might.
 ODD_TEXTS = [
     "", " ", "\0", "\x1b[31m", "\x9b2J", "\r", "\u2028", "\ufeff", "\ud800", "\udcff", "é" * 50,
     "\U0001f469\u200d\U0001f467", "<|en#d|>", "<|im_end|>", "</s>", "١٢٣", "0x1f", "1e999", "-1",
@@ -46,7 +46,6 @@ ODD_TEXTS = [
     "5e-324", "1e308", str(2**63), str(10**30), "0.1.2", "a=b", "=", "a=1,b=2", "{a: 1}", "..a:b",
     "os:system", ":", "a:b", "x" * 300, "\u202e", "\t\t", "\n\n", "true\n", "# no",
 ]  # fmt: skip
-"""Texts that parsers have failed at, or might."""
 
 
 class TooSlow(BaseException):

@@ -26,11 +26,9 @@ from terminal import Terminal
 
 PICTURE = Path(__file__).parents[2] / "sirchat" / "ui" / "capture.svg"
 COLUMNS, ROWS = 86, 220
+# Steps in the picture, and whether with what is said after them. A name is told, evicted under
+# `sink`, back and kept under `entropy`.
 SHOWN = {1: False, 5: True, 6: False, 8: True}
-"""Steps in the picture, and whether with what is said after them.
-
-A name is told, evicted under `sink`, back and kept under `entropy`.
-"""
 
 _THEME = TerminalTheme(
     (24, 26, 31),

@@ -16,8 +16,7 @@ from sirchat.engine.types import EvictedRows, Generated, ReadProgress, RestoredR
 from sirchat.memory.ledger import Role
 
 Record = ReadProgress | RestoredRows | Generated
-CONTEXT = 300
-"""Context length of a bigram model."""
+CONTEXT = 300  # context length of a bigram model
 
 SAMPLER = Sampler(Sampling(temperature=1.0, seed=1))
 

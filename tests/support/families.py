@@ -21,8 +21,8 @@ _CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")
 HELD: dict[str, tuple[str, dict[str, Any]]] = _CONFIGS["held"]
 HYBRIDS: dict[str, dict[str, Any]] = _CONFIGS["hybrids"]
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = _CONFIGS["refused"]
+# Those of the families in `HELD` with compressed keys.
 LATENT = {"deepseek-mla", "deepseek-v2", "minicpm3", "longcat-flash", "youtu", "axk1"}
-"""Those of the families in `HELD` with compressed keys."""
 
 
 def build(model_type: str, overrides: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:

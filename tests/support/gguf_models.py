@@ -43,8 +43,8 @@ def _weights(module: Any) -> Iterator[tuple[str, Tensor]]:
     yield from ((n, one) for n, one in module.named_buffers() if n.endswith("layer_scalar"))
 
 
+# Gives the type to store a tensor in, by its name and shape.
 KindOf = Callable[[str, tuple[int, ...]], str]
-"""Gives the type to store a tensor in, by its name and shape."""
 
 
 def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
@@ -171,13 +171,13 @@ def _tiled(name: str, places: Tensor, config: Any) -> Tensor:
     return places
 
 
+# Where random blocks have floats of two bytes, and which.
 _HALVES = {
     "Q4_K": {0: 4e-4, 2: 3e-3},
     "Q5_K": {0: 2e-4, 2: 3e-3},
     "Q6_K": {208: 1e-4},
     "IQ4_NL": {0: 2e-3},
 }
-"""Where random blocks have floats of two bytes, and which."""
 
 
 def _blocks(values: np.ndarray[Any, Any], kind: Any) -> Any:

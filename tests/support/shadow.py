@@ -63,11 +63,11 @@ class LastPass:
 class Shadow:
     """All that was computed for one cache, by stream position."""
 
+    # Where each row was written, and its keys and values as first written: [2 L, H, D].
     rows: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    """Where each row was written, and its keys and values as first written: [2 L, H, D]."""
     tokens: dict[int, Read] = field(default_factory=dict)
+    # The newest passes, with their logits.
     passes: deque[tuple[Tensor, LastPass]] = field(default_factory=partial(deque, maxlen=100))
-    """The newest passes, with their logits."""
 
     def copied(self) -> Shadow:
         return Shadow(dict(self.rows), dict(self.tokens), self.passes.copy())
@@ -93,8 +93,8 @@ class WatchedModel(LoadedModel):
     """A model that notes what it computes; `chats` are those whose budget is checked."""
 
     chats: list[Session] = field(default_factory=list)
+    # Empty, or the number of passes until one is interrupted in its middle.
     fail_in: list[int] = field(default_factory=list)
-    """Empty, or the number of passes until one is interrupted in its middle."""
 
     @staticmethod
     def of(model: LoadedModel) -> WatchedModel:

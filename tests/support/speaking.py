@@ -16,8 +16,7 @@ from sirchat.engine.sampling import Sampler
 from sirchat.paths import tiny_dir
 from sirchat.ui import live
 
-SECONDS = 0.002
-"""Pause before each token, so that a reply is seen in many states."""
+SECONDS = 0.002  # pause before each token, so that a reply is seen in many states
 
 
 def saying(text: str) -> Callable[..., int]:

@@ -18,11 +18,9 @@ from forked_chat import ForkedChat
 
 PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[201~"
 
-WARM = "warm python"
-"""A program: a python that has imported what a chat needs."""
+WARM = "warm python"  # A program: a python that has imported what a chat needs
 
-_PROMPT_ENDS = b"\x1b[?2004l"
-"""Sent when a prompt has read its line: bracketed paste goes off."""
+_PROMPT_ENDS = b"\x1b[?2004l"  # sent when a prompt has read its line: bracketed paste goes off
 
 
 class Terminal:

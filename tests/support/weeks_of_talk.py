@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-Said = tuple[str, str, str]
-"""Id, speaker and text of a turn."""
+Said = tuple[str, str, str]  # id, speaker and text of a turn
 
 _FIRST: list[Said] = [
     ("D1:1", "Ana", "Hello Ben! I painted the garden shed green."),

@@ -24,8 +24,8 @@ from sirchat.memory.registry import Registry
 if TYPE_CHECKING:
     from sirchat.memory.policies.base import Policy
 
+# Additional names of eviction policies, each mapped to the policy's usual name.
 ALIASES = {"stream": "sink", "attention": "h2o"}
-"""Additional names of eviction policies, each mapped to the policy's usual name."""
 
 _REGISTRY = Registry("policy", __name__, "sirchat.policies", ALIASES, ("base", "check", "scores"))
 

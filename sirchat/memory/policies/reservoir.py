@@ -12,8 +12,7 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
-_LEAST = 8
-"""Minimum number of cache rows for the newest tokens, however large the sample is."""
+_LEAST = 8  # minimum number of cache rows for the newest tokens, however large the sample is
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from sirchat.memory.ledger import HeldRows, Role
 
+# A token's score is raised to at least this share of the scores of the tokens beside it.
 NEIGHBOUR_SHARE = 0.5
-"""A token's score is raised to at least this share of the scores of the tokens beside it."""
 
+# Maximum number of tokens in a word; a longer word, as in scripts without blanks, is divided.
 LONGEST_WORD = 8
-"""Maximum number of tokens in a word; a longer word, as in scripts without blanks, is divided."""
 
 
 def product_of(log_factors: dict[str, Tensor]) -> Tensor:

@@ -17,8 +17,7 @@ from sirchat.memory.ledger import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 from sirchat.memory.random_numbers import Purpose, uniform
 
-_POOL = 5
-"""Number of adjacent tokens over which the attention is averaged."""
+_POOL = 5  # number of adjacent tokens over which the attention is averaged
 
 
 @dataclass(frozen=True)
