@@ -131,6 +131,11 @@ def test_only_the_registry_of_commands_names_the_laboratory() -> None:
     assert {name for name in naming if not within(name, "sirchat.lab")} == {"sirchat.cli.registry"}
 
 
+@pytest.mark.parametrize("module", below("sirchat.recall.retrievers"))
+def test_settings_are_checked_against_a_retriever_without_the_heavy_libraries(module: str) -> None:
+    assert not {name for name in loaded_with(module) if within(name, *HEAVY)}
+
+
 def test_listing_policies_loads_none_of_them() -> None:
     heavy = {name for name in loaded_with("sirchat.memory.policies") if within(name, *HEAVY)}
     assert not heavy
