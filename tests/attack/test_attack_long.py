@@ -1,6 +1,6 @@
 """A long chat with recall, an archive on disk and autosave takes no more of anything as it grows.
 
-`SIRCHAT_ATTACK=1000` reads 100,000 tokens; `python -m tests.soak` measures the time, too.
+`SIRCHAT_ATTACK=1000` reads 100,000 tokens.
 """
 
 from __future__ import annotations
