@@ -60,29 +60,28 @@ _GAP = "\u200b"
 _Result = TypeVar("_Result")
 
 
+class Indexed(NamedTuple):
+    """A chat of the list: `family` is the id of the chat from which it was branched, or its own."""
+
+    id: str
+    name: str  # empty if it has none
+    family: str
+
+
 class Matches(NamedTuple):
-    """The chats that have all words, the best first, and the names of all chats.
+    """The chats that have all words, the best first, and all chats.
 
     `snippets` has a piece of the text of each of the first chats, with `MARKS` around its matches.
     """
 
     ids: list[str]
     snippets: list[str]
-    names: dict[str, str]
+    chats: list[Indexed]
 
 
-def names_in(folder: Path) -> dict[str, str]:
-    """The name of each chat of `folder` that has one, by id; SessionError if it can't be read."""
-    return _with_index(folder, _names)
-
-
-def family_in(folder: Path, family: str) -> list[str]:
-    """The ids of a chat and all its branches; SessionError if the index can't be used."""
-
-    def find(connection: sqlite3.Connection) -> list[str]:
-        return _ids(connection, "SELECT id FROM chats WHERE family = ?", family)
-
-    return _with_index(folder, find)
+def chats_in(folder: Path) -> list[Indexed]:
+    """All chats of `folder`, without reading them again; SessionError if the list can't be used."""
+    return _with_index(folder, _chats)
 
 
 def matches(folder: Path, words: str, most: int, notice: Callable[[str], object]) -> Matches:
@@ -101,9 +100,9 @@ def matches(folder: Path, words: str, most: int, notice: Callable[[str], object]
                 connection.execute(_SNIPPET, (*MARKS, query, number)).fetchone()[0]
                 for number, _ in chats[:most]
             ]
-            names = _names(connection)
+            every = _chats(connection)
         plain = [snippet.replace(_GAP, "") for snippet in snippets]
-        return Matches([ident for _, ident in chats], plain, names)
+        return Matches([ident for _, ident in chats], plain, every)
 
     return _with_index(folder, search, notice)
 
@@ -145,12 +144,8 @@ def _spaced(text: str) -> str:
     return _SPACELESS.sub(rf"{_GAP}\g<0>{_GAP}", unicodedata.normalize("NFKC", text))
 
 
-def _names(connection: sqlite3.Connection) -> dict[str, str]:
-    return dict(connection.execute("SELECT id, name FROM chats WHERE name != ''"))
-
-
-def _ids(connection: sqlite3.Connection, query: str, *values: str) -> list[str]:
-    return [ident for (ident,) in connection.execute(query, values)]
+def _chats(connection: sqlite3.Connection) -> list[Indexed]:
+    return [Indexed(*record) for record in connection.execute("SELECT id, name, family FROM chats")]
 
 
 def _with_index(
@@ -205,7 +200,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _tables(connection: sqlite3.Connection) -> list[str]:
     query = "SELECT sql FROM sqlite_master WHERE name IN ('chats', 'said') ORDER BY name"
-    return _ids(connection, query)
+    return [sql for (sql,) in connection.execute(query)]
 
 
 def _create(connection: sqlite3.Connection) -> None:
@@ -297,9 +292,10 @@ def _read(path: Path) -> tuple[str, str, str]:
             with closing(connect(path, options, timeout=0)) as connection:
                 check_format(connection, path)
                 about = dict(connection.execute("SELECT name, value FROM about"))
-                turns = _ids(connection, "SELECT text FROM turns ORDER BY turn")
+                turns = connection.execute("SELECT text FROM turns ORDER BY turn")
+                text = "\n".join(turn for (turn,) in turns)
             family = json.loads(about["meta"]).get("family", path.stem)
-            return str(json.loads(about.get("name", '""'))), str(family), "\n".join(turns)
+            return str(json.loads(about.get("name", '""'))), str(family), text
         except (sqlite3.Error, SessionError, AttributeError, *UNDECODABLE):
             continue
     return "", "", ""

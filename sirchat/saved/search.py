@@ -58,13 +58,13 @@ def search_sessions(
             f"{format_value(words)} has no word to search for; allowed: letters and digits",
             hint="sirchat sessions search green door",
         )
-    ids, snippets, names = matches(folder, words, MOST, notice)
+    ids, snippets, chats = matches(folder, words, MOST, notice)
     hits = []
     for ident, snippet in zip(ids, snippets, strict=False):
         with suppress(SessionError):  # the chat was removed, or damaged, just now
             hits.append(Hit(summary_of(folder / f"{ident}{SUFFIX}"), _parts(snippet)))
-    named = [ident for ident, name in names.items() if same_name(name, words)]
-    hint = "" if named or ids else nearest(words, names.values())
+    named = [chat.id for chat in chats if same_name(chat.name, words)]
+    hint = "" if named or ids else nearest(words, (chat.name for chat in chats if chat.name))
     return Found(hits, max(0, len(ids) - MOST), named, hint or _HINT)
 
 

@@ -31,7 +31,7 @@ from sirchat.saved.database import (
     refuse_missing,
     result_code,
 )
-from sirchat.saved.index import family_in, names_in, remove_from_index
+from sirchat.saved.index import Indexed, chats_in, remove_from_index
 from sirchat.saved.names import checked_name, same_name
 from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
@@ -96,8 +96,8 @@ def find_session(folder: Path, ident: str) -> Path:
     ids = sorted(name.removesuffix(SUFFIX) for name in _files(folder))
     if ident in ids:
         return folder / f"{ident}{SUFFIX}"
-    names = _names(folder)
-    by_name = [id for id, name in names.items() if same_name(name, ident)]
+    chats = _indexed(folder)
+    by_name = [chat.id for chat in chats if same_name(chat.name, ident)]
     matches = by_name or [id for id in ids if ident and id.startswith(ident)]
     if len(matches) > 1:
         how = "are called" if by_name else "begin with"
@@ -110,7 +110,7 @@ def find_session(folder: Path, ident: str) -> Path:
         newest = f"the newest session is {ids[-1]}" if ids else "no session is saved"
         raise SessionError(
             f"there is no saved session {format_value(ident)}",
-            hint=nearest(ident, [*ids, *names.values()]) or newest,
+            hint=nearest(ident, [*ids, *(chat.name for chat in chats if chat.name)]) or newest,
         )
     return folder / f"{matches[0]}{SUFFIX}"
 
@@ -168,7 +168,7 @@ def free_name(folder: Path, text: str, own: str) -> str:
     Raises SessionError if it is not allowed, or belongs to another session.
     """
     name = checked_name(text)
-    others = [ident for ident, other in _names(folder).items() if same_name(other, name)]
+    others = [chat.id for chat in _indexed(folder) if same_name(chat.name, name)]
     if (folder / f"{name}{SUFFIX}").is_file():
         others.append(name)
     for ident in others:
@@ -183,11 +183,8 @@ def free_name(folder: Path, text: str, own: str) -> str:
 
 def branches_of(folder: Path, family: str) -> list[SavedSession]:
     """The entries of the chat `family` (an id) and of its branches, the last written first."""
-    try:
-        files = [f"{ident}{SUFFIX}" for ident in family_in(folder, family)]
-    except SessionError:
-        files = _files(folder)
-    chats = [chat for chat in _summaries(folder, files, []) if chat.family == family]
+    files = [f"{chat.id}{SUFFIX}" for chat in _indexed(folder) if chat.family == family]
+    chats = _summaries(folder, files, [])
     return sorted(chats, key=lambda chat: chat.updated, reverse=True)
 
 
@@ -253,12 +250,12 @@ def _copy(path: Path, copy: Path) -> None:
         shutil.copyfileobj(old, new)
 
 
-def _names(folder: Path) -> dict[str, str]:
-    """By id, the name of each session that has one."""
+def _indexed(folder: Path) -> list[Indexed]:
     try:
-        return names_in(folder)
+        return chats_in(folder)
     except SessionError:  # no index can be made there
-        return {chat.id: chat.name for chat in list_sessions(folder).sessions if chat.name}
+        chats = list_sessions(folder).sessions
+        return [Indexed(chat.id, chat.name, chat.family) for chat in chats]
 
 
 def _files(folder: Path) -> list[str]:

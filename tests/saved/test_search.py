@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from session_files import elsewhere, head_at, new, rows_at, said
-from sirchat.errors import UsageError
+from sirchat.errors import SessionError, UsageError
 from sirchat.saved.index import NAME
 from sirchat.saved.search import Hit, search_sessions
-from sirchat.saved.session_list import remove_session
+from sirchat.saved.session_list import branches_of, find_session, free_name, remove_session
 from sirchat.saved.store import SessionStore
 
 SECRET = "Xylophone"  # FTS5 shortens a word that begins like another one
@@ -108,6 +108,23 @@ def test_a_search_knows_the_chats_as_they_are_now(tmp_path: Path) -> None:
     assert found(tmp_path, "lisbon") == [third]
     assert found(tmp_path, "oslo") == [other]
     assert not search_sessions(tmp_path / "missing", "x").hits
+
+
+def test_names_and_branches_are_found_without_reading_every_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = new(tmp_path, "rome"), new(tmp_path, "oslo")
+    with SessionStore.open(path) as session:
+        session.rename("My trip")
+    soon = time.time_ns() - 10**10
+    for chat in (path, other):
+        os.utime(chat, ns=(soon, soon))
+    assert find_session(tmp_path, "my trip") == path
+    monkeypatch.setattr("sirchat.saved.index._read", fail)
+    assert find_session(tmp_path, "MY TRIP") == path
+    with pytest.raises(SessionError, match="allowed: a name that no other session has"):
+        free_name(tmp_path, "my trip", own="")
+    assert [chat.path for chat in branches_of(tmp_path, path.stem)] == [path]
 
 
 def test_a_chat_that_changes_twice_within_a_tick_of_the_clock_is_read_again(tmp_path: Path) -> None:
