@@ -1,13 +1,7 @@
 """The eviction policies; each is in a file of its own, named after the policy.
 
-`base` has their base classes, `scores` what several scores share, `check` tests their contract.
-
-Other packages add policies through the entry point group `sirchat.policies`, and a user can name a
-class by its path `package.module:Class`. Listing the names imports no policy and therefore no
-torch.
-
-Using a class by its path runs the code of the module, so only paths that the user typed are
-accepted. `refuse_untrusted` refuses paths in files, because a file may come from somebody else.
+Other packages add some through the entry points `sirchat.policies`; a user may name a class by its
+path `package.module:Class`. Listing the names imports no policy, and so no torch.
 """
 
 from __future__ import annotations
@@ -47,10 +41,9 @@ def is_path(name: str) -> bool:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The eviction policy's class with this name, alias or path `module:Class`.
+    """The policy's class with this name, alias or path `module:Class`; else a SettingError.
 
-    Raises SettingError if there is no policy of this name. A module in the current folder is found
-    only if `import_typed` was called before with its path.
+    A module in the current folder is found only after `import_typed` of its path.
     """
     if is_path(name):
         return _REGISTRY.load(name)
@@ -58,10 +51,9 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def import_typed(name: str) -> None:
-    """Import the module of an eviction policy that the user typed as `module:Class`.
+    """Import the module of a policy that the user typed as `module:Class`, if `name` is such.
 
-    The module may be in the current folder. Does nothing if `name` does not have this form. If the
-    import fails, no error is raised here; `policy_class` raises it later.
+    It may be in the current folder. `policy_class` raises the error of a failed import.
     """
     if not is_path(name):
         return
@@ -74,9 +66,9 @@ def import_typed(name: str) -> None:
 
 
 def refuse_untrusted(name: object, source: str, trusted: Collection[str]) -> None:
-    """Raise SettingError if a file names a policy by a path `module:Class` that is not trusted.
+    """Raise SettingError if the file `source` names a policy by a path that is not `trusted`.
 
-    `name` is the policy's name in the file `source`; `trusted` are the paths that are allowed.
+    Its module's code would run, and the file may come from somebody else.
     """
     if isinstance(name, str) and ":" in name and name not in trusted:
         shown = format_value(name)

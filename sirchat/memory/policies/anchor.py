@@ -16,12 +16,9 @@ from sirchat.memory.policies.base import ScorePolicy
 class Anchor(ScorePolicy):
     """Keeps the sinks, the current sequence, and the last token of each sequence before it.
 
-    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1). A sequence is a
-    sentence or a round; its last token is its anchor. Once an anchor is read or generated, all
-    other tokens of its sequence are evicted. By equation (4), an anchor does not attend to earlier
-    sequences. The model must have been trained to compress a sequence into its anchor (`sirchat
-    train anchor`). For other models, the option `lazy` evicts tokens only when room is needed. If
-    there are too many anchors for the budget, the oldest anchors are evicted.
+    Anchor-based language models (Pang et al. 2024, arXiv:2402.07616, Algorithm 1): once a sequence
+    (sentence or round) has ended, only its last token stays. `lazy`: only when room is needed, for
+    models not trained for it. Of too many anchors, the oldest are evicted.
     """
 
     source: ClassVar[str] = "Anchor-based LLMs, arXiv:2402.07616"
@@ -46,7 +43,7 @@ class Anchor(ScorePolicy):
 
 
 def _is_current(rows: HeldRows) -> Tensor:
-    """Mask [n] of the tokens after the last anchor, which belong to the unfinished sequence."""
+    """Mask [n] of the tokens after the last anchor."""
     ends = rows.is_anchor.nonzero()
     last_end = int(ends[-1, 0]) if len(ends) else -1
     return torch.arange(len(rows)) > last_end

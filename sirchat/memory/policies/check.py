@@ -1,7 +1,4 @@
-"""Checks that an eviction policy keeps its contract (`sirchat policies check NAME`).
-
-`contract_violations` describes the contract, and tests it on token ledgers with random entries.
-"""
+"""Checks that an eviction policy keeps its contract (`sirchat policies check NAME`)."""
 
 from __future__ import annotations
 
@@ -19,16 +16,10 @@ _CASES = 50
 
 
 def contract_violations(policy: Policy) -> list[str]:
-    """Test an eviction policy; returns one line for each violation of its contract.
-
-    The policy's method `keep` is called on random rows. It must return sorted, unique int64 row
-    numbers, exactly as many as asked for, including every protected row. A second call must return
-    the same numbers, and no call may change the rows. `score` and `log_factors`, if the policy has
-    them, must return one number for each row. For a policy that never evicts, the list is empty.
-    """
+    """Test a policy on random ledgers; returns one line for each violation of its contract."""
     if not policy.bounded:
         return []
-    found: dict[str, None] = {}
+    violations: dict[str, None] = {}
     for case in range(_CASES):
         held, num_keep = _random_rows(case, policy)
         before = held.position.clone()
@@ -55,25 +46,19 @@ def contract_violations(policy: Policy) -> list[str]:
             stays = torch.zeros(len(held), dtype=torch.bool)
             stays[kept] = True
             promises["protected rows must stay"] = bool(stays[held.protected].all())
-        found |= {text: None for text, kept_promise in promises.items() if not kept_promise}
-    return list(found)
+        violations |= {text: None for text, kept_promise in promises.items() if not kept_promise}
+    return list(violations)
 
 
 def _numbers(policy: Policy, rows: HeldRows) -> list[Tensor]:
-    """The tensors that the policy's methods `score` and `log_factors` return for `rows`.
-
-    The list is empty if the policy has no scores.
-    """
+    """What the policy's `score` and `log_factors` return, if it has them."""
     if not isinstance(policy, ScorePolicy):
         return []
     return [policy.score(rows), *policy.log_factors(rows).values()]
 
 
 def _random_rows(case: int, policy: Policy) -> tuple[HeldRows, int]:
-    """Make random rows on which `policy` is tested, and a random number of rows to keep.
-
-    `case` is the random seed.
-    """
+    """Random rows, from the seed `case`, and a random number of rows to keep."""
     random = np.random.default_rng(case)
     ledger = Ledger(seed=case, unknown_surprisal=1.0)
     for round_number in range(int(random.integers(1, 6))):

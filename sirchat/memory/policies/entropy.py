@@ -15,11 +15,9 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Entropy(RecentScorePolicy):
     """Keeps the sinks, the tokens of highest decayed surprisal, and the `recent` newest.
 
-    SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1). The paper's "token
-    entropy" is the surprisal -log p(token | tokens held in the cache), in nats. After each round,
-    the scores of all tokens are multiplied by the setting `decay`. Known deviation: in the paper,
-    the newest tokens can be evicted; here they stay, whatever their surprisal. To follow the paper,
-    set `recent` to 0.
+    SirLLM (Yao et al. 2024, arXiv:2405.12528, section 3.3 and Algorithm 1): its "token entropy" is
+    -log p(token | held tokens), in nats, times the decays. Known deviation: there, the newest
+    tokens may be evicted; `recent` 0 follows the paper.
     """
 
     source: ClassVar[str] = "SirLLM, arXiv:2405.12528"

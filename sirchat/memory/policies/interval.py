@@ -15,11 +15,9 @@ from sirchat.memory.policies.base import Policy
 class Interval(Policy):
     """Keeps the sinks and, from the oldest on, every stride-th of the other tokens in the cache.
 
-    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1). The stride is the number of
-    unprotected tokens in the cache divided by the number of them that stay, rounded down. Tokens
-    are chosen "until the cache size is fully utilized". If fewer than half of the tokens must be
-    evicted, the stride is 1, and the oldest tokens stay. This is the paper's rule, and it makes the
-    baseline weak.
+    SirLLM's IntervalLLM baseline (arXiv:2405.12528, section 4.1): the stride is the number of
+    unprotected tokens divided by how many of them stay, rounded down. If fewer than half must go it
+    is 1, and the oldest stay: the paper's rule, which makes the baseline weak.
     """
 
     source: ClassVar[str] = "SirLLM's IntervalLLM, arXiv:2405.12528"

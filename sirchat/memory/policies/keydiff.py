@@ -15,11 +15,9 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Keydiff(RecentScorePolicy):
     """Keeps the sinks, the tokens with the most distinctive keys, and the `recent` newest.
 
-    KeyDiff (Park et al. 2025, arXiv:2504.15364): the score is -cos(k, a), where a is the mean of
-    k / |k| over all tokens that are ranked. Keys are taken as attention reads them, with their
-    rotary position, as in the library kvpress. Known deviations: the paper chooses tokens for each
-    head and layer; here all heads and layers keep the same tokens, by the mean score over heads and
-    layers. Here the newest tokens always stay, whatever their score.
+    KeyDiff (Park et al. 2025, arXiv:2504.15364): -cos(k, a), a the mean of k / |k|, with keys as
+    attention reads them; `memory/key_value_stats.py` computes it. Known deviations: one choice for
+    all heads and layers; the newest tokens always stay.
     """
 
     source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"

@@ -15,11 +15,9 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Knorm(RecentScorePolicy):
     """Keeps the sinks, the tokens whose keys have the smallest norm, and the `recent` newest.
 
-    L2 norm-based compression (Devoto et al. 2024, arXiv:2406.11430): a key of low L2 norm usually
-    gets much attention, so the score is -|k|. Known deviations: the paper chooses tokens for each
-    head and layer; here all heads and layers keep the same tokens, by the mean score over heads and
-    layers. The released code can exempt the first two layers from eviction; here tokens are evicted
-    from all layers. Here the newest tokens always stay, whatever their score.
+    L2 norm (Devoto et al. 2024, arXiv:2406.11430): -|k|, because a short key usually gets much
+    attention; `memory/key_value_stats.py` computes it. Known deviations: one choice for all heads
+    and layers; the newest tokens always stay.
     """
 
     source: ClassVar[str] = "L2 norm, arXiv:2406.11430"

@@ -17,11 +17,8 @@ from sirchat.memory.random_numbers import Purpose, uniform
 class Random(ScorePolicy):
     """Keeps the sinks and a random choice of the other tokens in the cache.
 
-    The choice is made anew at each eviction.
-
-    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1). A token is still in the cache only
-    if the choice at every eviction has kept it. Therefore fewer of the old tokens stay than of the
-    new tokens; the policy `reservoir` does not have this bias.
+    SirLLM's RandomLLM baseline (arXiv:2405.12528, section 4.1): the choice is made anew at each
+    eviction, so fewer of the old tokens stay; `reservoir` does not have this bias.
     """
 
     source: ClassVar[str] = "SirLLM's RandomLLM, arXiv:2405.12528"

@@ -12,24 +12,16 @@ from torch import Tensor
 from sirchat.memory.ledger import HeldRows
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 
-_LEAST = 8  # minimum number of cache rows for the newest tokens, however large the sample is
+_LEAST = 8  # newest tokens, however large the sample is
 
 
 @dataclass(frozen=True)
 class Reservoir(RecentScorePolicy):
     """Keeps the sinks, a uniform sample of all tokens that left the recent window, and that window.
 
-    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2). The recent
-    window is the newest `recent` tokens. The paper's start, sample and recent sizes are the options
-    `sinks`, `sample` and `recent`. Each token gets a random number when it is read. The tokens with
-    the `sample` largest numbers are the sample, so every token of the stream has the same chance
-    (Efraimidis and Spirakis 2006). As in the paper's Figure 4, the three sizes may add up to the
-    budget: then new tokens replace the oldest tokens of the recent window, never tokens of the
-    sample. If the budget is larger, the newest of the unsampled tokens stay, too; if the budget is
-    smaller, the recent window is smaller. If `sample` is not set, the sample takes all remaining
-    room; the sample is uniform as long as this room does not grow. Known deviation: in the paper's
-    Figure 2, the sample is drawn again and again among the tokens in the cache, which favours new
-    tokens. The paper's section 4, followed here, draws it from all tokens ever read.
+    Reservoir sampling for StreamingLLM (Pan et al. 2024, section 4, equations 1 and 2): the
+    `sample` tokens of the largest arrival keys among those that left the `recent` newest
+    (Efraimidis and Spirakis 2006). Known deviation: the paper's Figure 2 draws among what is held.
     """
 
     source: ClassVar[str] = "An Experiment of Implementing Reservoir Sampling to StreamingLLM"
@@ -57,12 +49,7 @@ class Reservoir(RecentScorePolicy):
         return self._by_membership(rows, self.recent, self.sample)
 
     def _by_membership(self, rows: HeldRows, window: int, sample: int) -> Tensor:
-        """Scores [n] of the tokens: from 1 to 2 for tokens of the sample, below 1 for all others.
-
-        The sample is the `sample` tokens with the largest random numbers among the tokens that are
-        older than the newest `window` tokens. Among tokens outside the sample, newer tokens have
-        higher scores.
-        """
+        """Scores [n]: from 1 to 2 for members of the sample, below 1 for others, by their age."""
         no_candidates = rows.newest(window) | rows.is_sink | rows.is_pinned
         keys = rows.arrival_key.masked_fill(no_candidates, -1.0)
         members = torch.zeros(len(rows), dtype=torch.bool)

@@ -15,9 +15,8 @@ from sirchat.memory.policies.base import ScorePolicy
 class Sink(ScorePolicy):
     """Keeps the attention sinks and the most recent tokens.
 
-    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453, section 3.2). Attention sinks are the first
-    tokens of the conversation. As in the paper, a token's rotary position is its slot in the cache.
-    The policy's other name is `stream`.
+    StreamingLLM (Xiao et al. 2023, arXiv:2309.17453, section 3.2). The sinks are the first
+    tokens of the conversation; a token's rotary position is its slot in the cache.
     """
 
     source: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"

@@ -16,13 +16,9 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Snapkv(RecentScorePolicy):
     """Keeps the sinks, the tokens that the newest queries attend to most, and the `recent` newest.
 
-    The observation window of SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the score is the
-    sum of the attention weights from the newest `window` queries. Known deviations: the paper
-    chooses tokens once, after the prompt; here tokens are chosen anew at each eviction, by the last
-    queries before the eviction, whether of the user's or of the model's tokens. The paper's pooling
-    over neighbouring tokens is left out. The paper chooses tokens for each head; here all heads and
-    layers keep the same tokens, by the mean score over heads and over `layers` evenly spaced
-    layers.
+    SnapKV (Li et al. 2024, arXiv:2404.14469, section 4): the attention weights from the newest
+    `window` queries, summed in `memory/attention.py`. Known deviations: chosen anew at each
+    eviction; no pooling over neighbours; one choice for all heads and layers.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"

@@ -16,9 +16,8 @@ from sirchat.memory.policies.base import RecentScorePolicy
 class Tova(RecentScorePolicy):
     """Keeps the sinks, the tokens with most attention from the last query, and the `recent` newest.
 
-    TOVA (Oren et al. 2024, arXiv:2401.06104, section 3.2). The last query is the query of the
-    newest token. Known deviation: the paper chooses tokens for each layer; here all layers keep the
-    same tokens, by the mean attention over heads and over `layers` evenly spaced layers.
+    TOVA (Oren et al. 2024, arXiv:2401.06104, section 3.2): the attention weights from the newest
+    token's query, recorded in `memory/attention.py`. Known deviation: one choice for all layers.
     """
 
     source: ClassVar[str] = "TOVA, arXiv:2401.06104"

@@ -1,7 +1,4 @@
-"""Policy `vase`: keeps the tokens whose values have the widest range, and a sample of the others.
-
-The probability of a token in this sample is proportional to the attention that it received.
-"""
+"""Policy `vase`: keeps the tokens of the widest values, and a draw of the others by attention."""
 
 from __future__ import annotations
 
@@ -17,23 +14,16 @@ from sirchat.memory.ledger import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 from sirchat.memory.random_numbers import Purpose, uniform
 
-_POOL = 5  # number of adjacent tokens over which the attention is averaged
+_POOL = 5  # adjacent tokens over which the attention is averaged
 
 
 @dataclass(frozen=True)
 class Vase(RecentScorePolicy):
     """Keeps the sinks, the tokens of widest value range, a random sample, and the `recent` newest.
 
-    VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928, and its released code): sinks, pins and the
-    newest tokens stay; of the remaining room, `large` percent go to the tokens with the largest
-    max(v) - min(v) of their value v. The rest of the room goes to tokens that are drawn anew at
-    each eviction, without replacement, each with a probability proportional to the attention from
-    the newest `window` queries, averaged over 5 adjacent tokens. The score is log(u) / w, where u
-    is a uniform random number and w the attention: the tokens with the largest scores are such a
-    sample (Efraimidis and Spirakis 2006). Known deviations: the paper chooses tokens for each head
-    and layer; here all heads and layers keep the same tokens, by the mean over heads and layers
-    (for attention, `layers` evenly spaced layers). `large` is a share of the room, 25 % by default;
-    in the released code it is a number of tokens.
+    VaSE-AttnV (Chang et al. 2026, arXiv:2606.03928): `large` percent of the room go to the largest
+    max(v) - min(v), the rest to a draw by log(u) / w, u uniform and w the attention from the newest
+    `window` queries (Efraimidis and Spirakis 2006). Known deviation: one choice for all heads.
     """
 
     source: ClassVar[str] = "VaSE, arXiv:2606.03928"

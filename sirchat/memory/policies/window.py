@@ -15,9 +15,8 @@ from sirchat.memory.policies.base import ScorePolicy
 class Window(ScorePolicy):
     """Keeps the most recent tokens; ignores sinks and pins.
 
-    Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1) as an eviction
-    policy. Once the first tokens are evicted, most models write nonsense, so this policy is only a
-    baseline.
+    Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1) as a policy. A
+    baseline: once the first tokens are evicted, most models write nonsense.
     """
 
     source: ClassVar[str] = "Longformer's sliding window, arXiv:2004.05150"
