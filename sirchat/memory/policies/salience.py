@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sirchat.memory.ledger import HeldRows, Role
+from sirchat.memory.held_rows import HeldRows, Role
 from sirchat.memory.policies.base import RecentScorePolicy
 from sirchat.memory.policies.scores import (
     neighbour_factor,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sirchat.memory.attention import AttentionStatsConfig
-from sirchat.memory.ledger import HeldRows, KeyValueStat
+from sirchat.memory.held_rows import HeldRows, KeyValueStat
 from sirchat.memory.policies.base import RecentScorePolicy, highest
 from sirchat.memory.random_numbers import Purpose, uniform
 
