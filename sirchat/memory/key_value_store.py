@@ -21,7 +21,7 @@ from sirchat.memory.archive import Archive
 from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.cache import BoundedCache
 from sirchat.memory.key_value_stats import Block, key_value_stats
-from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged, united
+from sirchat.memory.key_values import CacheState, KeyValues, Positions, merged
 from sirchat.memory.ledger import Flag, KeyValueStat, Ledger, State
 from sirchat.memory.policies.scores import or_usual
 
@@ -102,10 +102,12 @@ class KeyValueStore:
 
         Those that must never be restored (flag `EXCLUDED`) are left out.
         """
-        ledger, stored = self.ledger, self.archive.positions
-        stored = stored[stored < ledger.seen]
-        archived = stored[ledger.column("state")[stored] == State.ARCHIVED]
-        stored = united((ledger.held_positions, archived))
+        ledger, archived = self.ledger, self.archive.positions
+        archived = archived[archived < ledger.seen]
+        is_stored = np.zeros(ledger.seen, bool)  # hundreds of times as fast as `np.union1d`
+        is_stored[archived[ledger.column("state")[archived] == State.ARCHIVED]] = True
+        is_stored[ledger.held_positions] = True
+        stored = np.flatnonzero(is_stored)
         allowed: Positions = stored[ledger.column("flags")[stored] & Flag.EXCLUDED == 0]
         return allowed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +49,6 @@ class KeyValues:
         tensors = [tensor.index_select(1, chosen.to(tensor.device)) for tensor in self.tensors]
         return KeyValues(self.positions[index], self.written_at[index], tensors)
 
-    def between(self, start: int, end: int) -> KeyValues:
-        """Those with index `start` to `end` - 1, as views."""
-        tensors = [tensor[:, start:end] for tensor in self.tensors]
-        return KeyValues(self.positions[start:end], self.written_at[start:end], tensors)
-
 
 def merged(first: KeyValues, second: KeyValues) -> KeyValues:
     """Copies of both, in ascending order of position, on the devices of the first."""
@@ -67,11 +61,3 @@ def merged(first: KeyValues, second: KeyValues) -> KeyValues:
     ]
     written_at = np.concatenate([first.written_at, second.written_at])[order]
     return KeyValues(positions[order], written_at, tensors)
-
-
-def united(parts: Sequence[Positions]) -> Positions:
-    """The union of arrays of positions, ascending; ten times as fast as `np.unique`."""
-    mask = np.zeros(1 + max((int(part.max()) for part in parts if len(part)), default=-1), bool)
-    for part in parts:
-        mask[part] = True
-    return np.flatnonzero(mask)
