@@ -17,17 +17,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from sirchat import __version__
-from sirchat.cli.chat import (
-    Feed,
-    Format,
-    Json,
-    JsonTokens,
-    Quiet,
-    ask,
-    open_chat,
-    replay,
-    tutorial,
-)
+from sirchat.cli.chat import Feed, Format, Json, JsonTokens, Quiet, ask, open_chat, replay, tutorial
 from sirchat.cli.doctor import completion, doctor, man, show_paths
 from sirchat.cli.flags import Debug, Trust, complete_session, misplaced_flag, with_settings
 from sirchat.cli.registry import commands, lazy_commands, overview, with_example
@@ -189,8 +179,7 @@ def start(
         ),
     ] = None,
     rebuild: Annotated[
-        bool,
-        typer.Option("--rebuild", help="With --resume: let the model read the chat again."),
+        bool, typer.Option("--rebuild", help="With --resume: let the model read the chat again.")
     ] = False,
     server: Annotated[str, typer.Option(hidden=True)] = "off",
     debug: Debug = False,

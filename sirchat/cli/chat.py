@@ -45,8 +45,7 @@ Feed = Annotated[
     bool, typer.Option("--feed", help="Read the transcript's replies instead of generating them.")
 ]
 Format = Annotated[
-    str,
-    typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines"),
+    str, typer.Option(help="Format of the transcript.", metavar="auto|jsonl|sharegpt|text|lines")
 ]
 JsonTokens = Annotated[
     bool,

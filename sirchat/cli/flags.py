@@ -122,11 +122,7 @@ def quick_start() -> Iterator[None]:
 
 
 def load(
-    profile: Profile,
-    trust: bool,
-    report: "Progress | None" = None,
-    *,
-    for_hub: bool = False,
+    profile: Profile, trust: bool, report: "Progress | None" = None, *, for_hub: bool = False
 ) -> "LoadedModel":
     """Load a profile's model; `for_hub`: module and tokenizer are classes of transformers."""
     with interruptible_imports():

@@ -217,8 +217,7 @@ def models_pull(
 @models_app.command("families")
 def models_families(
     names: Annotated[
-        list[str] | None,
-        typer.Argument(help="Families to check; default: all in transformers."),
+        list[str] | None, typer.Argument(help="Families to check; default: all in transformers.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     markdown: Annotated[

@@ -184,11 +184,7 @@ def test_only_the_user_can_open_the_socket(home: Path) -> None:
         (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
         (["ask", "--server", "http://h", "--resume", "last", JOKE], 2, "no effect with --resume"),
         (["ask", "--server", "http://h", "--json", JOKE], 2, "--server has no effect with --json"),
-        (
-            ["--server", "http://h"],
-            2,
-            "no longer opens a chat (sirchat opens one here; ",
-        ),
+        (["--server", "http://h"], 2, "no longer opens a chat (sirchat opens one here; "),
         (["--server", "auto", "ask", JOKE], 2, "put --server after ask"),
     ],
 )

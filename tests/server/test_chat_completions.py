@@ -282,10 +282,7 @@ def test_an_error_of_the_model_is_told_without_its_traceback(
 @pytest.fixture
 def address() -> Iterator[str]:
     """Where a server with room for one request listens; its model never ends a reply."""
-    with (
-        served(babbler(), conversations=1, queue=0, budget=64) as one,
-        listening(one) as address,
-    ):
+    with served(babbler(), conversations=1, queue=0, budget=64) as one, listening(one) as address:
         yield address
 
 

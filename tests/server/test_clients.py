@@ -123,8 +123,7 @@ def test_langchain(
     after = model.invoke([("user", ANNA), first, ("user", NAME)])
     assert after.usage_metadata["input_token_details"]["cache_read"] > 0
     answered = model.with_structured_output(
-        {"title": "a", "type": "object", "properties": {}, "maxProperties": 0},
-        method="json_schema",
+        {"title": "a", "type": "object", "properties": {}, "maxProperties": 0}, method="json_schema"
     )
     assert answered.invoke(ANNA) == {}
     script(monkeypatch, [CALL, CALL, "It is cold."])

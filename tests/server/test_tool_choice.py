@@ -22,11 +22,7 @@ BARE = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 def tool(called: str, **properties: Any) -> dict[str, Any]:
     """A tool whose parameters are all required."""
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": [*properties],
-    }
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
     return {"type": "function", "function": {"name": called, "parameters": parameters}}
 
 
@@ -153,10 +149,7 @@ def test_a_model_whose_template_writes_calls_in_another_way_refuses_to_require_o
 
 @pytest.mark.parametrize(
     ("shape", "form"),
-    [
-        ("qwen", ("<tool_call>\n", "arguments", "\n</tool_call>")),
-        ("llama", ("", "parameters", "")),
-    ],
+    [("qwen", ("<tool_call>\n", "arguments", "\n</tool_call>")), ("llama", ("", "parameters", ""))],
 )
 def test_how_calls_are_written_is_found_by_rendering_one(shape: str, form: Any) -> None:
     assert ToolTemplate(tool_tokenizer(shape), None).call_form() == form
