@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 
 NAME = "a-model-of-a-name-as-long-as-those-of-the-hub-are-today-Q4_1.gguf"
+DAMAGED = "m/\x1b[31mred\x07.gguf"
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "m").mkdir()
     write_gguf(tmp_path / "m" / NAME, tiny(), "Q4_1")
     save_babbler(tmp_path / "m" / "babbler")
-    (tmp_path / "m" / "\x1b[31mred\x07.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 64)
+    (tmp_path / DAMAGED).write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 64)
     return Path("m")
 
 
@@ -53,47 +55,43 @@ def test_a_damaged_file_is_one_line_without_control_characters(folder: Path) -> 
     assert done.stderr == ""
 
 
+def listed(*words: str, **variables: str) -> dict[str, Any]:
+    """The models of the list, by name."""
+    models = json.loads(run("models", "list", "--json", *words, **variables).stdout)
+    return {model["name"]: model for model in models}
+
+
 def test_json_has_the_same(folder: Path) -> None:
-    found = json.loads(run("models", "list", "--json", "--in", str(folder)).stdout)
-    by_name = {one["name"]: one for one in found}
-    assert by_name["m/babbler"]["context_length"] == 4096
-    assert by_name[f"m/{NAME}"]["kind"] == "llama Q4_1"
-    assert by_name["m/\x1b[31mred\x07.gguf"]["problem"]
-    assert all(one["source"] in ("bundled", "package", "folder", "hub") for one in found)
+    models = listed("--in", str(folder))
+    assert models["m/babbler"]["context_length"] == 4096
+    assert models[f"m/{NAME}"]["kind"] == "llama Q4_1"
+    assert models[DAMAGED]["problem"]
+    assert {model["source"] for model in models.values()} <= {"bundled", "package", "folder", "hub"}
 
 
 @pytest.mark.parametrize("budget", ["", "512"])
 def test_the_memory_is_what_a_chat_allocates(folder: Path, budget: str) -> None:
-    arguments = ["--budget", budget] if budget else []
-    found = json.loads(run("models", *arguments, "--json").stdout)
-    (told,) = (one for one in found if one["name"] == "tiny")
+    told = listed(*(["--budget", budget] if budget else []))["tiny"]
     chat = Session(tiny(), Profile(device="cpu", budget=int(budget or 1024)))
     list(chat.read_user("Hello."))
     assert told["budget"] == chat.budget
-    assert told["kv_cache_bytes"] == chat._engine.cache.nbytes
+    assert told["kv_cache_bytes"] == sum(place.cache for place in chat.memory)
 
 
 def test_the_budget_is_no_more_than_the_context_and_all_of_it_under_full(folder: Path) -> None:
-    found = json.loads(run("models", "--budget", "999999", "--json").stdout)
-    assert found[0]["budget"] == 2048
-    found = json.loads(run("models", "--json", SIRCHAT_POLICY="full").stdout)
-    assert found[0]["budget"] == 2048
+    assert listed("--budget", "999999")["tiny"]["budget"] == 2048
+    assert listed(SIRCHAT_POLICY="full")["tiny"]["budget"] == 2048
 
 
-def test_the_list_says_the_largest_budget_that_fits(folder: Path) -> None:
+def test_the_list_marks_the_default_and_says_the_largest_budget_that_fits(folder: Path) -> None:
     """tiny takes 500 MB with the program; whoever runs this test has them."""
-    found = json.loads(run("models", "--json", "--in", str(folder)).stdout)
-    by_name = {one["name"]: one["largest_budget"] for one in found}
-    assert by_name["tiny"] in (2048, None)  # None where the system does not say what is free
-    assert by_name["m/\x1b[31mred\x07.gguf"] is None
-    (title, tiny_line, *_) = run("models", COLUMNS="160").stdout.splitlines()
-    assert title.endswith("fits up to")
-    assert tiny_line.split()[-1] in ("2,048", "?")
-
-
-def test_the_default_model_is_marked(folder: Path) -> None:
+    models = listed("--in", str(folder))
+    assert models["tiny"]["largest_budget"] in (2048, None)  # None: it is not known what is free
+    assert models[DAMAGED]["largest_budget"] is None
     lines = run("models", SIRCHAT_MODEL="tiny-anchor", COLUMNS="160").stdout.splitlines()
-    assert [one.split()[0] for one in lines if "(default)" in one] == ["tiny-anchor"]
+    assert lines[0].endswith("fits up to")
+    assert lines[1].split()[-1] in ("2,048", "?")
+    assert [line.split()[0] for line in lines if "(default)" in line] == ["tiny-anchor"]
 
 
 def test_fit_says_what_a_model_takes(folder: Path) -> None:
@@ -110,25 +108,21 @@ def test_fit_says_what_a_model_takes(folder: Path) -> None:
 
 def test_fit_as_json_agrees_with_the_list(folder: Path) -> None:
     told = json.loads(run("models", "fit", f"m/{NAME}", "--json").stdout)
-    first = told["choices"][0]
-    listed = json.loads(run("models", "--json", "--in", "m", "--budget", "1024").stdout)
-    (row,) = (one for one in listed if one["name"] == f"m/{NAME}")
+    first, *others = told["choices"]
+    row = listed("--in", "m", "--budget", "1024")[f"m/{NAME}"]
     assert first["kv_cache_bytes"]["1024"] == row["kv_cache_bytes"]
     assert first["setting"] == ""
     assert told["tokens_per_hour"] == 10_000
-    assert {"--dtype float32", "--dtype bfloat16"} & {one["setting"] for one in told["choices"]}
-
-
-def test_fit_of_a_model_that_is_not_here_says_how_to_pull_it(folder: Path) -> None:
-    done = run("models", "fit", "me/other")
-    assert done.returncode == 1
-    assert done.stderr == (
-        "sirchat: model 'me/other' is not on this machine "
-        "(to download it: sirchat models pull me/other)\n"
-    )
+    assert {"--dtype float32", "--dtype bfloat16"} & {choice["setting"] for choice in others}
 
 
 def test_what_is_wrong_is_said(folder: Path) -> None:
     assert "there is no folder 'nowhere'" in run("models", "--in", "nowhere").stderr
     assert "budget can't be" in run("models", "--budget", "many").stderr
     assert run("models", "--json", "list").returncode == 2
+    done = run("models", "fit", "me/other")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "sirchat: model 'me/other' is not on this machine "
+        "(to download it: sirchat models pull me/other)\n"
+    )

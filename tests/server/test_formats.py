@@ -82,26 +82,6 @@ def test_the_log_probabilities_are_those_of_the_model_without_the_format(server:
     assert min(found) < -1  # it would not have said so on its own
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"type": "json_schema"},
-        {"type": "json_object", "json_schema": {"name": "a", "schema": {}}},
-        by_schema({"type": "nosuch"}),
-        by_schema({"$ref": "http://127.0.0.1/schema"}),
-        by_schema({"$ref": "file:///etc/passwd"}),
-        by_schema({"type": "string", "pattern": "("}),
-        by_schema({"not": {"type": "string"}}),
-        by_schema({"type": "integer", "minimum": 10**400}),
-        by_schema("object"),
-    ],
-)
-def test_a_schema_that_can_t_be_used_is_refused(server: Served, form: Any) -> None:
-    error = refusal(server.post(ASKED, response_format=form))
-    assert "response_format" in error["param"]
-    assert server.reply(ASKED)
-
-
 def test_a_format_that_can_t_be_kept_is_refused(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,18 +66,6 @@ def test_a_text_that_is_continued_takes_no_chat_away_and_has_no_control_tokens()
         assert server.ask(longer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("prompt", ""), ("prompt", ["a", "b"]), ("prompt", [1, 2]), ("suffix", "x"),
-     ("echo", True), ("logprobs", 3), ("n", 2), ("messages", [user("a")])],
-)  # fmt: skip
-def test_of_a_text_too_what_would_be_ignored_is_refused(
-    server: Served, field: str, value: Any
-) -> None:
-    error = refusal(server.client.post("/v1/completions", json={"prompt": "a", field: value}))
-    assert field in error["message"] or field in error["param"]
-
-
 def respond(server: Served, said: str, /, **fields: Any) -> Any:
     """The JSON of a response, which must have no error."""
     response = server.client.post("/v1/responses", json={"input": said, **fields})
@@ -139,18 +127,6 @@ def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None
         assert (error["param"], error["type"]) == ("previous_response_id", "invalid_request_error")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("input", []), ("input", [{"type": "item_reference", "id": "a"}]), ("background", True),
-     ("input", [assistant("a")]), ("reasoning", {"effort": "high"}), ("tools", [{"type": "x"}]),
-     ("max_output_tokens", 0), ("text", {"format": {"type": "json_schema"}}), ("seed", 3)],
-)  # fmt: skip
-def test_of_a_response_too_what_would_be_ignored_is_refused(
-    server: Served, field: str, value: Any
-) -> None:
-    refusal(server.client.post("/v1/responses", json={"input": ANNA, field: value}))
-
-
 def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
     kept = KeptResponses()
     for number in range(1002):
@@ -200,28 +176,6 @@ def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
         },
     )  # fmt: skip
     assert small.json()["sirchat"]["budget"] == 100
-
-
-@pytest.mark.parametrize(
-    ("fields", "status"),
-    [
-        ({"model": "llama3"}, 404),
-        ({"think": True}, 400),
-        ({"format": "xml"}, 400),
-        ({"format": {"type": "nosuch"}}, 400),
-        ({"options": {"num_predict": -2}}, 400),
-        ({"options": {"mirostat": 1}}, 400),
-        ({"options": {"stop": ["a", "b", "c", "d", "e"]}}, 400),
-        ({"options": {"num_ctx": 10**6}, "sirchat": {"policy": "sink"}}, 400),
-        ({"options": {"num_ctx": 100}, "sirchat": {"budget": 200}}, 400),
-        ({"messages": [user("a") | {"images": ["x"]}]}, 400),
-    ],
-)
-def test_in_ollamas_shape_too_what_would_be_ignored_is_refused(
-    server: Served, fields: dict[str, Any], status: int
-) -> None:
-    body = {"model": "tiny", "messages": [user(ANNA)], **fields}
-    refusal(server.client.post("/api/chat", json=body), status)
 
 
 def test_a_format_can_be_named_in_each_shape(server: Served) -> None:

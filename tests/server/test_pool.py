@@ -282,24 +282,6 @@ def test_the_memory_of_a_conversation_is_shown_by_its_id() -> None:
         assert "there is no such conversation" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        ({"policy": "nosuch"}, 'sirchat: policy can\'t be "nosuch"'),
-        ({"policy": "os:system"}, "a request can't name a policy of your own"),
-        ({"budget": 3}, "budget"),
-        ({"budget": 10**6}, "above the context length of tiny"),
-        ({"decay": 2.0}, "decay"),
-        ({"model": "other"}, "sirchat.model is not supported"),
-    ],
-)
-def test_a_memory_that_is_not_allowed_is_refused(
-    server: Served, own: dict[str, object], message: str
-) -> None:
-    own = {"policy": "sink"} | own
-    assert message in refusal(server.post([user(ANNA)], sirchat=own))["message"]
-
-
 def test_under_policy_full_a_history_longer_than_the_context_is_an_error() -> None:
     with served(policy="full", max_new_tokens=8) as server:
         first = server.ask([user(ANNA)])

@@ -118,24 +118,6 @@ def test_of_calls_that_show_only_at_the_end_the_others_are_not_kept_in_memory(
     assert cached(after) == 0
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": named("city")}, "tool_choice"),
-        ({"tools": [CITY], "tool_choice": named("days")}, "tool_choice"),
-        ({"tools": [CITY], "tool_choice": "any"}, "tool_choice"),
-        ({"tools": [tool("a", b={"type": "nosuch"})], "tool_choice": "required"}, "tool_choice"),
-    ],
-)
-def test_a_choice_that_can_t_be_had_is_refused(
-    server: Served, fields: dict[str, Any], param: str
-) -> None:
-    response = server.post(ASKED, **fields)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].startswith(param)
-
-
 def test_a_model_whose_template_writes_calls_in_another_way_refuses_to_require_one() -> None:
     own = copy.deepcopy(tool_tiny().tokenizer)
     written = '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}'

@@ -95,23 +95,6 @@ def test_a_response_can_be_made_to_call_a_tool(server: Served) -> None:
         assert response["tool_choice"] == choice
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"tools": [WEATHER]}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [TOOL | {"strict": True}]}, "strict"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "no such"),
-    ],
-)
-def test_what_is_no_use_of_tools_is_refused(
-    server: Served, fields: dict[str, Any], word: str
-) -> None:
-    error = refusal(server.client.post("/v1/responses", json={"input": ASKED, **fields}))
-    assert word in f"{error['param']} {error['message']}"
-
-
 def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

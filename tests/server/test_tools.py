@@ -177,37 +177,6 @@ def test_a_model_whose_template_takes_no_tools_refuses_them() -> None:
             assert "takes no tools" in refusal(plain.post(messages, tools=tools))["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"logprobs": True}, "logprobs can't be had with tools"),
-        ({"response_format": {"type": "json_object"}}, "can't be had with tools"),
-        ({"tools": [{"type": "function", "function": {"name": "no blanks"}}]}, "name"),
-        ({"tools": [WEATHER | {"function": {"name": "a", "strict": True}}]}, "strict"),
-        ({"messages": [*ASKED, calling(CALLED)]}, "the last message"),
-        ({"messages": [*ASKED, calling(CALLED), user("a")]}, "what the tool returned"),
-        ({"messages": [*ASKED, calling(CALLED), returned("a", "b")]}, "no such call"),
-        ({"messages": [*ASKED, calling(CALLED), {"role": "tool", "content": "a"}]}, "tool_call_id"),
-        ({"messages": [user("a") | {"tool_calls": [CALLED]}]}, "only the assistant"),
-        ({"messages": [*ASKED, returned("a")]}, "no such call"),
-    ],
-)
-def test_what_is_no_use_of_tools_is_refused(
-    server: Served, fields: dict[str, Any], message: str
-) -> None:
-    body = {"tools": [WEATHER], "messages": ASKED} | fields
-    error = refusal(server.client.post("/v1/chat/completions", json=body))
-    assert message in f"{error['param']} {error['message']}"
-
-
-def test_parameters_that_are_nested_too_deeply_are_refused(server: Served) -> None:
-    deep = '{"a":' * 500 + "1" + "}" * 500
-    function = json.dumps(WEATHER).replace('{"type": "string"}', deep)
-    body = f'{{"messages": {json.dumps(ASKED)}, "tools": [{function}]}}'
-    error = refusal(server.client.post("/v1/chat/completions", content=body))
-    assert "nested too deeply" in error["message"]
-
-
 ARGUMENTS = {"city": "Oslo"}
 ONE = json.dumps({"name": "weather", "arguments": ARGUMENTS})
 LLAMA = ONE.replace("arguments", "parameters")
