@@ -68,11 +68,6 @@ class KeyValueStore:
         self._problems: list[str] = []
         self._is_full_reported = self._is_disk_reported = False
 
-    @property
-    def archived(self) -> int:
-        """Number of tokens that are in the archive and not in the cache."""
-        return int((self.ledger.column("state") == State.ARCHIVED).sum())
-
     def take_problems(self) -> list[str]:
         """The archive's problems since the last call, such as a full disk: one line for each."""
         problems, self._problems = self._problems, []

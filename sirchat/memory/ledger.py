@@ -95,6 +95,11 @@ class Ledger:
         """Stream positions [n] of the tokens in the KV cache, ascending (a view)."""
         return self._held[: self.held_count]
 
+    @property
+    def archived_count(self) -> int:
+        """Number of tokens that are in the archive and not in the cache."""
+        return int(np.count_nonzero(self.column("state") == State.ARCHIVED))
+
     def held_of_turn(self, turn: int) -> int:
         """Number of tokens of the turn number `turn` that are in the cache."""
         return int(np.count_nonzero(self.column("turn")[self.held_positions] == turn))

@@ -70,7 +70,7 @@ def search(
         return SearchResult(*chosen) if chosen else None
     longest = engine.budget - reserve  # of a longer turn only the end is read
     fits = engine.resident - engine.residency.recalled + len(ids) <= longest
-    if fits and not engine.store.archived:
+    if fits and not engine.ledger.archived_count:
         return None
     if not needs.needs_turn or recall.query == "recent":
         of_query = _recent(engine) if needs.needs_turn else np.zeros(0, np.int64)

@@ -263,7 +263,7 @@ class Talk:
 
 def digest(chat: Session) -> list[Any]:
     """All that what comes next depends on."""
-    engine, ledger = chat._engine, chat._engine.ledger
+    engine, ledger = chat._engine, chat.ledger
     held, cache = ledger.held_positions.copy(), engine.cache
     layers = range(len(cache.row_layers) if cache.length else 0)
     return [
@@ -364,7 +364,7 @@ def act(random: Random, plain: bool) -> tuple[Any, ...]:
 
 def compare(one: Session, other: Session) -> None:
     """Two chats in which the same was said, up to rounding."""
-    ledgers = [chat._engine.ledger for chat in (one, other)]
+    ledgers = [chat.ledger for chat in (one, other)]
     for name in ("token_id", "turn", "round", "role", "flags", "state"):
         a, b = (ledger.column(name) for ledger in ledgers)
         assert a.tolist() == b.tolist(), f"the two differ in {name}"

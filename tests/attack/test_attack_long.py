@@ -99,4 +99,4 @@ def test_memory_descriptors_and_threads_stay_as_they_are(
     first, last = taken[0], taken[-1]
     assert last[1:] == first[1:]
     assert last[0] - first[0] <= _SLACK + _BYTES_A_TOKEN * TOKENS
-    assert chat._engine.store.archived >= TOKENS - 300
+    assert chat.ledger.archived_count >= TOKENS - 300

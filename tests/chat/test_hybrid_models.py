@@ -99,7 +99,7 @@ def test_an_undone_turn_leaves_no_trace_in_the_state(name: str) -> None:
 def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
     talk = chat(name, *SAYINGS, recall="mips", recall_n=8)
     engine = talk._engine
-    assert engine.store.archived, "there is something to search"
+    assert engine.ledger.archived_count, "there is something to search"
     before = memory(talk)
     with talk.trial("/retry", {"policy": "sink", "recall": "off"}):
         list(talk.ask("and now something else"))

@@ -343,9 +343,9 @@ def test_a_chat_with_anchors_holds_one_token_of_each_finished_round(tmp_path: Pa
     list(chat.start())
     for turn, text in enumerate(("Hello!", "My name is Anna.", "What is my name?"), 1):
         list(chat.ask(text))
-        rows = chat.tokens(chat._engine.ledger.held_positions.tolist())
+        rows = chat.tokens(chat.ledger.held_positions.tolist())
         assert [row.text for row in rows] == ["<|bos|>", *["<AC>"] * turn]
-    seen, held = chat.seen, chat._engine.ledger.held_positions.tolist()
+    seen, held = chat.seen, chat.ledger.held_positions.tolist()
     list(chat.ask("Hello again!"))
     list(chat.undo())
-    assert (chat.seen, chat._engine.ledger.held_positions.tolist()) == (seen, held)
+    assert (chat.seen, chat.ledger.held_positions.tolist()) == (seen, held)

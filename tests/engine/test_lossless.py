@@ -117,7 +117,7 @@ def test_without_an_archive_a_switch_chooses_from_what_is_held() -> None:
 def test_an_archive_over_its_limit_loses_rows_but_breaks_nothing() -> None:
     engine = talked(memory("sink", 64, archive=1))
     assert engine.store.archive.nbytes <= 1
-    assert engine.store.archived == 0
+    assert engine.ledger.archived_count == 0
     list(engine.residency.switch(memory("sink", 200, archive=1)))
     assert engine.resident == 64
 
@@ -137,7 +137,7 @@ def test_what_comes_back_comes_before_the_archive_is_turned_off() -> None:
     engine = talked(memory("sink", 64))
     list(engine.residency.switch(memory("sink", 150, archive=0)))
     assert engine.resident == 150
-    assert engine.store.archived == 0
+    assert engine.ledger.archived_count == 0
 
 
 @pytest.mark.parametrize("policy", ["sink", "random", "entropy"])
@@ -161,9 +161,9 @@ def test_turns_undone_leave_nothing_in_the_archive() -> None:
 
 def test_turning_the_archive_off_empties_it() -> None:
     engine = talked(memory("sink", 64))
-    assert engine.store.archived == engine.ledger.seen - engine.resident
+    assert engine.ledger.archived_count == engine.ledger.seen - engine.resident
     list(engine.residency.switch(memory("sink", 64, archive=0)))
-    assert engine.store.archived == engine.store.archive.nbytes == 0
+    assert engine.ledger.archived_count == engine.store.archive.nbytes == 0
 
 
 @pytest.mark.slow

@@ -285,12 +285,12 @@ def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram(home: Path) -> Non
 
 def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(home: Path) -> None:
     chat, _ = long_chat()
-    archived = chat._engine.store.archived
+    archived = chat.ledger.archived_count
     list(chat.switch("/set", archive="disk"))
-    assert chat._engine.store.archived == archived > 1000
+    assert chat.ledger.archived_count == archived > 1000
     list(chat.switch("/set", archive_limit="2GiB"))
     list(chat.switch("/set", archive="ram"))
-    assert chat._engine.store.archived == archived
+    assert chat.ledger.archived_count == archived
     assert not list(home.rglob("*.safetensors"))
 
 
@@ -330,12 +330,12 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
         chat.switch("/set", budget=100)
         events += chat.ask("And now? " * 20)
         notices += [one.text for one in events if isinstance(one, Notice)]
-    ledgers = [chat._engine.ledger for chat in chats]
+    ledgers = [chat.ledger for chat in chats]
     is_read = [one.column("role") != Role.ASSISTANT for one in ledgers]  # replies may differ
     ids = [one.column("token_id")[mask] for one, mask in zip(ledgers, is_read, strict=True)]
     assert ids[0].tolist() == ids[1].tolist()
     assert [one for one in notices if "memory: No space left" in one], notices
-    assert chats[0]._engine.store.archived == chats[1]._engine.store.archived
+    assert chats[0].ledger.archived_count == chats[1].ledger.archived_count
 
 
 def test_where_the_disk_cannot_be_written_the_archive_stays_in_memory(home: Path) -> None:

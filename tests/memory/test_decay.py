@@ -80,11 +80,11 @@ def test_a_chat_fades_when_something_new_is_told() -> None:
     chat = session(policy="entropy", decay="auto")
     for _ in range(6):
         list(chat.ask("Tell me a joke."))
-    before = chat._engine.ledger.log_decay
+    before = chat.ledger.log_decay
     list(chat.ask("My name is Zebulon and my locker code is 8231, remember both."))
-    assert chat._engine.ledger.log_decay < before - 0.3
+    assert chat.ledger.log_decay < before - 0.3
     list(chat.undo())
-    assert chat._engine.ledger.log_decay == before
+    assert chat.ledger.log_decay == before
 
 
 def test_the_setting_takes_a_number_or_the_word() -> None:

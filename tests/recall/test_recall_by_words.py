@@ -136,7 +136,7 @@ def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
         list(one.read_reply("Fine."))
     assert 256 - one.divide().reserve < told < 128, "half of the budget may be pinned"
     one.pin("turn 0")
-    assert len(one._engine.ledger.pinned_positions) >= told
+    assert len(one.ledger.pinned_positions) >= told
     assert one.resident <= 256
     list(one.read_user("Who is Quixbert?"))
 

@@ -277,7 +277,7 @@ def rotated(keys: Tensor, old: Positions, new: Positions, theta: float) -> Tenso
 
 
 def _check_ledger(chat: Session, shadow: Shadow) -> None:
-    ledger = chat._engine.ledger
+    ledger = chat.ledger
     columns = {
         name: ledger.column(name).tolist()
         for name in ("token_id", "turn", "round", "role", "flags", "surprisal")

@@ -73,7 +73,7 @@ def _read(model: LoadedModel, tokens: int, limit: int, folder: Path | None) -> A
         archive=archive,
         disk=disk,
         memory=memory if before else None,
-        archived=engine.store.archived,
+        archived=engine.ledger.archived_count,
         seconds=time.perf_counter() - start,
     )
 

@@ -78,7 +78,7 @@ def each_round(chat: Session, talk: Sequence[tuple[str, str]] = TALK) -> Iterato
     for user, reply in talk:
         for _ in (*chat.read_user(user), *chat.read_reply(reply)):
             pass
-        yield chat._engine.ledger
+        yield chat.ledger
 
 
 @cache
@@ -190,7 +190,7 @@ def test_each_setting_can_continue_with_its_own_answers() -> None:
         chat = session(policy=one.setting.policy, budget=one.setting.budget)
         answers = [answer(list(chat.ask(user))) for user, _ in TALK]
         assert [after.reply for after in one.rounds] == answers
-        assert held_at(one, chat.seen) == chat._engine.ledger.held_positions.tolist()
+        assert held_at(one, chat.seen) == chat.ledger.held_positions.tolist()
     assert {one.nats for one in result[1].tokens} == {None}
     assert result[1].rounds[0].same is not None
 
