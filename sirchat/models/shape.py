@@ -7,6 +7,7 @@ ModelError.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections import Counter
@@ -274,5 +275,7 @@ def _has_accelerator() -> bool:
     if sys.platform == "darwin":
         return platform.machine() == "arm64"
     with suppress(PackageNotFoundError):
-        return not version("torch").endswith("+cpu") and Path("/dev/nvidiactl").exists()
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        has_cuda = not version("torch").endswith("+cpu") and not hidden
+        return has_cuda and Path("/dev/nvidiactl").exists()
     return False
