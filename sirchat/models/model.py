@@ -37,7 +37,7 @@ from sirchat.models.probe import (
     refuse_unsupported_layers,
     state_kinds,
 )
-from sirchat.models.scorer import LayerStates, Scorer, scorer_of
+from sirchat.models.scorer import Scorer, recorded_states, scorer_of, side_by_side
 from sirchat.models.surprisal import PassResult, can_score, surprisal_at
 from sirchat.text.anchors import Anchors, anchors_of
 
@@ -354,10 +354,9 @@ class LoadedModel:
             if scores is not None:
                 scores += [math.nan] * count
             return
-        states = LayerStates(self.module, self.scorer.layers)
-        with states.recorded():
+        with recorded_states(self.module, self.scorer.layers) as states:
             yield
-        scores += self.scorer.scores(states.joined())
+        scores += self.scorer.scores(side_by_side(states))
 
 
 def wrap_model(name: str, module: Any, tokenizer: Any) -> LoadedModel:

@@ -81,37 +81,35 @@ def layer_count(module: Any) -> int:
     return int(getattr(config, "num_layers", config.num_hidden_layers))
 
 
-class LayerStates:
-    """Records the hidden states after some layers, ascending from 1, in one forward pass."""
+@contextmanager
+def recorded_states(module: Any, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Context manager: records the hidden states [m, d] after layers (ascending, from 1) of a pass.
 
-    def __init__(self, module: Any, layers: Sequence[int]) -> None:
-        self._module, self._layers = module, layers
-        self._states: list[Tensor] = []
+    Yields the list to which each layer's are added.
+    """
+    states = list[Tensor]()
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Context manager: record the states of the pass within the block."""
-        with ExitStack() as hooks:
-            for number in self._layers:
-                layer = decoder_layers(self._module)[number - 1]
-                hooks.callback(layer.register_forward_hook(self._record).remove)
-            yield
-
-    def _record(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def record(layer: nn.Module, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output  # [1, m, d]
-        self._states.append(hidden[0])
+        states.append(hidden[0])
 
-    def joined(self) -> Tensor:
-        """The states of all layers side by side, float32 [m, layers x d]."""
-        first = self._states[0].device
-        return torch.cat([states.to(first).float() for states in self._states], -1)
+    with ExitStack() as hooks:
+        for number in layers:
+            layer = decoder_layers(module)[number - 1]
+            hooks.callback(layer.register_forward_hook(record).remove)
+        yield states
+
+
+def side_by_side(states: Sequence[Tensor]) -> Tensor:
+    """Join the states of several layers, float32 [m, layers x d]."""
+    return torch.cat([layer.to(states[0].device).float() for layer in states], -1)
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
     """The model's layers: the first module list whose length is the number of layers."""
     count = layer_count(module)
     return next(
-        one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == count
+        part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count
     )
 
 

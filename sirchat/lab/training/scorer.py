@@ -25,7 +25,7 @@ from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel, no_attention_reason
-from sirchat.models.scorer import LayerStates, Scorer, layer_count
+from sirchat.models.scorer import Scorer, layer_count, recorded_states, side_by_side
 from sirchat.paths import scorer_files
 from sirchat.text.template import Template, TurnIds
 
@@ -256,8 +256,7 @@ def observed(
     The data is two tensors: hidden states [m, layers x d], and log scores [m].
     """
     count, cache = len(ids), model.new_cache(2 * len(ids) + len(request))
-    states = LayerStates(model.module, layers)
-    with states.recorded():
+    with recorded_states(model.module, layers) as states:
         model.read(ids, cache)
     cache.commit(count)
     counted = AttentionStatsConfig(0).counted_layers(len(cache.row_layers), model.sliding_layers)
@@ -267,7 +266,7 @@ def observed(
     if received is None:
         raise ModelError(no_attention_reason(model))
     scores = torch.from_numpy(received).clamp_min(_LEAST).log()
-    return states.joined().cpu()[_SINKS:], scores[_SINKS:]
+    return side_by_side(states).cpu()[_SINKS:], scores[_SINKS:]
 
 
 def explained(found: Floats, wanted: Floats) -> float:
