@@ -287,7 +287,7 @@ class SessionStore:
         if not len(rows):
             return
         if self._about("row") is None:
-            self._put_about("row", _fields(rows.dtype))
+            self._put_about("row", _packed(rows.dtype).descr)
         data = rows.astype(_packed(rows.dtype)).tobytes()
         self._connection.execute("INSERT INTO rows VALUES (?, ?)", (start, data))
 
@@ -301,7 +301,7 @@ class SessionStore:
                 connection.execute(
                     "UPDATE rows SET data = ? WHERE start = ?", (rows.tobytes(), start)
                 )
-            self._put_about("row", _fields(new.dtype))
+            self._put_about("row", _packed(new.dtype).descr)
 
     def _put_head(self, head: Head) -> None:
         held = np.asarray(head.held, "<i8").tobytes()
@@ -312,7 +312,8 @@ class SessionStore:
     def _cut_last_rows(self, seen: int) -> None:
         """Shorten the last block of rows to the positions below `seen`."""
         for start, data in self._all("SELECT start, data FROM rows ORDER BY start DESC LIMIT 1"):
-            kept = data[: (seen - start) * _dtype(self._about("row")).itemsize]
+            size = np.dtype([(name, kind) for name, kind in self._about("row")]).itemsize
+            kept = data[: (seen - start) * size]
             self._connection.execute("UPDATE rows SET data = ? WHERE start = ?", (kept, start))
 
     def _about(self, name: str) -> Any:
@@ -328,7 +329,7 @@ class SessionStore:
 
         Raises SessionError if it has other fields.
         """
-        fields = _fields(dtype)
+        fields = [list(field) for field in _packed(dtype).descr]  # as JSON has them
         written = self._about("row") or fields
         missing = fields[len(written) :]
         if [*written, *missing] != fields or not all(kind[1] == "f" for _, kind in missing):
@@ -336,7 +337,7 @@ class SessionStore:
                 f"{self.path} has ledger rows with fields that this sirchat does not know",
                 hint="open the chat with the version of sirchat that wrote it",
             )
-        return _dtype(written)
+        return np.dtype([(name, kind) for name, kind in written])
 
     def _finish_erasing(self) -> None:
         """Rewrite the file after text was deleted; a mark has this done even after a crash."""
@@ -354,15 +355,6 @@ def _check_count(rows: NDArray[Any], expected: int) -> None:
 def _packed(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Little-endian and without padding, which would write arbitrary memory to the file."""
     return np.dtype([(name, dtype[name].newbyteorder("<")) for name in dtype.names or ()])
-
-
-def _fields(dtype: np.dtype[Any]) -> list[list[str]]:
-    """Name and type of each field, as the file has them in JSON."""
-    return [[name, dtype[name].newbyteorder("<").str] for name in dtype.names or ()]
-
-
-def _dtype(fields: list[list[str]]) -> np.dtype[Any]:
-    return np.dtype([(name, kind) for name, kind in fields])
 
 
 def _with_columns(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
