@@ -33,6 +33,7 @@ from sirchat.models.compiling import has_compiler, use_compiled
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
+from sirchat.saved.database import SUFFIX
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore
 
@@ -213,9 +214,9 @@ class Talk:
         before, chat = digest(self.chat), self.chat
         saving = Autosave(chat, folder=self.folder)
         saving.update()
-        if saving._store is None:
+        if not saving.id:
             return
-        path = saving._store.path
+        path = self.folder / f"{saving.id}{SUFFIX}"
         saving.close()
         again = Session(self.model, chat.profile)
         with SessionStore.open(path) as store:
