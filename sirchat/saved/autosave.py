@@ -174,7 +174,7 @@ class Autosave:
         self._erasures, self._is_replaced = session.erasures, self._store is not None
 
     def unname(self, said: str, *, whole: bool) -> bool:
-        """Remove the name if it `tells_of` the text `said`; returns whether that was done."""
+        """Remove the name if it tells the text `said`, to be erased; returns whether it did."""
         if not tells_of(self.name, said, whole=whole):
             return False
         self.name = ""

@@ -80,7 +80,7 @@ class Matches(NamedTuple):
 
 
 def chats_in(folder: Path) -> list[Indexed]:
-    """All chats of `folder`, without reading them again; SessionError if the list can't be used."""
+    """All chats of `folder`, of which only changed files are read; SessionError if that fails."""
     return _with_index(folder, _chats)
 
 

@@ -36,7 +36,10 @@ def same_name(name: str, other: str) -> bool:
 
 
 def tells_of(name: str, said: str, *, whole: bool) -> bool:
-    """Whether a name contains the text `said` or, if that is a `whole` turn, is a part of it."""
+    """Whether a name tells a text that is to be erased: if it contains `said`, a part of a turn.
+
+    With `whole`, `said` is all of a turn, and a name that is a part of it tells it, too.
+    """
     name_key, said_key = _key(name), _key(said)
     repeats = said_key in name_key or (whole and name_key in said_key)
     return bool(name_key and said_key) and repeats

@@ -16,14 +16,14 @@ _STATE = "state."
 
 
 def row_tensors(rows: KeyValues) -> dict[str, torch.Tensor]:
-    """Keys and values are named by their number; `positions` and `written_at` are their rows'."""
+    """The tensors to save for keys and values, by name: 0, 1, ..., and where their rows stand."""
     named = {str(n): tensor for n, tensor in enumerate(rows.tensors)}
     positions, written_at = map(torch.from_numpy, (rows.positions, rows.written_at))
     return {**named, "positions": positions, "written_at": written_at}
 
 
 def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
-    """The attention that tokens have received; nothing if none was counted."""
+    """The tensors to save for the attention that tokens have received; none if none was counted."""
     counted = [received.total, received.repeated]
     if not any(column is not None and column.any() for column in counted):
         return {}
@@ -40,7 +40,7 @@ def attention_tensors(received: AttentionCheckpoint) -> dict[str, torch.Tensor]:
 
 
 def state_tensors(state: CacheState) -> dict[str, torch.Tensor]:
-    """The state of recurrent and convolution layers."""
+    """The tensors to save for the state of recurrent and convolution layers."""
     return {
         f"{_STATE}{number}.{kind}.{which}": tensor.contiguous()
         for number, layer in enumerate(state)

@@ -34,7 +34,7 @@ class Hit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The best chats, the number of further ones, and the ids of those that are called like that.
+    """The best chats, the number of further ones, and the ids of chats whose name was searched for.
 
     `hint` says what to do if nothing was found.
     """

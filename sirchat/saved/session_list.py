@@ -1,4 +1,4 @@
-"""The folder of saved sessions: lists, finds, copies, removes and exports them; checks names."""
+"""The folder of saved sessions: lists, finds, copies, removes and exports them."""
 
 from __future__ import annotations
 

@@ -72,7 +72,10 @@ class TokenTexts:
     def _join(
         self, ids: Sequence[int], positions: Sequence[int], texts: list[str], start: int
     ) -> int:
-        """Give the first token from `start` on the character that it begins; returns its length."""
+        """Give a character that several tokens make to the first of them, at `start`.
+
+        Returns the number of tokens; 1 if some are missing, and nothing is changed.
+        """
         for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
             if positions[end - 1] != positions[start] + end - 1 - start:
                 break

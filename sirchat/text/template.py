@@ -160,10 +160,9 @@ class Template:
 
     @property
     def _openers(self) -> set[int]:
-        """Control tokens with which a turn begins.
+        """Control tokens that begin a turn, or stand between a user's text and the reply.
 
-        Of those before a text only the first: the others may also occur in replies. All between a
-        user's text and the reply.
+        Of those before a text only the first: the others may also occur in replies.
         """
         control = self._control
         user, system = self.user(QUESTION), self.system(QUESTION)

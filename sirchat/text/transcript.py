@@ -41,7 +41,7 @@ _CONTROLS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 
 @dataclass(frozen=True)
 class TranscriptTurn:
-    """One message: `line`, from 1, is where it starts; `conversation`, from 0, is its file's."""
+    """One message, the line on which it starts (from 1) and its conversation (from 0)."""
 
     role: RoleName
     content: str
