@@ -100,12 +100,12 @@ def cached_texts() -> Iterator[str]:
 
 
 def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> None:
-    chat.say("Sauce à l’ail, über Nüsse ⟨Käse⟩ 海は広い。")
+    chat.say("Sauce à l’ail, über Nüsse ⟨Käse⟩ 洋は深い。")
     for look in ("/panel", "/tokens", "/evicted", "/why Nüsse --all"):
         do(chat, look)
     do(chat, "/erase --yes turn 4")
     assert chat.texts[2] == ""
-    assert not [text for text in cached_texts() if len(text) > 1 and re.search("[üàä海⟨]", text)]
+    assert not [text for text in cached_texts() if len(text) > 1 and re.search("[üàä洋⟨]", text)]
 
 
 def failing(error: Exception) -> Callable[..., None]:
