@@ -115,7 +115,7 @@ def test_where_only_keys_and_values_do_not_fit_the_chat_is_saved_without_them(fo
     assert shown(chat, _FAILS) == 0
     again, has_kept = resumed(folder, "last")
     assert (again.turns, has_kept) == (chat.session.turns, False)
-    assert [one.name for one in folder.iterdir()] == [path.name]
+    assert [file.name for file in folder.iterdir()] == [path.name]
 
 
 def test_an_index_that_another_program_keeps_locked_is_not_waited_for_without_end(
@@ -225,7 +225,7 @@ def test_an_export_to_a_full_disk_leaves_the_old_file(folder: Path, tmp_path: Pa
     assert run("profiles", "init", "mine").returncode == 0
     assert run("sessions", "export", "last", "/dev/full", "--force").returncode == 1
     assert Path("/dev/full").is_char_device()
-    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["out"]
+    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["out"]
 
 
 def test_an_archive_that_does_not_fit_leaves_no_part_of_a_file(folder: Path) -> None:
@@ -273,7 +273,7 @@ def test_one_of_several_chats_compiles_and_the_others_wait(
         one.join()
     assert told == ["no" * fails] * 4
     assert made == [path]
-    assert [one.suffix for one in path.parent.iterdir()] == [".failed" if fails else ".so"]
+    assert [file.suffix for file in path.parent.iterdir()] == [".failed" if fails else ".so"]
 
 
 @pytest.mark.parametrize("options", ["size=64k", "size=4m,nr_inodes=3", "size=4m,nr_inodes=4"])

@@ -78,7 +78,7 @@ class Damaged:
         """Go on with `odd`, one turn; the list and the other chat are as before."""
         try:
             listing = list_sessions(self.folder)
-            assert self.good in [one.path for one in listing.sessions]
+            assert self.good in [entry.path for entry in listing.sessions]
             assert len(listing.sessions) + len(listing.refused) == 2
             assert find_session(self.folder, "good") == self.good
             with SessionStore.open(self.odd) as store:

@@ -129,7 +129,7 @@ def _as_chat(path: Path, make: Callable[[Path], None]) -> None:
     make(folder / "search.index")
     good.with_suffix(".safetensors").unlink()
     make(good.with_suffix(".safetensors"))
-    assert [one.path for one in list_sessions(folder).sessions] == [good]
+    assert [entry.path for entry in list_sessions(folder).sessions] == [good]
     open_saved_file(folder, "last")[0].close()
     assert not resumed(folder, "good")[1]
     for act in (SessionStore.open, remove_session):

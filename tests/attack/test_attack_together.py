@@ -256,11 +256,11 @@ def test_a_copy_made_in_the_middle_of_a_write_is_made_again(
     if torn > 2:
         with pytest.raises(DamagedSessionError, match=str(path)):
             copy_session(folder, "trip", "other")
-        assert {one.stem for one in folder.glob("2*")} == {ident}
+        assert {file.stem for file in folder.glob("2*")} == {ident}
         return
     with copy_session(folder, "trip", "other") as branch, SessionStore.open(path) as store:
         assert branch.turns() == store.turns()
         assert (branch.name, branch.meta["family"]) == ("other", ident)
         new = branch.path.with_suffix(".safetensors")
         assert new.read_bytes() == path.with_suffix(".safetensors").read_bytes()
-        assert {one.stem for one in folder.glob("2*")} == {ident, branch.id}
+        assert {file.stem for file in folder.glob("2*")} == {ident, branch.id}

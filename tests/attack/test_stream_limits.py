@@ -96,4 +96,4 @@ def test_a_chat_goes_on_under_a_limit_and_says_if_it_is_not_saved(
         assert ("the chat is not saved now" in chat.text) is not is_saved
         assert ("to continue this chat" in chat.text) is is_saved
     listing = list_sessions(tmp_path / "data" / "sessions")
-    assert [one.turns for one in listing.sessions if one.turns] == [4] * is_saved
+    assert [entry.turns for entry in listing.sessions if entry.turns] == [4] * is_saved

@@ -133,7 +133,7 @@ def test_a_reset_leaves_the_name_to_the_session_before(folder: Path) -> None:
     chat.do("/reset")
     chat.say(SAYINGS[1])
     chat.saved_chat.close()
-    assert sorted(one.name for one in list_sessions(folder).sessions) == ["", "trip"]
+    assert sorted(entry.name for entry in list_sessions(folder).sessions) == ["", "trip"]
     assert resumed(folder, "trip")[0].turns[0].text == SAYINGS[0]
 
 
@@ -145,7 +145,7 @@ def test_erased_text_is_in_no_name(folder: Path, target: str) -> None:
     assert "would erase" in chat.do(f"/erase {target}")
     assert "name" in chat.do("/erase --yes")
     chat.saved_chat.close()
-    assert [one.name for one in list_sessions(folder).sessions] == [""]
+    assert [entry.name for entry in list_sessions(folder).sessions] == [""]
     assert not any(b"Marmalade" in path.read_bytes() for path in folder.iterdir())
 
 
@@ -156,6 +156,6 @@ def test_words_of_the_name_alone_can_be_erased_and_other_words_keep_it(folder: P
     chat.do("/erase --yes some words")
     assert find_session(folder, "Marmalade")
     chat.do("/erase --yes MARMALADE")
-    assert [one.name for one in list_sessions(folder).sessions] == [""]
+    assert [entry.name for entry in list_sessions(folder).sessions] == [""]
     with pytest.raises(UsageError):
         chat.do("/erase --yes MARMALADE")

@@ -56,7 +56,7 @@ def test_an_older_chat_goes_on_with_the_same_rows_pins_and_next_reply(
 
 def test_older_chats_are_listed_and_found_by_their_names_and_words(folder: Path) -> None:
     ids = {chat["id"] for chat in CHATS.values()}
-    assert {one.id for one in list_sessions(folder).sessions} == ids
+    assert {entry.id for entry in list_sessions(folder).sessions} == ids
     assert find_session(folder, "anna's BOAT").stem == CHATS["tiny"]["id"]
     assert {hit.session.id for hit in search_sessions(folder, "boat apples").hits} == ids
     assert search_sessions(folder, "cafe").hits[0].session.id == CHATS["tiny"]["id"]

@@ -197,7 +197,7 @@ def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Pa
     paths[0].write_bytes(b"damaged")
     os.utime(paths[0], (1e9, 1e9))
     listing, others = newest_sessions(tmp_path, 2)
-    assert ([one.path for one in listing.sessions], listing.refused) == (paths[:1:-1], [])
+    assert ([entry.path for entry in listing.sessions], listing.refused) == (paths[:1:-1], [])
     assert others == 2
     assert len(list_sessions(tmp_path).refused) == 1
     store, damaged = open_saved_file(tmp_path, "last")
@@ -218,5 +218,5 @@ def test_a_process_killed_while_it_created_a_chat_leaves_nothing_in_the_list(
             SessionStore.create(tmp_path, {})
     assert len([*tmp_path.glob("*.sqlite")]) == 2
     listing = list_sessions(tmp_path)
-    assert ([one.path for one in listing.sessions], listing.refused) == ([path], [])
+    assert ([entry.path for entry in listing.sessions], listing.refused) == ([path], [])
     assert find_session(tmp_path, "last") == path
