@@ -48,10 +48,12 @@ def test_a_control_token_ends_the_reply_and_is_neither_shown_nor_held(
     generated += [*WORDS, control]
     chat = session(babbler())
     events = list(chat.ask("Hello"))
-    shown = "".join(one.text for one in events if isinstance(one, Delta))
-    (reply,) = (one for one in events if isinstance(one, TurnDone) and one.role == "assistant")
+    shown = "".join(event.text for event in events if isinstance(event, Delta))
+    (reply,) = (
+        event for event in events if isinstance(event, TurnDone) and event.role == "assistant"
+    )
     assert shown.strip() == reply.text.strip() == "some words"
-    ids = [[row.id for row in one.tokens(range(one.seen))] for one in (chat, usual)]
+    ids = [[row.id for row in each.tokens(range(each.seen))] for each in (chat, usual)]
     assert ids[0] == ids[1]
     assert to_json(reply)["finish"] == "control"
     assert describe_turn(reply, chat.budget).endswith("ended at a control token")
@@ -59,7 +61,7 @@ def test_a_control_token_ends_the_reply_and_is_neither_shown_nor_held(
 
 def test_an_end_token_ends_a_reply_as_ever(generated: list[int]) -> None:
     generated += [*WORDS, END]
-    *_, reply = (one for one in session(babbler()).ask("Hello") if isinstance(one, TurnDone))
+    *_, reply = (event for event in session(babbler()).ask("Hello") if isinstance(event, TurnDone))
     assert reply.finish == "stop"
 
 
@@ -74,6 +76,6 @@ def test_stats_count_replies_ended_by_control_tokens_also_after_a_resume(
     chat.say("Hello again")
     chat.saved_chat.close()
     assert "1 replies ended at a control token, which is not shown" in chat.do("/stats")
-    (one,) = list_sessions(sessions_dir()).sessions
-    again, _ = resumed(sessions_dir(), one.id)
+    (saved,) = list_sessions(sessions_dir()).sessions
+    again, _ = resumed(sessions_dir(), saved.id)
     assert [turn.finish for turn in again.turns] == ["read", "stop", "read", "control"]

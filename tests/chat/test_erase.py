@@ -52,7 +52,7 @@ def test_erased_words_are_in_neither_memory_nor_archive(archive: str) -> None:
         list(chat.ask(f"other words and {SECRET.lower()} again " * 4))
     resident = chat.resident
     meant = len(chat.why(SECRET))
-    held = sum(one.state == "held" for one in chat.why(SECRET))
+    held = sum(token.state == "held" for token in chat.why(SECRET))
     (event,) = (e for e in chat.erase(SECRET) if isinstance(e, Erased))
     assert (event.tokens, event.resident) == (meant, resident - held)
     assert SECRET.lower() not in everything_seen(chat).lower()
@@ -70,7 +70,7 @@ def test_erased_keys_and_values_are_overwritten() -> None:
     chat = session(babbler(), policy="sink", **SMALL)
     list(chat.ask(f"The word is {SECRET}."))
     list(chat.ask("other words " * 30))
-    archived = [one.row.position for one in chat.why(SECRET) if one.state == "archived"]
+    archived = [token.row.position for token in chat.why(SECRET) if token.state == "archived"]
     assert archived
     archive = chat._engine.store.archive
     before = archive.fetch(np.array(archived))
@@ -154,7 +154,7 @@ def test_typed_lines_are_erased(home: Path, in_a_file: bool) -> None:
         path = home / "state" / "history"
         assert path.stat().st_mode & 0o777 == 0o600
         assert list(input_history(print).load_history_strings()) == ["four", "three", "one"]
-        assert [one.name for one in path.parent.iterdir()] == ["history"]
+        assert [path.name for path in path.parent.iterdir()] == ["history"]
 
 
 def test_a_system_prompt_is_erased_with_its_turn() -> None:

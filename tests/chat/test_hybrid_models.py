@@ -68,8 +68,8 @@ def state(of: Session) -> list[Tensor]:
     return tensors(of.save().state)
 
 
-def tensors(found: CacheState) -> list[Tensor]:
-    return [tensor.clone() for layer in found for tensor in layer.values()]
+def tensors(layers: CacheState) -> list[Tensor]:
+    return [tensor.clone() for layer in layers for tensor in layer.values()]
 
 
 def memory(of: Session) -> list[Tensor]:
@@ -77,7 +77,7 @@ def memory(of: Session) -> list[Tensor]:
     engine = of._engine
     rows = engine.cache.as_read(torch.arange(engine.ledger.held_count))
     assert engine.logits is not None
-    return [*state(of), engine.logits.clone(), *(one.clone() for one in rows)]
+    return [*state(of), engine.logits.clone(), *(row.clone() for row in rows)]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -105,8 +105,8 @@ def test_a_trial_and_a_search_are_taken_back_to_the_last_bit(name: str) -> None:
         list(talk.ask("and now something else"))
     assert same(memory(talk), before)
     ids = engine.ledger.column("token_id")[:9].tolist()  # the search reads them, and undoes that
-    found = search(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
-    assert found is not None
+    result = search(engine, talk.model, ids, [Role.USER] * 9, TurnRef(8, 5))
+    assert result is not None
     assert same(memory(talk), before)
 
 
@@ -222,8 +222,8 @@ def test_a_pass_that_fails_leaves_the_state(name: str) -> None:
         list(talk.ask(SAYINGS[1]))
     handle.remove()
     talk.undo()
-    for one in (talk, plain):
-        list(one.ask(SAYINGS[2]))
+    for each in (talk, plain):
+        list(each.ask(SAYINGS[2]))
     assert same(memory(talk), memory(plain))
 
 
@@ -266,7 +266,7 @@ def test_a_resumed_chat_continues_from_the_same_state(name: str, home: Path) -> 
     talk = chat(name, *SAYINGS[:3], save_kv="on")
     again = resumed(talk)
     assert same(memory(again), memory(talk))
-    replies = [answer(list(one.ask(SAYINGS[3]))) for one in (talk, again)]
+    replies = [answer(list(each.ask(SAYINGS[3]))) for each in (talk, again)]
     assert replies[0] == replies[1]
     assert same(memory(again), memory(talk))
 
@@ -323,7 +323,7 @@ def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any])
     assert talk.resident <= talk.budget < talk.seen, "some were evicted"
     layers = len(talk.model.rotations)
     assert layers == len(talk._engine.cache.row_layers)
-    assert all(one.isfinite().all() for one in memory(talk))
+    assert all(tensor.isfinite().all() for tensor in memory(talk))
     if settings.get("policy") == "h2o":
         held = talk.ledger.held_positions
         assert (talk.ledger.attention.totals(held, 0.0)[:-1] > 0).all()
@@ -332,7 +332,7 @@ def test_attention_layers_alone_are_counted(name: str, settings: dict[str, Any])
 
 
 def test_the_start_says_that_evicted_tokens_leave_a_trace() -> None:
-    said = [one.text for one in chat("lfm2").start() if isinstance(one, Notice)]
+    said = [event.text for event in chat("lfm2").start() if isinstance(event, Notice)]
     assert any("a token that is evicted still has left its trace there" in text for text in said)
 
 

@@ -33,8 +33,8 @@ def says(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> 
 
 def drawing(profile: Profile) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: getattr(profile, name) for name in names}
-    return {name: value for name, value in found.items() if value != getattr(Profile(), name)}
+    values = {name: getattr(profile, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(Profile(), name)}
 
 
 def test_sampling_follows_the_models_files(
@@ -68,8 +68,8 @@ def test_without_sound_settings_in_the_files_sampling_is_sound(
 def test_one_sampling_setting_of_the_user_replaces_all_of_the_model(
     set_by_user: dict[str, Any], model: LoadedModel
 ) -> None:
-    found = with_model_defaults(profile(**set_by_user), model)
-    assert drawing(found) == drawing(profile(**set_by_user))
+    changed = with_model_defaults(profile(**set_by_user), model)
+    assert drawing(changed) == drawing(profile(**set_by_user))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_panel_and_why_show_how_an_outside_policy_ranks(chat: Session) -> None:
         draw_compact_panel(chat.snapshot(strongest=30), NONE, 100),
         draw_token_ranks(chat.why("Anna"), NONE, 120),
     ]
-    lines = [line for one in shown for line in drawn(one, 120).splitlines()]
+    lines = [line for panel in shown for line in drawn(panel, 120).splitlines()]
     now = "\n".join(line for line in lines if "tok/s" not in line) + "\n"
     if os.environ.get("SIRCHAT_WRITE_GOLDEN"):
         GOLDEN.write_text(now, encoding="utf-8")

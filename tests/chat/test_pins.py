@@ -13,7 +13,7 @@ from sirchat.errors import SettingError, UsageError
 from sirchat.memory.policies import policy_class, policy_names
 
 POLICIES = {name: policy_class(name) for name in policy_names()}
-HONOURING = [name for name, one in POLICIES.items() if one.bounded and one.honours_pins]
+HONOURING = [name for name, cls in POLICIES.items() if cls.bounded and cls.honours_pins]
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 30}
 FACT = "The code is 7351."
 
@@ -32,7 +32,7 @@ def held_text(chat: Session) -> str:
 
 
 def text_of(chat: Session, target: str) -> str:
-    return "".join(one.row.text for one in chat.why(target))
+    return "".join(token.row.text for token in chat.why(target))
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_unpin_lets_eviction_take_it() -> None:
     chat.pin(FACT)
     list(chat.ask("other words " * 20))
     chat.pin(FACT, pinned=False)
-    assert not any("pinned" in one.row.flags for one in chat.why(FACT))
+    assert not any("pinned" in token.row.flags for token in chat.why(FACT))
     list(chat.ask("other words " * 20))
     assert FACT not in held_text(chat)
 
@@ -91,7 +91,7 @@ def test_undo_takes_back_the_pins_made_since(around: int) -> None:
     assert "7351" in held_text(chat)
     chat.undo()
     assert (chat.snapshot(), chat.why(FACT)) == before
-    assert not any("pinned" in one.row.flags for one in chat.why("7351"))
+    assert not any("pinned" in token.row.flags for token in chat.why("7351"))
 
 
 def test_undo_pins_again_what_was_unpinned_since() -> None:
@@ -109,7 +109,9 @@ def test_retry_keeps_pins() -> None:
     chat = full_of_talk()
     chat.pin("7351")
     list(chat.retry())
-    assert all((one.state, one.row.flags) == ("held", ("pinned",)) for one in chat.why("7351"))
+    assert all(
+        (token.state, token.row.flags) == ("held", ("pinned",)) for token in chat.why("7351")
+    )
 
 
 def test_last_and_turn_n_name_turns() -> None:
@@ -125,8 +127,8 @@ def test_a_text_is_found_in_any_case() -> None:
     chat = session(babbler(), **SMALL)
     list(chat.ask("Paris, paris and PARIS"))
     found = chat.why("paris")
-    assert "".join(one.row.text for one in found).lower().count("paris") == 3
-    turns = [one.row.position for one in found]
+    assert "".join(token.row.text for token in found).lower().count("paris") == 3
+    turns = [token.row.position for token in found]
     assert turns == sorted(set(turns))
 
 
@@ -154,19 +156,21 @@ def test_why_ranks_as_a_count_over_all_tokens_does() -> None:
     view = chat.snapshot()
     scores = [row.rank_key for row in view.rows]
     held = {row.position for row in view.rows}
-    for one in chat.why("number"):
-        rounds = 4 - one.row.turn // 2
-        assert one.decayed_to == pytest.approx(0.8**rounds)
-        assert one.row.score == pytest.approx((one.row.surprisal or 0) * one.decayed_to, rel=1e-5)
-        assert one.rank == 1 + sum(score > one.row.rank_key * (1 + 1e-12) for score in scores)
-        assert one.state == ("held" if one.row.position in held else "archived")
-        assert (one.held, one.threshold) == (view.resident, view.threshold)
-    states = {one.state for one in chat.why("number")}
+    for token in chat.why("number"):
+        rounds = 4 - token.row.turn // 2
+        assert token.decayed_to == pytest.approx(0.8**rounds)
+        assert token.row.score == pytest.approx(
+            (token.row.surprisal or 0) * token.decayed_to, rel=1e-5
+        )
+        assert token.rank == 1 + sum(score > token.row.rank_key * (1 + 1e-12) for score in scores)
+        assert token.state == ("held" if token.row.position in held else "archived")
+        assert (token.held, token.threshold) == (view.resident, view.threshold)
+    states = {token.state for token in chat.why("number")}
     assert states == {"held", "archived"}
 
 
 def test_without_an_archive_evicted_tokens_cannot_be_pinned() -> None:
     chat = full_of_talk(archive="off")
-    assert {one.state for one in chat.why("7351")} == {"gone"}
+    assert {token.state for token in chat.why("7351")} == {"gone"}
     with pytest.raises(UsageError):
         chat.pin("7351")

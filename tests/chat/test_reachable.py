@@ -39,5 +39,5 @@ def test_reachable_tokens_are_those_that_a_scan_of_all_finds(
         ledger = chat.ledger
         is_gone = ledger.column("state") == State.GONE
         is_excluded = ledger.column("flags") & Flag.EXCLUDED != 0
-        wanted = np.flatnonzero(~(is_gone | is_excluded))
-        assert chat._engine.store.reachable().tolist() == wanted.tolist()
+        expected = np.flatnonzero(~(is_gone | is_excluded))
+        assert chat._engine.store.reachable().tolist() == expected.tolist()

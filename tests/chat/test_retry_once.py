@@ -143,6 +143,8 @@ def test_an_interrupted_reply_stays_interrupted() -> None:
     chat = told(model=babbler(), max_new_tokens=40)
     stops = iter([False] * 30 + [True] * 99)
     events = list(retry(chat, parse_retry("full"), lambda: next(stops)))
-    (done,) = [one for one in events if isinstance(one, TurnDone) and one.role == "assistant"]
+    (done,) = [
+        event for event in events if isinstance(event, TurnDone) and event.role == "assistant"
+    ]
     assert done.finish == chat.turns[-1].finish == "interrupt"
     assert 0 < done.tokens_out < 40

@@ -94,7 +94,7 @@ def test_a_turn_that_fails_half_way_is_closed_before_the_next(
     read = chat.seen
     list(chat.ask("Go on."))
     told = ("<|end|>", "<|assistant|>", "<|end|>", "<|user|>")
-    closed = [tiny().tokenizer.convert_tokens_to_ids(one) for one in told]
+    closed = [tiny().tokenizer.convert_tokens_to_ids(token) for token in told]
     assert ids_of(chat)[read : read + 4] == closed
 
 
@@ -306,8 +306,8 @@ def test_positions_can_be_switched_before_the_first_turn_and_after_undoing_it() 
     chat.switch("/set", positions="cache")
     fresh = session(babbler(), max_new_tokens=4, budget=64)
     assert chat.save().unknown_surprisal == fresh.save().unknown_surprisal
-    for one in (chat, fresh):
-        list(one.ask("How are you?"))
+    for each in (chat, fresh):
+        list(each.ask("How are you?"))
     assert chat.snapshot().rows == fresh.snapshot().rows
 
 
@@ -316,6 +316,6 @@ def test_a_copy_of_a_session_goes_on_alike_even_if_nothing_was_read() -> None:
     for text in ("Hello.", "How are you?"):
         copy = copied(chat)
         assert copy is not None
-        for one in (chat, copy):
-            list(one.ask(text))
+        for each in (chat, copy):
+            list(each.ask(text))
         assert chat.snapshot().rows == copy.snapshot().rows

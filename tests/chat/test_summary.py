@@ -61,10 +61,10 @@ def state(chat: Session) -> tuple[Any, ...]:
     columns = [saved.rows[name] for name in saved.rows.dtype.names or ()]
     arrays = (*columns, saved.held, saved.logits, rows.positions, rows.written_at)
     return (
-        [one.tobytes() for one in arrays],
-        [one.numpy().tobytes() for one in rows.tensors],
+        [array.tobytes() for array in arrays],
+        [tensor.numpy().tobytes() for tensor in rows.tensors],
         deepcopy(chat.state),
-        [(one.text, one.turns) for one in chat.undo_points],
+        [(point.text, point.turns) for point in chat.undo_points],
         chat.profile,
         reply_at_end(chat.ledger, chat.turns),
         chat.recall.scores,
@@ -130,10 +130,10 @@ def test_the_model_reads_the_whole_chat_in_parts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Session, "ask", ask)
     text, events = made(chat, "model")
     assert text
-    first = [one for one in asked if "User: " in one]
+    first = [text for text in asked if "User: " in text]
     assert len(first) > 2
     assert FACT in first[0]
-    assert sum(one.count("garden") for one in first) == 120
+    assert sum(text.count("garden") for text in first) == 120
     shares = [event.done / event.total for event in events if isinstance(event, Reading)]
     assert len(shares) == len(events)
     assert shares[:2] == [0.0, sorted(shares[:3])[1]]
@@ -153,7 +153,7 @@ def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
     events = list(pin_summary(chat, "Halvorsen: 42 Mill Lane."))
     notes = [event.text for event in events if isinstance(event, Notice)]
     assert notes == [f"the summary is turn {turn}, which is now pinned; /undo removes it"]
-    assert [one.role for one in chat.turns[turn:]] == ["user", "assistant"]
+    assert [each.role for each in chat.turns[turn:]] == ["user", "assistant"]
     assert chat.turns[turn].text == PREFIX + "Halvorsen: 42 Mill Lane."
     assert pinned(chat, turn)
     chat.undo()
@@ -162,7 +162,7 @@ def test_a_kept_summary_is_a_pinned_turn_and_undone_like_any() -> None:
 
 def test_it_is_said_if_the_policy_ignores_the_pin() -> None:
     chat = told(policy="window")
-    first, *_ = (one for one in pin_summary(chat, "Mill Lane.") if isinstance(one, Notice))
+    first, *_ = (event for event in pin_summary(chat, "Mill Lane.") if isinstance(event, Notice))
     assert first.text == "policy window ignores pins"
 
 

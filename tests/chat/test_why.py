@@ -26,15 +26,17 @@ def told(**settings: Any) -> Session:
 def test_why_reports_the_factors_of_a_score() -> None:
     chat = told()
     everything = [chat.why(f"turn {number}") for number in range(8)]
-    rows = [one for turn in everything for one in turn if one.row.surprisal is not None]
-    assert {tuple(one.factors) for one in rows} == {("word", "template", "neighbours")}
-    for one in rows:
-        nats = max(one.row.surprisal or 0, 1e-9)
-        factors = math.prod(one.factors.values()) * nats * one.decayed_to
-        assert one.row.score == pytest.approx(factors)
-    held = sorted((one for one in rows if one.state == "held"), key=lambda one: one.rank or 0)
-    assert [one.row.score for one in held] == sorted(
-        [one.row.rank_key for one in held], reverse=True
+    rows = [token for turn in everything for token in turn if token.row.surprisal is not None]
+    assert {tuple(token.factors) for token in rows} == {("word", "template", "neighbours")}
+    for token in rows:
+        nats = max(token.row.surprisal or 0, 1e-9)
+        factors = math.prod(token.factors.values()) * nats * token.decayed_to
+        assert token.row.score == pytest.approx(factors)
+    held = sorted(
+        (token for token in rows if token.state == "held"), key=lambda token: token.rank or 0
+    )
+    assert [token.row.score for token in held] == sorted(
+        [token.row.rank_key for token in held], reverse=True
     )
     assert chat.snapshot().unit == "nats"
 
@@ -43,9 +45,9 @@ def test_why_scores_held_tokens_as_the_policy_does() -> None:
     """Evicted tokens of a turn do not change the scores of its held ones."""
     chat = told()
     scores = {row.position: row.score for row in chat.snapshot().rows}
-    everything = [one for number in range(8) for one in chat.why(f"turn {number}")]
-    assert {one.state for one in everything} == {"held", "archived"}
-    held = {one.row.position: one.row.score for one in everything if one.state == "held"}
+    everything = [token for number in range(8) for token in chat.why(f"turn {number}")]
+    assert {token.state for token in everything} == {"held", "archived"}
+    held = {token.row.position: token.row.score for token in everything if token.state == "held"}
     assert held == pytest.approx({position: scores[position] for position in held})
 
 
@@ -54,9 +56,9 @@ def test_recalled_tokens_have_the_same_score_in_every_report() -> None:
     assert chat.recall.scores
     scores = {row.position: row.score for row in chat.snapshot().rows}
     for number in range(8):
-        for one in chat.why(f"turn {number}"):
-            if one.state == "held":
-                assert one.row.score == pytest.approx(scores[one.row.position])
+        for token in chat.why(f"turn {number}"):
+            if token.state == "held":
+                assert token.row.score == pytest.approx(scores[token.row.position])
 
 
 def test_the_threshold_is_the_highest_score_that_leaves() -> None:
@@ -64,16 +66,18 @@ def test_the_threshold_is_the_highest_score_that_leaves() -> None:
     chat = told()
     now = chat.snapshot()
     leaving = [row.score for row in now.rows if row.position in now.evicted_next]
-    assert now.threshold == max(one for one in leaving if one is not None)
-    assert {one.threshold for one in chat.why("last")} == {now.threshold}
+    assert now.threshold == max(score for score in leaving if score is not None)
+    assert {token.threshold for token in chat.why("last")} == {now.threshold}
 
 
 def test_with_every_factor_off_only_the_decayed_surprisal_is_left() -> None:
     off = dict.fromkeys(("whole_words", "template", "neighbours"), False)
     chat = told(decay=0.5, policy_options=off)
-    for one in chat.why("turn 4"):
-        assert one.factors == {}
-        assert one.row.score == pytest.approx(max(one.row.surprisal or 0, 1e-9) * one.decayed_to)
+    for token in chat.why("turn 4"):
+        assert token.factors == {}
+        assert token.row.score == pytest.approx(
+            max(token.row.surprisal or 0, 1e-9) * token.decayed_to
+        )
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -82,8 +86,8 @@ def test_no_number_is_cut_where_the_terminal_is_narrow(width: int) -> None:
     list(chat.ask("My name is Anna."))
     list(chat.ask("Tell me a joke."))
     token_ranks = [
-        replace(one, row=replace(one.row, score=5140.0), threshold=5150.0)
-        for one in chat.why("Anna")
+        replace(token, row=replace(token.row, score=5140.0), threshold=5150.0)
+        for token in chat.why("Anna")
     ]
     shown = drawn(draw_token_ranks(token_ranks, NONE, width), width)
     for number in ("5,140", "5,150", f"{token_ranks[0].row.surprisal:.2f}"):
