@@ -7,7 +7,7 @@ few rows. For more, weights are unpacked: for each product, or once within `Shar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
@@ -56,6 +56,8 @@ class PackedLinear(nn.Module, ABC):
     # in a tuple, so that torch does not count its buffers twice.
     joined: tuple[PackedLinear] | None = None
     products = Products()  # see `set_products`
+    bits: int
+    row_dims: Mapping[str, int]  # for each buffer, its dimension of N rows
 
     @abstractmethod
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -85,13 +87,26 @@ class PackedLinear(nn.Module, ABC):
         """Multiply a few bfloat16 rows x [m, K] with the packed weights: x W^T [m, N], no bias."""
 
     @classmethod
-    @abstractmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
         """Make one layer without bias with the weights of all `parts`, one after the other."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features = parts[0].in_features
+        layer.out_features = sum(part.out_features for part in parts)
+        for name, dim in cls.row_dims.items():
+            layer.register_buffer(name, torch.cat([getattr(part, name) for part in parts], dim))
+        layer.bias = None
+        return layer
 
-    @abstractmethod
-    def take(self, whole: Self, start: int) -> None:
-        """Use rows of the joined layer, from `start` on, as this layer's weights."""
+    def take(self, layer: Self, start: int) -> None:
+        """Use rows of a joined layer, from `start` on, as this layer's weights."""
+        for name, dim in self.row_dims.items():
+            setattr(self, name, getattr(layer, name).narrow(dim, start, self.out_features))
+        self.joined = (layer,)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {self.bits} bits"
 
 
 class Int4Linear(PackedLinear):
@@ -100,6 +115,7 @@ class Int4Linear(PackedLinear):
     q is uint8 [N, K], 0 to 15; scale and minimum are [N, K / 32]. `fits` says which shapes can be.
     """
 
+    bits, row_dims = 4, {"packed": 0, "scales": 1}
     packed: Tensor
     scales: Tensor
 
@@ -131,22 +147,6 @@ class Int4Linear(PackedLinear):
         self.register_buffer("scales", pairs.contiguous().bfloat16())
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    @classmethod
-    def joining(cls, parts: Sequence[Self]) -> Self:
-        whole = cls.__new__(cls)
-        nn.Module.__init__(whole)
-        whole.in_features = parts[0].in_features
-        whole.out_features = sum(part.out_features for part in parts)
-        whole.register_buffer("packed", torch.cat([part.packed for part in parts]))
-        whole.register_buffer("scales", torch.cat([part.scales for part in parts], 1))
-        whole.bias = None
-        return whole
-
-    def take(self, whole: Self, start: int) -> None:
-        end = start + self.out_features
-        self.packed, self.scales = whole.packed[start:end], whole.scales[:, start:end]
-        self.joined = (whole,)
-
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
         """Whether a matrix [rows, columns] can be packed in four bits on this machine."""
@@ -177,13 +177,11 @@ class Int4Linear(PackedLinear):
         scale, zero = (one.contiguous().to(dtype) for one in self.scales.unbind(-1))  # [K / 32, N]
         return torch.addcmul(zero[:, None], grouped, scale[:, None], out=grouped).view_as(out)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, 4 bits"
-
 
 class Int8Linear(PackedLinear):
     """A linear layer with eight-bit weights: `q * scale`, int8 [N, K] and bfloat16 [N]."""
 
+    bits, row_dims = 8, {"q": 0, "scale": 0}
     q: Tensor
     scale: Tensor
 
@@ -210,15 +208,6 @@ class Int8Linear(PackedLinear):
     def unpacked(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.q.to(dtype).T
 
-    @classmethod
-    def joining(cls, parts: Sequence[Self]) -> Self:
-        return cls(torch.cat([part.q for part in parts]), torch.cat([part.scale for part in parts]))
-
-    def take(self, whole: Self, start: int) -> None:
-        end = start + self.out_features
-        self.q, self.scale = whole.q[start:end], whole.scale[start:end]
-        self.joined = (whole,)
-
     def of_row(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.aten._weight_int8pack_mm.default(x, self.q, self.scale)
         return y
@@ -227,20 +216,12 @@ class Int8Linear(PackedLinear):
         """Unpack the rows with the indices [...]; returns float32 [..., K]."""
         return self.q[which].float() * self.scale[which].float()[..., None]
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, 8 bits"
-
 
 class Int8Head(Int8Linear):
     """The output head in eight bits, with its largest logits computed again in float32.
 
     In bfloat16 these have steps of 0.06 to 0.12: close logits would be equal, surprisal wrong.
     """
-
-    @classmethod
-    def of(cls, layer: Int8Linear) -> Int8Head:
-        """Make an output head that uses the weights of `layer`, without a copy."""
-        return cls(layer.q, layer.scale, layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x).float()  # [..., V]
@@ -277,19 +258,14 @@ class Int8Head(Int8Linear):
 
 
 class SharedEmbedding(nn.Module):
-    """Token embeddings from the output head's weights, multiplied by `scale`, as in Gemma."""
+    """Token embeddings from the output head's weights, instead of the module `before`."""
 
-    def __init__(self, head: Int8Linear, dtype: torch.dtype, scale: float = 1) -> None:
+    def __init__(self, before: Any, head: Int8Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self._head = (head,)  # not a submodule, whose buffers would count twice
         self._dtype = dtype
-        self._scale = scale
-
-    @classmethod
-    def like(cls, before: Any, head: Int8Linear, dtype: torch.dtype) -> SharedEmbedding:
-        """Make token embeddings that replace the module `before`."""
-        scale = torch.tensor(getattr(before, "scalar_embed_scale", 1.0), dtype=dtype)
-        return cls(head, dtype, float(scale))
+        scale = getattr(before, "scalar_embed_scale", 1.0)  # as in Gemma
+        self._scale = float(torch.tensor(scale, dtype=dtype))
 
     def forward(self, ids: Tensor) -> Tensor:
         return (self._head[0].rows(ids) * self._scale).to(self._dtype)

@@ -43,7 +43,7 @@ def pack_module(module: Any, bits: int) -> None:
         if layer is head:
             packed = eight = Int8Head(*eight_bits(weight), layer.bias)
             if is_tied:
-                shared = SharedEmbedding.like(embeddings, eight, weight.dtype)
+                shared = SharedEmbedding(embeddings, eight, weight.dtype)
                 module.set_input_embeddings(shared)
         elif bits == 4 and Int4Linear.fits(*weight.shape):
             packed = Int4Linear(*four_bits(weight), layer.bias)

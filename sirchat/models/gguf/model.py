@@ -100,7 +100,7 @@ class _Loader:
             module.tie_weights()
         head = module.get_output_embeddings()
         if isinstance(head, Int8Linear):
-            module.set_output_embeddings(Int8Head.of(head))
+            module.set_output_embeddings(Int8Head(head.q, head.scale, head.bias))
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise ModelError(f"the GGUF file has no {name}", hint="the file may be incomplete")
@@ -283,7 +283,7 @@ def _replace(
         store.move(packed)
         if before is module.get_input_embeddings() and module.config.tie_word_embeddings:
             module.set_output_embeddings(packed)
-        module.set_submodule(path, SharedEmbedding.like(before, packed, dtype))
+        module.set_submodule(path, SharedEmbedding(before, packed, dtype))
         return
     packed.bias = before.bias
     module.set_submodule(path, packed)
