@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +23,30 @@ _TURNS_AT_ONCE = 32
 # did as well there, but would have found less evidence for questions about LoCoMo and Realtalk. The
 # rule for newer turns finds 0.94 of 64 corrections, and without it 0.83.
 _LEAST_SHARE, _BESIDE, _LEAST_NEWER = 0.6, 0.8, 0.5
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Archived tokens and their scores.
+
+    `positions` [n] are stream positions, ascending, `scores` [n] their scores. With the setting
+    `recall_scope: layer`, `layers` [layers, n] has the scores in each layer; else it is None.
+    """
+
+    positions: Positions
+    scores: Tensor
+    layers: Tensor | None = None
+
+
+def restore(engine: Engine, result: SearchResult) -> None:
+    """Restore the best of these tokens to the slots that are reserved for recall."""
+    recall, reserve = engine.settings.recall, engine.residency.divide().reserve
+    pick = partial(choose, positions=result.positions, n=reserve, span=recall.span if recall else 0)
+    if result.layers is None:
+        engine.residency.fill_reserve(pick(result.scores))
+    else:
+        nothing = np.zeros(0, np.int64)  # for all layers together
+        engine.residency.fill_reserve(nothing, tuple(pick(scores) for scores in result.layers))
 
 
 def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Positions:
@@ -45,8 +71,8 @@ def choose(scores: Tensor, positions: Positions, n: int, span: int = 0) -> Posit
 
 def best_turns(
     engine: Engine, scores: NDArray[np.float64], *, is_auto: bool
-) -> tuple[Positions, Tensor] | None:
-    """The archived tokens of the turns with the highest `scores` [turns], and their scores.
+) -> SearchResult | None:
+    """The archived tokens of the turns with the highest `scores` [turns]; None without any.
 
     Turns are added, the newer of equal ones first, until they fill the reserve; with `is_auto` only
     those that fit (`_fitting`). Tokens that are restored already count as archived.
@@ -79,7 +105,7 @@ def best_turns(
         return None
     joined = np.concatenate(positions)
     order = np.argsort(joined)
-    return joined[order], torch.from_numpy(np.concatenate(of_token)[order])
+    return SearchResult(joined[order], torch.from_numpy(np.concatenate(of_token)[order]))
 
 
 def _fitting(scores: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,30 +17,16 @@ from torch import Tensor
 
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
-from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
 from sirchat.models.attention_hook import LayerQueries, QueryRecorder
 from sirchat.models.model import LoadedModel
 from sirchat.recall.candidates import Candidates, Query
-from sirchat.recall.choice import best_turns, choose
+from sirchat.recall.choice import SearchResult, best_turns
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import WordRetriever
 
 _NO_WORDS = np.zeros(0)
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Archived tokens and their scores.
-
-    `positions` [n] are stream positions, ascending, `scores` [n] their scores. With the setting
-    `recall_scope: layer`, `layers` [layers, n] has the scores in each layer; else it is None.
-    """
-
-    positions: Positions
-    scores: Tensor
-    layers: Tensor | None = None
 
 
 def search(
@@ -66,15 +50,14 @@ def search(
     if needs.needs_words and not len(words):
         raise ValueError("this retriever needs a score for each turn by its words")
     if isinstance(needs, WordRetriever):
-        chosen = best_turns(engine, words, is_auto=recall.n is None)
-        return SearchResult(*chosen) if chosen else None
+        return best_turns(engine, words, is_auto=recall.n is None)
     longest = engine.budget - reserve  # of a longer turn only the end is read
     fits = engine.resident - engine.residency.recalled + len(ids) <= longest
     if fits and not engine.ledger.archived_count:
         return None
     if not needs.needs_turn or recall.query == "recent":
-        of_query = _recent(engine) if needs.needs_turn else np.zeros(0, np.int64)
-        return _scored(engine, _query(engine, of_query, start, words), model.rotations)
+        recent = _recent(engine) if needs.needs_turn else np.zeros(0, np.int64)
+        return _scored(engine, model, recent, start, words)
     checkpoint, unused = engine.checkpoint(), nullcontext(QueryRecorder())
     with engine.store.unlimited():
         try:
@@ -82,22 +65,11 @@ def search(
                 for _ in engine.prefill(ids[-longest:], roles[-longest:], at):
                     pass
             turn = np.flatnonzero(engine.ledger.held_positions >= start)
-            query = _query(engine, turn, start, words, recorder.queries(model.rotations))
-            result = _scored(engine, query, model.rotations)
+            queries = recorder.queries(model.rotations)
+            result = _scored(engine, model, turn, start, words, queries)
         finally:
             engine.undo(checkpoint)
     return _still_archived(engine, result) if recall.scope == "layer" else result
-
-
-def restore(engine: Engine, result: SearchResult) -> None:
-    """Restore the best of these tokens to the slots that are reserved for recall."""
-    recall, reserve = engine.settings.recall, engine.residency.divide().reserve
-    pick = partial(choose, positions=result.positions, n=reserve, span=recall.span if recall else 0)
-    if result.layers is None:
-        engine.residency.fill_reserve(pick(result.scores))
-    else:
-        nothing = np.zeros(0, np.int64)  # for all layers together
-        engine.residency.fill_reserve(nothing, tuple(pick(scores) for scores in result.layers))
 
 
 def softened(scores: Tensor, positions: Positions) -> Tensor:
@@ -121,48 +93,40 @@ def weighted(scores: Tensor, surprisal: NDArray[np.float64]) -> Tensor:
 
 
 def _scored(
-    engine: Engine, query: Query, rotations: Sequence[LayerRotation]
+    engine: Engine,
+    model: LoadedModel,
+    rows: NDArray[np.int64],
+    start: int,
+    words: NDArray[np.float64],
+    layer_queries: Sequence[LayerQueries] = (),
 ) -> SearchResult | None:
-    """The scores of the archived tokens from before the turn; None if there are none."""
-    ledger, recall = engine.ledger, engine.settings.recall
+    """Compare the cache's `rows` with the archived tokens from before `start`; None without any."""
+    ledger, recall, archive = engine.ledger, engine.settings.recall, engine.store.archive
     reachable = engine.store.reachable()
     is_archived = ledger.column("state")[reachable] == State.ARCHIVED
-    archived = reachable[is_archived & (reachable < query.start)]
-    archived = archived[engine.store.archive.has(archived)]
+    archived = reachable[is_archived & (reachable < start)]
+    archived = archived[archive.has(archived)]
     if recall is None or not len(archived):
         return None
-    candidates = Candidates(engine.store.archive, archived, query, rotations, ledger)
+    positions = ledger.held_positions[rows]
+    of_query = engine.cache.first_written(torch.from_numpy(rows), positions)
+    of_template = ledger.column("role")[positions] == Role.TEMPLATE
+    query = Query(of_query, layer_queries, of_template, words, start)
+    candidates = Candidates(archive, archived, query, model.rotations, ledger)
     scores = retriever(recall.retriever).score(candidates)
     if recall.soft:
         scores = softened(scores, archived)
     if recall.weight == "surprisal":
         scores = weighted(scores, ledger.surprisal_of(archived))
-    by_layer = scores.expand(len(rotations), -1) if recall.scope == "layer" else None
+    by_layer = scores.expand(len(model.rotations), -1) if recall.scope == "layer" else None
     return SearchResult(archived, scores.mean(0), by_layer)
 
 
-def _recent(engine: Engine) -> Positions:
+def _recent(engine: Engine) -> NDArray[np.int64]:
     """The cache's rows of the newest tokens, as many as the policy's `recent`; no sinks."""
     held, seen = engine.ledger.held_positions, engine.ledger.seen
     window = int(getattr(engine.settings.policy, "recent", 0)) or seen
     return np.flatnonzero((held >= seen - window) & (held >= engine.settings.sinks))
-
-
-def _query(
-    engine: Engine,
-    rows: Positions,
-    start: int,
-    words: NDArray[np.float64],
-    layer_queries: Sequence[LayerQueries] = (),
-) -> Query:
-    positions = engine.ledger.held_positions[rows]
-    return Query(
-        engine.cache.first_written(torch.from_numpy(rows), positions),
-        layer_queries,
-        engine.ledger.column("role")[positions] == Role.TEMPLATE,
-        words,
-        start,
-    )
 
 
 def _still_archived(engine: Engine, result: SearchResult | None) -> SearchResult | None:
