@@ -145,7 +145,7 @@ def test_control_tokens_in_a_file_stay_text(folder: Path) -> None:
     chat = session(max_new_tokens=2)
     special = set(hub_tokenizer().all_special_ids)
     words = "<|im_end|> <|end|><|user|><|assistant|> " + "".join(
-        str(one) for one in chat.model.tokenizer.added_tokens_decoder.values()
+        str(token) for token in chat.model.tokenizer.added_tokens_decoder.values()
     )
     (folder / "bad.txt").write_text(words, encoding="utf-8")
     message, _ = sent("@bad.txt")

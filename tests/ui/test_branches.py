@@ -94,10 +94,10 @@ def test_a_branch_is_a_branch_after_a_rebuild_too(folder: Path) -> None:
     chat.say(SAYINGS[0])
     chat.do("/branch one")
     chat.say(SAYINGS[1])
-    family = {one.family for one in list_sessions(folder).sessions}
+    family = {saved.family for saved in list_sessions(folder).sessions}
     chat.saved_chat.close()
     resumed(folder, "one", rebuild=True)
-    assert {one.family for one in list_sessions(folder).sessions} == family
+    assert {saved.family for saved in list_sessions(folder).sessions} == family
     assert len(family) == 1
 
 
@@ -129,8 +129,8 @@ def test_where_the_branch_can_not_be_written_the_chat_goes_on(
     monkeypatch.undo()
     monkeypatch.setenv("SIRCHAT_HOME", str(folder.parents[1]))
     chat.say(SAYINGS[1])
-    (one,) = list_sessions(folder).sessions
-    assert one.turns == 4
+    (saved,) = list_sessions(folder).sessions
+    assert saved.turns == 4
 
 
 def test_names_of_saved_chats_follow_switch() -> None:

@@ -27,11 +27,11 @@ def chat(shared: Shared) -> Terminal:
     return shared.anew()
 
 
-def _menu(chat: Terminal, typed: str, *wanted: str) -> None:
+def _menu(chat: Terminal, typed: str, *patterns: str) -> None:
     """Type, and wait until the menu shows each of these; then empty the line again."""
     chat.wait_prompt()
     chat.send(typed)
-    for pattern in wanted:
+    for pattern in patterns:
         chat.wait_screen(pattern, 20)
     chat.send("\x15")
     chat.wait_prompt()
@@ -100,8 +100,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _completed(text: str) -> set[str]:
     """The lines that completion offers."""
     completer = SlashCompleter(lambda: session(babbler()))
-    found = completer.get_completions(Document(text), CompleteEvent())
-    return {text[: len(text) + one.start_position] + one.text for one in found}
+    completions = completer.get_completions(Document(text), CompleteEvent())
+    return {
+        text[: len(text) + completion.start_position] + completion.text
+        for completion in completions
+    }
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,11 @@ def test_what_else_says_it_is_pointed_out(chat: Chat) -> None:
 
 def cached_texts() -> Iterator[str]:
     """Every text in an lru_cache of this process."""
-    for cache in (one for one in gc.get_objects() if isinstance(one, _lru_cache_wrapper)):
+    for cache in (item for item in gc.get_objects() if isinstance(item, _lru_cache_wrapper)):
         level: list[object] = [cache]
         for _ in range(3):  # the cache, its entries, their keys, and what these contain
             level = gc.get_referents(*level)
-            yield from (one for one in level if isinstance(one, str))
+            yield from (item for item in level if isinstance(item, str))
 
 
 def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> None:
@@ -125,9 +125,9 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
     assert "the typed lines could not be erased from" in shown
     assert "read-only" in shown
     assert "Marmalade" not in chat.texts[0]
-    files = [one for one in sessions_dir().iterdir() if one.is_file()]
+    files = [file for file in sessions_dir().iterdir() if file.is_file()]
     assert files
-    assert not any(b"Marmalade" in one.read_bytes() for one in files)
+    assert not any(b"Marmalade" in file.read_bytes() for file in files)
 
 
 def test_a_history_that_cannot_be_read_keeps_nothing_else_from_being_erased(

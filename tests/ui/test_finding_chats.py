@@ -41,11 +41,16 @@ def test_a_list_shows_everything_about_a_chat_at_every_width(folder: Path, width
     shown = [["".join(text for _, text in line) for line in chats.of(n, width)] for n in (0, 1)]
     assert all(cell_len(line) <= width for lines in shown for line in lines)
     assert {len(lines) for lines in shown} == {1 if width >= 120 else 2}
-    for one, lines in zip(chats.sessions, shown, strict=True):
+    for session, lines in zip(chats.sessions, shown, strict=True):
         text = "\n".join(lines)
-        facts = (one.id, f"{one.updated:%Y-%m-%d %H:%M}", f"{one.turns} messages", one.model[:9])
+        facts = (
+            session.id,
+            f"{session.updated:%Y-%m-%d %H:%M}",
+            f"{session.turns} messages",
+            session.model[:9],
+        )
         assert all(fact in text for fact in facts)
-        assert {2: "Only this", 4: "my trip: Where does Peter"}[one.turns] in text
+        assert {2: "Only this", 4: "my trip: Where does Peter"}[session.turns] in text
 
 
 def test_a_last_line_that_tells_little_gives_way_to_the_first(folder: Path) -> None:

@@ -97,7 +97,7 @@ def test_other_lines_of_the_users_defaults_stay(own_home: Path) -> None:
     path.write_text("decay: 0.5")
     set_default("model", "tiny")
     assert path.read_text() == "decay: 0.5\nmodel: tiny\n"
-    assert [one.name for one in path.parent.iterdir()] == ["default.yaml"]
+    assert [file.name for file in path.parent.iterdir()] == ["default.yaml"]
 
 
 def test_a_file_that_cannot_be_changed_line_by_line_stays_as_it_is(own_home: Path) -> None:

@@ -29,7 +29,7 @@ def test_recall_takes_words_without_quotes(chat: Chat) -> None:
     assert shown.startswith("brought back ")
     assert " tokens and pinned them" in shown
     assert " others were evicted to make room; holds " in shown
-    assert all("pinned" in one.row.flags for one in chat.session.why("Pelican"))
+    assert all("pinned" in rank.row.flags for rank in chat.session.why("Pelican"))
     assert "all of this is pinned already; holds" in chat.do("/recall Pelican")
     assert chat.session.profile.recall == "off"
 
@@ -93,7 +93,7 @@ def test_words_that_tell_little_are_not_named_as_evicted() -> None:
     chat = session(policy="sink", budget=64)
     for word in ("Pelican", "Heron", "Stork", "Raven", "Eagle"):
         list(chat.ask(f"Quite the bird is a {word} and so on."))
-    gone = [one.row.position for n in range(0, 10, 2) for one in chat.why(f"turn {n}")]
+    gone = [rank.row.position for n in range(0, 10, 2) for rank in chat.why(f"turn {n}")]
     named = evicted_words(chat, gone)
     assert "Pelican" in named
     assert not {"the", "a", "and", "Quite", "bird"} & set(named)

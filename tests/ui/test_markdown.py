@@ -84,16 +84,16 @@ TOKEN = 6  # characters of a model's longest usual token
 @pytest.mark.slow
 @pytest.mark.parametrize(("longest", "count"), [(24, DOCUMENTS), (TOKEN, 40)])
 def test_it_costs_few_bytes(terminal: FakeTerminal, longest: int, count: int) -> None:
-    found = [_bytes(terminal, one, n, longest) for n, one in enumerate(documents(count))]
-    assert statistics.median(rendered / plain for rendered, plain in found) <= 1.2
-    assert sum(rendered for rendered, _ in found) <= 1.2 * sum(plain for _, plain in found)
+    sizes = [_bytes(terminal, document, n, longest) for n, document in enumerate(documents(count))]
+    assert statistics.median(rendered / plain for rendered, plain in sizes) <= 1.2
+    assert sum(rendered for rendered, _ in sizes) <= 1.2 * sum(plain for _, plain in sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_of_block_costs_many_bytes(terminal: FakeTerminal, kind: str) -> None:
-    found = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(4)]
-    assert sum(rendered for rendered, _ in found) <= 1.3 * sum(plain for _, plain in found)
+    sizes = [_bytes(terminal, document_of(kind, n), n, TOKEN) for n in range(4)]
+    assert sum(rendered for rendered, _ in sizes) <= 1.3 * sum(plain for _, plain in sizes)
 
 
 def _bytes(terminal: FakeTerminal, document: str, number: int, longest: int) -> tuple[int, int]:
@@ -166,10 +166,10 @@ def test_a_block_taller_than_the_window_loses_no_word(
     show_reply(terminal, pieces(text, number), panel)
     shown = everything_on(terminal.screen)
     said = re.findall(r"\w+", text.replace("```python", ""))
-    found = re.findall(r"\w+", shown.replace("```python", ""))
-    following = iter(found)
+    seen = re.findall(r"\w+", shown.replace("```python", ""))
+    following = iter(seen)
     assert all(word in following for word in said)
-    assert len(found) <= len(said) + 2  # a word may be shown again where the rest is plain
+    assert len(seen) <= len(said) + 2  # a word may be shown again where the rest is plain
     assert shown.count("•") == 24
 
 

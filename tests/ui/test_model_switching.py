@@ -32,7 +32,7 @@ def chat_of(*sayings: str, **settings: Any) -> Chat:
 
 
 def models_saved(folder: Path) -> list[str]:
-    return [one.model for one in list_sessions(folder).sessions]
+    return [saved.model for saved in list_sessions(folder).sessions]
 
 
 def test_the_other_model_has_read_the_text_under_the_present_settings() -> None:
@@ -41,7 +41,9 @@ def test_the_other_model_has_read_the_text_under_the_present_settings() -> None:
     shown = chat.do("/model tiny-anchor")
     now = chat.session
     assert now.model.name == now.profile.model == "tiny-anchor"
-    assert [(one.role, one.text) for one in now.turns] == [(one.role, one.text) for one in turns]
+    assert [(turn.role, turn.text) for turn in now.turns] == [
+        (turn.role, turn.text) for turn in turns
+    ]
     assert (now.profile.policy, now.budget) == ("sink", 80)
     assert (
         f"the model is now tiny-anchor; it read {now.seen:,} tokens, "
@@ -60,8 +62,8 @@ def test_undo_goes_back_to_the_former_model_and_all_it_held() -> None:
     assert re.search(r"/undo goes back to tiny, which stays in memory \(\d+ MB\)", shown)
     assert "back to tiny, with the chat as it was" in chat.do("/undo")
     assert chat.session is before
-    for one in (chat, straight):
-        one.say(SAYINGS[3])
+    for each in (chat, straight):
+        each.say(SAYINGS[3])
     assert chat.session.turns == straight.session.turns
     assert chat.session.snapshot().rows == straight.session.snapshot().rows
 
@@ -190,13 +192,13 @@ def test_the_saved_chat_goes_on_in_the_same_file_as_one_of_the_other_model(folde
     chat.do("/save trip")
     ident = list_sessions(folder).sessions[0].id
     chat.do("/model tiny-anchor")
-    (one,) = list_sessions(folder).sessions
-    assert (one.id, one.name, one.model) == (ident, "trip", "tiny-anchor")
+    (saved,) = list_sessions(folder).sessions
+    assert (saved.id, saved.name, saved.model) == (ident, "trip", "tiny-anchor")
     chat.say(SAYINGS[2])
     chat.saved_chat.close()
-    (one,) = list_sessions(folder).sessions
-    assert one.turns == 6
-    with SessionStore.open(one.path) as store:
+    (saved,) = list_sessions(folder).sessions
+    assert saved.turns == 6
+    with SessionStore.open(saved.path) as store:
         head = store.head()
         assert head is not None
         assert head.fields["profile"]["model"] == "tiny-anchor"
@@ -243,13 +245,13 @@ def test_a_chat_that_is_not_saved_stays_so(folder: Path) -> None:
 
 
 def test_names_are_completed(tmp_path: Path) -> None:
-    own = tmp_path / "data" / "models"
-    own.mkdir(parents=True)
-    save_babbler(own / "babbler")
-    (own / "broken.gguf").touch()
-    found = completions("/model ")
-    assert {"tiny", "tiny-anchor", "babbler"} <= set(found)
-    assert "broken.gguf" not in found
+    models = tmp_path / "data" / "models"
+    models.mkdir(parents=True)
+    save_babbler(models / "babbler")
+    (models / "broken.gguf").touch()
+    names = completions("/model ")
+    assert {"tiny", "tiny-anchor", "babbler"} <= set(names)
+    assert "broken.gguf" not in names
     assert completions("/model tiny-") == ["tiny-anchor"]
 
 

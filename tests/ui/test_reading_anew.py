@@ -95,11 +95,11 @@ def plain(text: str) -> str:
 
 def pinned(session: Session) -> dict[int, str]:
     """What is pinned of each turn, without system prompts and blanks."""
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for row in session.snapshot().rows:
         if "pinned" in row.flags and row.role not in ("system", "template"):
-            found[row.turn] = found.get(row.turn, "") + "".join(row.text.split())
-    return found
+            texts[row.turn] = texts.get(row.turn, "") + "".join(row.text.split())
+    return texts
 
 
 def count(session: Session) -> int:
@@ -227,7 +227,7 @@ def test_each_turn_keeps_its_number(way: Way, lines: list[str], other: str, fold
     last = max(n for n, turn in enumerate(turns) if turn.role == "user")
     session, _ = way(chat, other, folder)
     kept = turns[:last] if way in (by_undo, by_branch) else turns
-    assert [(one.role, one.text) for one in session.turns] == [(o.role, o.text) for o in kept]
+    assert [(t.role, t.text) for t in session.turns] == [(o.role, o.text) for o in kept]
     assert session.profile.system == prompt
     for number, turn in enumerate(kept):  # as `/tokens turn N` and `/pin turn N` find them
         rows = session.tokens(range(session.seen))
@@ -242,7 +242,7 @@ def test_a_template_without_later_system_prompts_changes_no_number(shape: str) -
     model = wrap_model(shape, random_model(len(tokenizer(shape))), tokenizer(shape))
     session = Session(model, Profile(budget=512, system="Be kind."))
     read_again(session, turns, [PinnedText(4, len("Mynameis"), len("MynameisAnna"))])
-    assert [(one.role, one.text) for one in session.turns] == [(o.role, o.text) for o in turns]
+    assert [(t.role, t.text) for t in session.turns] == [(o.role, o.text) for o in turns]
     assert pinned(session) == {4: "Anna"}
 
 

@@ -31,9 +31,9 @@ def chat(shared: Shared) -> Terminal:
 
 def _seen(chat: Terminal) -> int:
     """Tokens read so far."""
-    found = re.search(r"([\d,]+) tokens read, ([\d,]+) written", chat.ask("/stats"))
-    assert found
-    return sum(int(one.replace(",", "")) for one in found.groups())
+    counts = re.search(r"([\d,]+) tokens read, ([\d,]+) written", chat.ask("/stats"))
+    assert counts
+    return sum(int(number.replace(",", "")) for number in counts.groups())
 
 
 # --- talking
@@ -72,9 +72,9 @@ def test_help_names_the_keys_and_describes_one_command(chat: Terminal) -> None:
     for key in ("Alt-Enter", "Ctrl-J", "Esc", "Ctrl-C", "Ctrl-D", '"""', "//"):
         assert key in keys
     assert chat.ask("/?") == keys
-    for one in (chat.ask("/help budget"), chat.ask("/help /budget")):
+    for shown in (chat.ask("/help budget"), chat.ask("/help /budget")):
         assert re.fullmatch(
-            r"/budget \[TOKENS\]\s+set how many tokens may be held in the cache\.", one
+            r"/budget \[TOKENS\]\s+set how many tokens may be held in the cache\.", shown
         )
     assert chat.ask("/help bye").startswith("/exit (also /quit, /bye)\n")
 

@@ -42,12 +42,12 @@ def test_save_says_the_id_and_keeps_keys_and_values_until_something_changes(fold
     chat = Chat()
     chat.say(*SAYINGS[:2])
     shown = chat.do("/save")
-    (one,) = list_sessions(folder).sessions
-    assert one.id in shown
+    (listed,) = list_sessions(folder).sessions
+    assert listed.id in shown
     assert "with keys and values" in shown
     chat.do("/stats")  # saved after it, as after every line
     chat.crash()
-    assert resumed(folder, one.id)[1]
+    assert resumed(folder, listed.id)[1]
 
 
 @pytest.mark.parametrize("save_kv", ["on", "off"])
@@ -76,7 +76,7 @@ def test_where_nothing_is_said_yet_saving_begins_with_the_first_turn(folder: Pat
     assert "the chat is still empty" in chat.do("/save trip")
     assert not folder.exists()
     chat.say(SAYINGS[0])
-    assert [one.name for one in list_sessions(folder).sessions] == ["trip"]
+    assert [listed.name for listed in list_sessions(folder).sessions] == ["trip"]
 
 
 def test_after_a_failure_save_tries_again_and_goes_on_in_the_same_file(
@@ -91,20 +91,20 @@ def test_after_a_failure_save_tries_again_and_goes_on_in_the_same_file(
     chat.do("/save")
     chat.say(SAYINGS[2])
     chat.saved_chat.close()
-    (one,) = list_sessions(folder).sessions
-    assert resumed(folder, one.id)[0].turns == chat.session.turns
+    (listed,) = list_sessions(folder).sessions
+    assert resumed(folder, listed.id)[0].turns == chat.session.turns
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_where_the_file_was_removed_save_begins_another(folder: Path, is_noticed: bool) -> None:
     chat = Chat()
     chat.say(SAYINGS[0])
-    (one,) = list_sessions(folder).sessions
-    one.path.unlink()
+    (listed,) = list_sessions(folder).sessions
+    listed.path.unlink()
     if is_noticed:
         chat.say(SAYINGS[1])
     shown = chat.do("/save")
-    assert f"cannot write {one.id}; continuing in a new file" in shown
+    assert f"cannot write {listed.id}; continuing in a new file" in shown
     chat.say(SAYINGS[2])
     chat.saved_chat.close()
     assert resumed(folder, "last")[0].turns == chat.session.turns
@@ -132,9 +132,9 @@ def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
         chat.ask("My name is Anna.")
         chat.say("/exit")
         assert chat.ended() == 0
-        found = re.search(r"^to continue this chat: sirchat --resume (20\S+)$", chat.text, re.M)
-        assert found
-    with Terminal("--resume", found[1], home=tmp_path, columns=columns) as chat:
+        match = re.search(r"^to continue this chat: sirchat --resume (20\S+)$", chat.text, re.M)
+        assert match
+    with Terminal("--resume", match[1], home=tmp_path, columns=columns) as chat:
         assert "Anna" in chat.ask("What is my name?")
         chat.ask("/save my trip")
         assert chat.leave() == 0
@@ -146,7 +146,7 @@ def test_leaving_says_how_to_come_back(tmp_path: Path, columns: int) -> None:
 def test_leaving_says_nothing_where_nothing_is_kept_or_quiet_is_wanted(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    with Terminal(*(one for one in flags if one[0] == "-"), home=tmp_path) as chat:
+    with Terminal(*(flag for flag in flags if flag[0] == "-"), home=tmp_path) as chat:
         if flags != ("nothing said",):
             chat.ask("My name is Anna.")
         assert chat.leave() == 0
@@ -160,7 +160,7 @@ def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> No
     ident = saved(folder, policy="sink", budget=80)
     chat = Chat()
     chat.say(SAYINGS[3])
-    (left,) = {one.id for one in list_sessions(folder).sessions} - {ident}
+    (left,) = {listed.id for listed in list_sessions(folder).sessions} - {ident}
     again = resumed(folder, ident)[0]
     chat.do(f"/load {ident}")
     assert chat.session.profile == again.profile
@@ -176,8 +176,8 @@ def test_load_goes_on_as_resume_does_and_saves_what_was_left(folder: Path) -> No
 def test_there_and_back_is_bit_for_bit_where_it_was(folder: Path) -> None:
     saved(folder, "there")
     chat, straight = Chat(), Chat(save=False)
-    for one in (chat, straight):
-        one.say(*SAYINGS[2:4])
+    for each in (chat, straight):
+        each.say(*SAYINGS[2:4])
     chat.do("/save here")
     chat.do("/load there")
     chat.do("/load here")
@@ -194,8 +194,8 @@ def test_load_alone_lists_the_newest_first_and_keeps_the_lock(folder: Path) -> N
     assert re.search(rf"(?s){new}.*{old}", chat.do("/load"))
     chat.say(SAYINGS[3])
     assert "(this chat)" in chat.do("/load")
-    own = list_sessions(folder).sessions[0].path
-    assert not opens_elsewhere(own)
+    path = list_sessions(folder).sessions[0].path
+    assert not opens_elsewhere(path)
     assert chat.texts == SAYINGS[3:4]
 
 
@@ -209,13 +209,13 @@ def test_load_last_is_the_last_of_the_others(folder: Path) -> None:
 
 
 def test_load_last_passes_over_a_damaged_chat_and_names_it(folder: Path) -> None:
-    whole, damaged = saved(folder, "whole"), saved(folder, "later")
+    intact, damaged = saved(folder, "whole"), saved(folder, "later")
     path = find_session(folder, damaged)
     said = SAYINGS[0].encode()
     path.write_bytes(path.read_bytes().replace(said, said.swapcase()))
     told = " ".join(Chat().do("/load last").split())
     assert f"{path.name} is damaged" in told
-    assert f"this chat is session {whole}" in told
+    assert f"this chat is session {intact}" in told
 
 
 def test_where_nothing_is_saved_load_says_so() -> None:
@@ -285,7 +285,7 @@ def test_a_failure_in_the_middle_loses_neither_chat(
     chat.do(f"/load {ident}")
     assert chat.texts == SAYINGS[:2]
     chat.saved_chat.close()
-    assert {one.turns for one in list_sessions(folder).sessions} == {4}
+    assert {listed.turns for listed in list_sessions(folder).sessions} == {4}
 
 
 @pytest.mark.parametrize("step", [(SessionStore, "append"), (KeysAndValues, "save")])
@@ -324,10 +324,10 @@ def test_a_system_prompt_that_came_with_resume_is_saved(folder: Path) -> None:
 
 
 def test_names_and_ids_are_completed_but_not_those_that_cannot_be_loaded(folder: Path) -> None:
-    one, other = saved(folder, "my trip"), saved(folder)
-    assert completions("/load ") == ["last", "my trip", other, one]
+    ident, other = saved(folder, "my trip"), saved(folder)
+    assert completions("/load ") == ["last", "my trip", other, ident]
     assert completions("/load my t") == ["my trip"]
-    with SessionStore.open(find_session(folder, one)):
+    with SessionStore.open(find_session(folder, ident)):
         assert completions("/load ") == ["last", other]
 
 

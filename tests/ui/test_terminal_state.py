@@ -9,7 +9,7 @@ import select
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,8 +58,8 @@ class _Shell(Terminal):
         self.wait_screen(r"(?m)^code \d+\nREADY#$")
         before, after = (self._folder / name for name in ("before", "after"))
         assert after.read_text(encoding="utf-8") == before.read_text(encoding="utf-8")
-        found = re.search(r"(?m)^code (\d+)$", self.text)
-        return int(found[1]) if found else -1
+        match = re.search(r"(?m)^code (\d+)$", self.text)
+        return int(match[1]) if match else -1
 
 
 @pytest.fixture
@@ -124,8 +124,11 @@ def test_the_loading_shows_below_the_prompt_and_leaves_nothing_behind_and_exit_l
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_reply(warm_shell: _Shell) -> None:
-    warm_shell.begin_reply()
+@pytest.mark.parametrize("begin", [_Shell.begin_reply, _Shell.wait_prompt], ids=["reply", "prompt"])
+def test_sigterm_ends_a_reply_and_a_prompt(
+    warm_shell: _Shell, begin: Callable[[_Shell], object]
+) -> None:
+    begin(warm_shell)
     warm_shell.signal(signal.SIGTERM)
     assert warm_shell.code() == 128 + signal.SIGTERM
 
@@ -147,13 +150,6 @@ def test_sigterm_ends_a_reply_though_a_library_has_caught_its_exception(
         shell.begin_reply()
         shell.signal(signal.SIGTERM)
         assert shell.code() == 128 + signal.SIGTERM
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_prompt(warm_shell: _Shell) -> None:
-    warm_shell.wait_prompt()
-    warm_shell.signal(signal.SIGTERM)
-    assert warm_shell.code() == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
@@ -218,21 +214,12 @@ def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
         assert chat.leave() == 0
 
 
-def test_a_pager_that_cannot_be_started_costs_nothing(tmp_path: Path) -> None:
-    pager = tmp_path / "pager"
-    pager.write_text("no program")
-    pager.chmod(0o700)
-    with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
-        assert "max_new_tokens" in chat.ask("/set")
-        assert chat.leave() == 0
-
-
 def read_up_to(side: int, end: bytes) -> bytes:
     """What comes out of one side of a pseudo-terminal, which takes a moment, until it has `end`."""
-    found = b""
-    while end not in found and select.select([side], [], [], 10)[0]:
-        found += os.read(side, 100)
-    return found
+    read = b""
+    while end not in read and select.select([side], [], [], 10)[0]:
+        read += os.read(side, 100)
+    return read
 
 
 def test_ctrl_c_drops_nothing_that_is_on_its_way() -> None:

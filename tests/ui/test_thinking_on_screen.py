@@ -32,9 +32,9 @@ def test_folded_it_is_one_line(terminal: FakeTerminal, panel: str, columns: int,
     chunks = pieces(TEXT, 3, size) if size < 400 else [TEXT]
     show_reply(terminal, chunks, panel, thinking="fold")
     first, *rest = _lines(terminal)
-    found = re.fullmatch(r"thought for (\d+) tokens? \(/thinking shows it\)", first)
-    assert found
-    written = len("".join(chunks[: int(found[1])]))
+    match = re.fullmatch(r"thought for (\d+) tokens? \(/thinking shows it\)", first)
+    assert match
+    written = len("".join(chunks[: int(match[1])]))
     assert TEXT.index("</think>") < written <= TEXT.index("It is") + size
     assert rest == ["", "It is so.", "", "• one"]
 
@@ -135,7 +135,7 @@ def test_a_pipe_gets_all_of_it(
 
 
 @pytest.mark.parametrize(
-    ("reply", "found"),
+    ("reply", "reasoning"),
     [
         ("<think>\nwhy?\n</think>\nYes.", "why?"),
         ("<think>cut off", "cut off"),
@@ -143,8 +143,8 @@ def test_a_pipe_gets_all_of_it(
         ("Yes.", ""),
     ],
 )
-def test_the_text_of_the_reasoning(reply: str, found: str) -> None:
-    assert thought(reply) == found
+def test_the_text_of_the_reasoning(reply: str, reasoning: str) -> None:
+    assert thought(reply) == reasoning
     assert thought("Yes.", is_open=True) == "Yes."
 
 

@@ -64,9 +64,9 @@ def _compact_panel(chat: Session) -> list[str]:
 
 
 def _numbers(lines: list[str]) -> list[int]:
-    found = _GAUGE.search("\n".join(lines))
-    assert found
-    return [int(number.replace(",", "")) for number in found.groups()]
+    match = _GAUGE.search("\n".join(lines))
+    assert match
+    return [int(number.replace(",", "")) for number in match.groups()]
 
 
 def _held_text(count: Count) -> str:

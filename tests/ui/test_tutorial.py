@@ -217,22 +217,14 @@ def test_enter_at_every_step_leads_to_the_end(home: Path, columns: int) -> None:
         assert reply_in(shown, number_of("What is my name?")) == "You have not told me."
         assert reply_in(shown, number_of("What is my name?", 1)) == "Your name is Anna."
         assert reply_in(shown, number_of("What is my cat called?", 1)) == "Your cat is called Luna."
-        said = folded(shown)
-        for step in STEPS:
-            assert words_of(step.before) in said
-            assert words_of(step.after) in said
-        assert "Evicted, held, and restored." in said
+        assert "Evicted, held, and restored." in folded(shown)
         assert "Enter sends this line" not in terminal.text
         rows = shown.splitlines()
         explained = [row for row in rows if row.startswith("│ ")]
         assert max(map(len, explained)) <= min(columns - 1, 94)
         assert max(map(len, explained)) > min(columns - 1, 94) - 12
-        nexts = [
-            row
-            for row in rows
-            if row.startswith("turns ") or re.match(r"[^│]*evicted next.*: ", row)
-        ]
-        assert len(nexts) == 10  # the panel, below five replies
+        panel = re.compile(r"turns |[^│]*evicted next.*: ")
+        assert sum(bool(panel.match(row)) for row in rows) == 10  # below five replies
 
 
 @pytest.mark.slow

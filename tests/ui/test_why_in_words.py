@@ -38,26 +38,26 @@ def _said(chat: Session, target: str) -> str:
 
 def test_a_word_that_is_held_is_said_to_be_with_how_many_rank_above() -> None:
     chat = _told("entropy")
-    (best,) = {one.rank for one in chat.why("tree")}
+    (best,) = {rank.rank for rank in chat.why("tree")}
     assert best == 1
     assert _said(chat, "tree") == (
         "“tree” is held: of the 59 held tokens, none surprised the model more."
     )
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"“Anna” is held: of the 59 held tokens, only (\d) surprised the model more\.",
         _said(chat, "Anna"),
     )
-    assert found
-    assert int(found[1]) == min(one.rank or 99 for one in chat.why("Anna")) - 1
+    assert match
+    assert int(match[1]) == min(rank.rank or 99 for rank in chat.why("Anna")) - 1
 
 
 def test_a_word_that_ranks_high_and_still_goes_next_is_said_to_be_the_lowest_that_may_go() -> None:
     chat = _told("entropy")
-    ranks = [replace(one, leaves=True) for one in chat.why("tree")]
+    ranks = [replace(rank, leaves=True) for rank in chat.why("tree")]
     assert explain(ranks, "tree", "entropy") == (
         "“tree” is held, but will be evicted next: what ranks lower is pinned, or among the newest."
     )
-    low = [replace(one, rank=one.held) for one in ranks]
+    low = [replace(rank, rank=rank.held) for rank in ranks]
     assert "surprised the model more" in explain(low, "tree", "entropy")
 
 
@@ -76,7 +76,7 @@ def test_a_word_that_is_evicted_is_said_to_be_with_the_way_back() -> None:
 
 def test_of_words_that_are_held_in_part_it_says_how_many() -> None:
     chat = _told("sink")
-    states = [one.state for one in chat.why("Lisbon")]
+    states = [rank.state for rank in chat.why("Lisbon")]
     held = f"Of the {len(states)} tokens of “Lisbon”, {states.count('held')} are held. "
     assert _said(chat, "Lisbon").startswith(held)
     assert "will be evicted next" in _said(chat, "Lisbon")
@@ -97,7 +97,7 @@ def test_under_every_policy_the_sentence_agrees_with_the_state(policy: str) -> N
     for text in SAID:
         list(chat.ask(text))
     for target in ("Anna", "Lisbon", "turn 0", "last"):
-        states = {one.state for one in chat.why(target)}
+        states = {rank.state for rank in chat.why(target)}
         said = _said(chat, target)
         assert ("is evicted" in said) == ("held" not in states)
         assert said.startswith("Of the ") == (len(states) > 1 and "held" in states)
@@ -125,11 +125,13 @@ def test_a_word_that_was_held_got_so_much_attention() -> None:
     chat = _told("entropy")
     paid = chat.attention_paid(7)
     assert paid.shares is not None
-    times = [paid.shares[one.row.position] for one in chat.why("tree") if one.state == "held"][:1]
+    times = [paid.shares[rank.row.position] for rank in chat.why("tree") if rank.state == "held"][
+        :1
+    ]
     said, held = _shown(chat, "What")
     assert "an average token)" in said
     assert held.startswith(("“What” is held", "Of the "))
-    (rank,) = [one for one in chat.why("Lisbon") if one.row.turn == 2][:1]
+    (rank,) = [rank for rank in chat.why("Lisbon") if rank.row.turn == 2][:1]
     for share, how in (
         (0.3, "made little use of it (0.3 times an average token); /retry full"),
         (2.0, "attention to"),
@@ -152,7 +154,7 @@ def test_what_was_restored_after_the_reply_was_not_there_for_it() -> None:
     chat.pin("Anna", pinned=False)
     list(chat.ask("Tell me a joke."))
     chat.switch("/budget", budget=32)
-    evicted = next(one for one in chat.why("turn 6") if one.state != "held")
+    evicted = next(rank for rank in chat.why("turn 6") if rank.state != "held")
     assert "evicted after it" in describe_use(
         [evicted], "It", chat.attention_paid(9), can_retry=True
     )
@@ -173,13 +175,13 @@ def test_why_alone_tells_of_the_earlier_turn_that_fits_and_of_what_got_attention
 
 
 def test_reading_the_reply_once_more_leaves_no_trace() -> None:
-    one, other = _told("h2o"), _told("h2o")
-    before = state(one)
+    chat, other = _told("h2o"), _told("h2o")
+    before = state(chat)
     for rest in ("", "Lisbon --all", "tree"):
-        _shown(one, rest)
-    assert state(one) == before
-    assert answer(list(one.ask("And now?"))) == answer(list(other.ask("And now?")))
-    assert state(one) == state(other)
+        _shown(chat, rest)
+    assert state(chat) == before
+    assert answer(list(chat.ask("And now?"))) == answer(list(other.ask("And now?")))
+    assert state(chat) == state(other)
 
 
 def test_the_attention_is_that_of_the_models_own_weights() -> None:
@@ -195,11 +197,11 @@ def test_the_attention_is_that_of_the_models_own_weights() -> None:
     reply = [row.position for row in rows if (row.turn, row.role) == (3, "assistant")]
     received = weights[[at - 1 for at in reply]].mean(0)
     at = [r.position for r in rows if 4 <= r.position < reply[0] and r.role != "template"]
-    wanted = received[at] / received[at].mean()
-    found = chat.attention_paid(3).shares
-    assert found is not None
-    assert list(found) == at
-    assert list(found.values()) == pytest.approx(wanted.tolist(), rel=1e-4)
+    expected = received[at] / received[at].mean()
+    shares = chat.attention_paid(3).shares
+    assert shares is not None
+    assert list(shares) == at
+    assert list(shares.values()) == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 @pytest.mark.slow
