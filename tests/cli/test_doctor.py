@@ -21,8 +21,8 @@ def test_a_healthy_installation_has_no_problem(tmp_path: Path) -> None:
     for word in ("torch", "Python", "cores", "tiny: float32 on", "tokens a second"):
         assert word in done.stdout
     found = json.loads(run("doctor", "--json", SIRCHAT_HOME=str(tmp_path)).stdout)
-    assert {one["problem"] for one in found} == {""}
-    assert [one["name"] for one in found][-3:] == ["memory", "compiled step", "speed"]
+    assert {each["problem"] for each in found} == {""}
+    assert [each["name"] for each in found][-3:] == ["memory", "compiled step", "speed"]
 
 
 def test_the_model_that_a_chat_uses_is_checked(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_sweep_removes_what_nobody_holds(tmp_path: Path) -> None:
     assert (held.path / "one").exists()
     assert (outside / "kept").exists()
     held.remove()
-    assert [one.name for one in tmp_path.iterdir()] == ["planted"]
+    assert [file.name for file in tmp_path.iterdir()] == ["planted"]
     sweep(tmp_path / "nowhere")
 
 

@@ -80,7 +80,7 @@ def test_weights_config_and_tokenizer_come_and_nothing_that_could_run(
     assert "sirchat -m me/small" in done.stderr
     assert done.stdout == ""
     (snapshot,) = (cache / "models--me--small" / "snapshots").iterdir()
-    there = {one.name for one in snapshot.iterdir()}
+    there = {file.name for file in snapshot.iterdir()}
     assert there == {"config.json", "tokenizer.json", "model.safetensors"}
     assert (snapshot / "model.safetensors").read_bytes() == LARGE
     listed = sirchat(cache, hub.url, "models").stdout

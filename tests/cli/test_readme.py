@@ -90,7 +90,7 @@ def test_the_table_of_commands_is_complete() -> None:
 
 def test_shipped_profiles_are_named() -> None:
     for text in (README, text_of(PACKAGE / "config" / "README.md")):
-        assert all(f"`{one.name}`" in text for one in list_profiles() if one.shipped)
+        assert all(f"`{profile.name}`" in text for profile in list_profiles() if profile.shipped)
 
 
 def test_the_table_of_studies_is_complete() -> None:
@@ -104,7 +104,7 @@ def test_every_package_is_in_the_tree_and_has_a_readme() -> None:
     tree = section(text_of(INSIDE), "The folders")
     for folder in sorted(one.parent for one in PACKAGE.glob("*/__init__.py")):
         assert f"| [`{folder.name}`]({folder.name}/README.md) |" in tree
-    modules = [one.stem for one in PACKAGE.glob("*.py") if not one.name.startswith("__")]
+    modules = [file.stem for file in PACKAGE.glob("*.py") if not file.name.startswith("__")]
     assert all(f"`{name}`" in tree for name in modules)
 
 
@@ -112,7 +112,7 @@ def test_every_module_is_named_in_the_readme_of_its_package() -> None:
     for folder in sorted(one.parent for one in PACKAGE.glob("*/__init__.py")):
         if folder.name != "lab":  # whose tables are of commands
             text = text_of(folder / "README.md")
-            names = [one.name for one in folder.glob("*.py") if one.name != "__init__.py"]
+            names = [file.name for file in folder.glob("*.py") if file.name != "__init__.py"]
             assert not [name for name in names if f"`{name}`" not in text], folder
 
 

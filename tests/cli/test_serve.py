@@ -97,7 +97,7 @@ def test_a_signal_ends_it_and_the_replies_under_way(
             for _ in range(20):
                 stream.readline()
             process.send_signal(number)
-            *_, last = (one for one in stream if one.strip())
+            *_, last = (line for line in stream if line.strip())
         assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == (
             "the server is ending"
         )

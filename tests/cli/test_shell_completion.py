@@ -45,7 +45,7 @@ def test_the_script_is_printed_or_installed(
     done = run("completion", shell, "--install")
     assert done.returncode == 0
     assert done.stdout.startswith("installed in ~/")
-    written = [one.read_text() for one in tmp_path.rglob("*") if one.is_file()]
+    written = [file.read_text() for file in tmp_path.rglob("*") if file.is_file()]
     assert any(f"complete_{shell}" in text for text in written)
 
 

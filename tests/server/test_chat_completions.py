@@ -48,16 +48,16 @@ def test_a_reply_has_the_shape_that_clients_expect(server: Served) -> None:
 
 def test_a_stream_has_the_same_reply_in_pieces(server: Served) -> None:
     first, *rest = server.chunks(ASKED)
-    *pieces, last = [one["choices"][0] for one in rest]
+    *pieces, last = [chunk["choices"][0] for chunk in rest]
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert len(pieces) > 2
     whole = server.ask(ASKED)
-    text = "".join(one["delta"]["content"] for one in pieces)
+    text = "".join(piece["delta"]["content"] for piece in pieces)
     assert text == said(whole)
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
     memory = whole["sirchat"]
     assert rest[-1]["sirchat"] | {"id": memory["id"]} == memory
-    assert len({one["id"] for one in (first, *rest)}) == 1
+    assert len({chunk["id"] for chunk in (first, *rest)}) == 1
     *_, end = server.chunks(ASKED, stream_options={"include_usage": True})
     assert (end["choices"], end["usage"]) == ([], whole["usage"])
 
@@ -65,13 +65,14 @@ def test_a_stream_has_the_same_reply_in_pieces(server: Served) -> None:
 def test_the_log_probabilities_are_those_of_the_tokens(server: Served) -> None:
     whole = server.ask(ASKED, logprobs=True)["choices"][0]
     tokens = whole["logprobs"]["content"]
-    assert "".join(one["token"] for one in tokens) == whole["message"]["content"]
+    assert "".join(token["token"] for token in tokens) == whole["message"]["content"]
     slow = session(policy="full", system="Be kind.")
     list(slow.read_user(ASKED[1]["content"]))
     (score,) = slow.score_continuations([whole["message"]["content"]])
-    assert [one["logprob"] for one in tokens] == pytest.approx(score.log_probabilities, abs=1e-4)
-    pieces = [one["choices"][0]["logprobs"] for one in server.chunks(ASKED, logprobs=True)]
-    streamed = [token for one in pieces if one is not None for token in one["content"]]
+    probabilities = [token["logprob"] for token in tokens]
+    assert probabilities == pytest.approx(score.log_probabilities, abs=1e-4)
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in server.chunks(ASKED, logprobs=True)]
+    streamed = [token for piece in pieces if piece is not None for token in piece["content"]]
     assert [one["token"] for one in streamed] == [one["token"] for one in tokens]
 
 
@@ -83,9 +84,9 @@ def test_a_reply_ends_before_a_stop_string_and_the_chat_goes_on_with_what_was_se
         cut = text[: text.index(stop if isinstance(stop, str) else stop[0])]
         reply = server.ask(ASKED, stop=stop, logprobs=True)["choices"][0]
         assert (reply["message"]["content"], reply["finish_reason"]) == (cut, "stop")
-        assert cut.startswith("".join(one["token"] for one in reply["logprobs"]["content"]))
-        streamed = [one["choices"][0]["delta"] for one in server.chunks(ASKED, stop=stop)]
-        assert "".join(one.get("content", "") for one in streamed) == cut
+        assert cut.startswith("".join(token["token"] for token in reply["logprobs"]["content"]))
+        streamed = [chunk["choices"][0]["delta"] for chunk in server.chunks(ASKED, stop=stop)]
+        assert "".join(token.get("content", "") for token in streamed) == cut
         longer = [*ASKED, assistant(cut), user(NAME)]
         assert server.reply(longer) == told(longer, max_new_tokens=16)
 
@@ -101,9 +102,9 @@ def test_a_text_ends_before_the_first_complete_stop_string_however_it_is_divided
     complete = [n for n in range(len(text) + 1) if text[:n].endswith(tuple(stops))]
     if complete:
         end = complete[0]
-        text = text[: end - max(len(one) for one in stops if text[:end].endswith(one))]
+        text = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
     stopping = StopStrings(stops)
-    sent = "".join(stopping.push(one) for one in pieces)
+    sent = "".join(stopping.push(piece) for piece in pieces)
     assert stopping.is_found == bool(complete)
     assert (sent if complete else sent + stopping.rest()) == text
 
@@ -145,7 +146,7 @@ def test_fields_that_change_nothing_are_accepted(server: Served) -> None:
 def test_the_model_has_its_name_and_one_without_folders(server: Served) -> None:
     assert names_of("/models/a/b.gguf") == ("/models/a/b.gguf", "b.gguf")
     assert names_of("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen3-0.6B")
-    assert [one["id"] for one in server.client.get("/v1/models").json()["data"]] == ["tiny"]
+    assert [entry["id"] for entry in server.client.get("/v1/models").json()["data"]] == ["tiny"]
     response = server.post(ASKED, model="gpt-4o")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "model_not_found"

@@ -63,8 +63,9 @@ def test_the_client_of_openai(
     messages: list[Any] = [user(ANNA)]
     first = create(model="tiny", messages=messages)
     assert first.choices[0].message.content == text
-    pieces = [one.choices[0].delta for one in create(model="tiny", messages=messages, stream=True)]
-    assert "".join(one.content or "" for one in pieces) == text
+    stream = create(model="tiny", messages=messages, stream=True)
+    pieces = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(piece.content or "" for piece in pieces) == text
     assert (
         create(model="tiny", messages=messages, stop="you").choices[0].message.content
         == text[: text.index("you")]
@@ -118,7 +119,7 @@ def test_langchain(
     model = langchain.ChatOpenAI(base_url=address, api_key="none", model="tiny")
     first = model.invoke(ANNA)
     assert first.content == text
-    assert "".join(one.content for one in model.stream(ANNA)) == text
+    assert "".join(piece.content for piece in model.stream(ANNA)) == text
     assert model.invoke(ANNA, stop=["you"]).content == text[: text.index("you")]
     after = model.invoke([("user", ANNA), first, ("user", NAME)])
     assert after.usage_metadata["input_token_details"]["cache_read"] > 0

@@ -92,7 +92,7 @@ def test_all_requests_of_a_conversation_go_to_the_replica_that_has_it(
         talk(client, name, 3)
     listed = client.get("/v1/sirchat/sessions").json()["data"]
     assert sorted(one["first"] for one in listed) == sorted(f"My name is {one}." for one in NAMES)
-    assert all(one.number > 3 for one in handles)
+    assert all(each.number > 3 for each in handles)
     assert sum(one.number for one in handles) == 3 * len(NAMES) + 2  # each was asked for its list
 
 

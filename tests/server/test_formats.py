@@ -52,8 +52,9 @@ def test_a_reply_is_as_the_schema_says_whole_or_in_a_stream(server: Served) -> N
     (choice,) = reply["choices"]
     check(choice["message"]["content"])
     assert choice["finish_reason"] == "stop"
-    pieces = [one["choices"][0] for one in server.chunks(ASKED, response_format=by_schema(PERSON))]
-    text = "".join(one["delta"].get("content", "") for one in pieces)
+    chunks = server.chunks(ASKED, response_format=by_schema(PERSON))
+    pieces = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(piece["delta"].get("content", "") for piece in pieces)
     assert text == choice["message"]["content"]
     hot = {"temperature": 3.0, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3}
     for seed in range(3):
@@ -77,7 +78,7 @@ def test_the_log_probabilities_are_those_of_the_model_without_the_format(server:
     slow = session(policy="full")
     list(slow.read_user(ASKED[0]["content"]))
     (score,) = slow.score_continuations([choice["message"]["content"]])
-    found = [one["logprob"] for one in choice["logprobs"]["content"]]
+    found = [token["logprob"] for token in choice["logprobs"]["content"]]
     assert sum(found) == pytest.approx(sum(score.log_probabilities), rel=0.05)
     assert min(found) < -1  # it would not have said so on its own
 

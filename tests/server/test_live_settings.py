@@ -45,7 +45,7 @@ def test_policy_and_budget_change_at_once_and_hold_for_the_next_replies(tmp_path
         done = change(server, ident, policy="sink", budget=64, decay=0.9, recall="words")
         assert (done["policy"], done["budget"], done["decay"]) == ("sink", 64, 0.9)
         assert done["resident"] <= 64 < done["seen"]
-        assert [one["what"] for one in done["events"] if one["event"] == "switch"] == [
+        assert [event["what"] for event in done["events"] if event["event"] == "switch"] == [
             *("policy", "budget", "decay", "recall")
         ]
         messages.append(user("Thanks."))
@@ -87,7 +87,7 @@ def test_erased_words_are_in_no_file_and_not_read_again_from_the_history(tmp_pat
         reply = server.ask([*messages, user("Thanks.")])
         assert cached(reply) == done["seen"]
         assert "Zebulon" not in held_text(memory(server, ident))
-    assert not [one.name for one in tmp_path.iterdir() if b"Zebulon" in one.read_bytes()]
+    assert not [file.name for file in tmp_path.iterdir() if b"Zebulon" in file.read_bytes()]
 
 
 def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
@@ -105,14 +105,16 @@ def test_words_that_could_not_be_erased_from_the_file_are_said_to_be_there(
             error = refusal(server.client.post(address, json={"erase": "Zebulon"}), 500)
             assert "the conversation's file can't be written" in error["message"]
         assert "Zebulon" not in held_text(memory(server, ident))
-    assert not [one.name for one in tmp_path.iterdir() if b"Zebulon" in one.read_bytes()]
+    assert not [file.name for file in tmp_path.iterdir() if b"Zebulon" in file.read_bytes()]
 
 
 def test_all_conversations_are_listed_and_one_on_disk_is_shown_too(tmp_path: Path) -> None:
     with served(conversations=1, folder=tmp_path, max_new_tokens=4) as server:
         idents = [asked(server, text)[1] for text in ("Hello Anna.", "Hello <b>Tom</b>.")]
         listed = server.client.get("/v1/sirchat/sessions").json()["data"]
-        assert [(one["id"], one["first"], one["messages"], one["in_memory"]) for one in listed] == [
+        assert [
+            (entry["id"], entry["first"], entry["messages"], entry["in_memory"]) for entry in listed
+        ] == [
             (idents[1], "Hello <b>Tom</b>.", 2, True),
             (idents[0], "Hello Anna.", 2, False),
         ]

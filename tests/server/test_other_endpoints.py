@@ -44,13 +44,13 @@ def test_a_text_is_continued_without_a_chat_template(server: Served) -> None:
     (choice,) = whole["choices"]
     assert choice["text"] == continued(text) != ""
     assert (whole["object"], choice["finish_reason"]) in [
-        ("text_completion", one) for one in ("stop", "length")
+        ("text_completion", reason) for reason in ("stop", "length")
     ]
     lines = server.client.post("/v1/completions", json={"prompt": [text], "stream": True}).text
     *events, done, _ = lines.split("\n\n")
     assert done == "data: [DONE]"
-    pieces = [json.loads(one.removeprefix("data: "))["choices"][0] for one in events]
-    assert "".join(one["text"] for one in pieces) == choice["text"]
+    pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
     assert pieces[-1]["finish_reason"] == choice["finish_reason"]
 
 
@@ -108,12 +108,12 @@ def test_a_response_comes_in_events_that_build_it_up(server: Served) -> None:
         name, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
-    assert [one["sequence_number"] for one in events] == list(range(len(events)))
-    kinds = [one["type"].removeprefix("response.") for one in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
-    text = "".join(one.get("delta", "") for one in events)
+    text = "".join(event.get("delta", "") for event in events)
     final = events[-1]["response"]
     assert final["output"][0]["content"][0]["text"] == text == told([user(ANNA)], max_new_tokens=12)
     assert respond(server, NAME, previous_response_id=final["id"])["status"] == "completed"
@@ -147,9 +147,9 @@ def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
     assert whole["total_duration"] >= whole["eval_duration"] + whole["prompt_eval_duration"] > 0
     response = server.client.post("/api/chat", json=body)
     assert response.headers["content-type"] == "application/x-ndjson"
-    lines = [json.loads(one) for one in response.text.splitlines()]
-    assert [one["done"] for one in lines] == [False] * (len(lines) - 1) + [True]
-    assert "".join(one["message"]["content"] for one in lines) == text
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert "".join(line["message"]["content"] for line in lines) == text
     longer = [*messages, whole["message"], user(NAME)]
     assert server.ask(longer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
@@ -186,8 +186,8 @@ def test_a_format_can_be_named_in_each_shape(server: Served) -> None:
     assert response["text"]["format"] == form
     body = {"model": "tiny", "stream": False, "messages": [user(ANNA)]}
     said = [
-        server.client.post("/api/chat", json=body | {"format": one}).json()["message"]["content"]
-        for one in (schema, "json")
+        server.client.post("/api/chat", json=body | {"format": form}).json()["message"]["content"]
+        for form in (schema, "json")
     ]
     assert said[0] == "{}"
     assert said[1].startswith("{")

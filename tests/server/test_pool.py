@@ -219,10 +219,10 @@ def test_requests_for_the_same_conversation_wait_for_each_other() -> None:
             found[number] = server.ask(asked[number])
 
         threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for number, messages in enumerate(asked):
         assert cached(found[number]) == first["sirchat"]["seen"]
         assert said(found[number]) == told(messages, max_new_tokens=12)
@@ -299,4 +299,4 @@ def test_the_key_of_a_message_does_not_depend_on_where_texts_are_divided() -> No
         History.of("", [("user", "a"), ("user", "b")]),
         History.of(None, [("user", "a"), ("assistant", "b")]),
     ]
-    assert len({one.keys[-1] for one in histories}) == len(histories)
+    assert len({history.keys[-1] for history in histories}) == len(histories)

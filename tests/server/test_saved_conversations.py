@@ -105,8 +105,8 @@ def test_files_are_private_and_no_more_than_the_limit(tmp_path: Path) -> None:
         kept = {name: cached(server.ask(talks[name])) > 0 for name in ("Eva", "Tom", "Anna")}
     assert kept == {"Eva": True, "Tom": True, "Anna": False}
     files = sorted(folder.iterdir())
-    assert sorted(one.suffix for one in files) == [".safetensors"] * 2 + [".sqlite"] * 2
-    assert {stat.S_IMODE(one.stat().st_mode) for one in files} == {0o600}
+    assert sorted(file.suffix for file in files) == [".safetensors"] * 2 + [".sqlite"] * 2
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
@@ -160,7 +160,7 @@ def test_a_full_disk_breaks_no_reply_and_is_said_once(
                 begin(server, name)
             reply = server.reply(messages)
             wait_until_saved(server)
-        assert [one.message for one in caplog.records] == [
+        assert [record.message for record in caplog.records] == [
             "conversations can't be saved now: the disk is full"
         ]
         assert len(list(tmp_path.glob("*.sqlite"))) == 1  # that of Anna, from before

@@ -104,7 +104,7 @@ def test_each_reply_is_the_one_that_it_would_be_alone(
     settings: dict[str, Any], are_shared: bool, passes: list[int]
 ) -> None:
     with served(babbler(), **settings) as server:
-        alone = [replies(server, [one])[0] for one in asked()]
+        alone = [replies(server, [question])[0] for question in asked()]
         assert not passes, "a reply alone is generated as in a chat"
     with served(babbler(), **settings) as server:
         for found, wanted in zip(replies(server, asked()), alone, strict=True):
@@ -117,7 +117,7 @@ def test_if_the_shared_pass_fails_each_reply_reads_its_own_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with served(babbler(), budget=256) as server:
-        alone = [replies(server, [one])[0] for one in asked()]
+        alone = [replies(server, [question])[0] for question in asked()]
 
         def fail(*arguments: object) -> None:
             raise torch.OutOfMemoryError
@@ -140,7 +140,7 @@ def test_a_reply_that_fails_or_has_no_client_any_more_leaves_the_others_alone(
         return allowed
 
     with served(babbler(), budget=256) as server:
-        alone = [replies(server, [one])[0] for one in asked()]
+        alone = [replies(server, [question])[0] for question in asked()]
     with served(babbler(), budget=256) as server:
         broken = ("Fail.", ReplyOptions({"max_new_tokens": 30}, format=failing))
         found = replies(server, [*asked(), broken], leave=1)
@@ -188,7 +188,7 @@ def test_a_conversation_that_left_memory_is_freed_though_its_request_is_still_kn
             while not isinstance(ends.get(timeout=20), ReplyEnd):
                 pass
         server.server.replies.call(lambda: None).result(timeout=20)
-        assert [one() is None for one in sessions] == [True, False]
+        assert [reference() is None for reference in sessions] == [True, False]
 
 
 def anything(picked: Sequence[int]) -> Tensor:

@@ -65,8 +65,8 @@ def test_a_required_call_is_made_as_its_schema_says(server: Served, choice: str)
     (call,) = said["message"]["tool_calls"]
     check([call])
     assert call["function"]["name"] in (choice, *(("city", "days") if choice == "required" else ()))
-    chunks = [one["choices"][0] for one in server.chunks(ASKED, **fields)]
-    (streamed,) = [one for piece in chunks for one in piece["delta"].get("tool_calls", [])]
+    chunks = [chunk["choices"][0] for chunk in server.chunks(ASKED, **fields)]
+    (streamed,) = [call for piece in chunks for call in piece["delta"].get("tool_calls", [])]
     assert streamed == {"index": 0, **call}
     result = {"role": "tool", "tool_call_id": call["id"], "content": "Snow."}
     after = server.ask([*ASKED, said["message"], result], tools=[CITY, DAYS], max_tokens=4)

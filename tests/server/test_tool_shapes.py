@@ -63,8 +63,8 @@ def test_a_call_comes_in_events_that_build_it_up(
     for said in ([], ["Well."]):
         body = {"input": ASKED, "tools": [TOOL], "stream": True}
         lines = server.client.post("/v1/responses", json=body).text.strip().split("\n\n")
-        events = [json.loads(one.split("data: ")[1]) for one in lines]
-        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        events = [json.loads(line.split("data: ")[1]) for line in lines]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         output: list[Any] = []
         for one in events:
             match one["type"].removeprefix("response."):
@@ -77,7 +77,7 @@ def test_a_call_comes_in_events_that_build_it_up(
                     item["built"] = item.get("built", "") + one["delta"]
                 case "output_item.done":
                     output[one["output_index"]] |= one["item"]
-        built = [one.pop("built") for one in output]
+        built = [item.pop("built") for item in output]
         final = events[-1]["response"]
         assert (events[-1]["type"], final["status"]) == ("response.completed", "completed")
         assert final["output"] == output
@@ -102,7 +102,7 @@ def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
         body = {"model": "tiny", "tools": [WEATHER], "messages": messages, **fields}
         response = server.client.post("/api/chat", json=body)
         assert response.status_code == 200, response.text
-        return [json.loads(one) for one in response.text.splitlines()]
+        return [json.loads(line) for line in response.text.splitlines()]
 
     question = "And in Rome?"
     script(monkeypatch, [f"Let me look.\n{CALL}\n{CALL}", "It is cold.", CALL, "Bye."])
@@ -119,10 +119,10 @@ def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
     assert second["message"]["content"] == "It is cold."
     messages += [second["message"], user("And now?")]
     pieces = ask(messages)
-    assert [one for piece in pieces for one in piece["message"].get("tool_calls", [])] == [call]
-    assert [one["done"] for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [call for piece in pieces for call in piece["message"].get("tool_calls", [])] == [call]
+    assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     listed = server.client.get("/v1/sirchat/sessions").json()["data"]
-    (count,) = [one["messages"] for one in listed if one["first"] == question]
+    (count,) = [entry["messages"] for entry in listed if entry["first"] == question]
     assert count == 6  # one conversation: what tools returned in a row is one message
     messages += [pieces[0]["message"], {"role": "tool", "content": "Rain.", "tool_name": "other"}]
     body = {"model": "tiny", "tools": [WEATHER], "messages": messages}

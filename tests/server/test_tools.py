@@ -43,9 +43,9 @@ def test_a_call_in_a_reply_is_returned_as_one_and_streamed(
     (choice,) = server.ask(ASKED, tools=[WEATHER])["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"] == calling(CALLED, text="Let me look.")
-    first, *pieces = [one["choices"][0] for one in server.chunks(ASKED, tools=[WEATHER])]
+    first, *pieces = [chunk["choices"][0] for chunk in server.chunks(ASKED, tools=[WEATHER])]
     assert first["delta"]["role"] == "assistant"
-    assert "".join(one["delta"].get("content", "") for one in pieces) == "Let me look."
+    assert "".join(piece["delta"].get("content", "") for piece in pieces) == "Let me look."
     (call,) = [one for piece in pieces for one in piece["delta"].get("tool_calls", [])]
     assert call == {"index": 0, **CALLED}
     assert pieces[-1]["finish_reason"] == "tool_calls"
@@ -220,12 +220,12 @@ def test_calls_are_found_however_the_reply_is_divided(
     more, new = parser.rest()
     assert shown + more == text
     assert [*found, *new] == parser.calls
-    assert [one.id for one in parser.calls] == [f"call{n:05}" for n in range(7, 7 + calls)]
-    assert all(json.loads(one.arguments) == ARGUMENTS for one in parser.calls)
+    assert [call.id for call in parser.calls] == [f"call{n:05}" for n in range(7, 7 + calls)]
+    assert all(json.loads(call.arguments) == ARGUMENTS for call in parser.calls)
 
 
 def test_text_before_a_call_is_shown_at_once() -> None:
     parser = CallParser({"weather"}, 0)
-    assert [parser.push(one)[0] for one in ("I ", "look <", "b> it", " up")] == [
+    assert [parser.push(text)[0] for text in ("I ", "look <", "b> it", " up")] == [
         "I", " look", " <b> it", " up",
     ]  # fmt: skip
