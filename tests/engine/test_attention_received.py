@@ -156,15 +156,19 @@ def test_tracked_attention_is_that_of_an_eager_model(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("layers", "more"),
     [
-        {"absolute_positions": True},
-        {"recall": RecallSettings("mips", n=6, scope="layer"), "of_layers": 6},
-        {"evict": "before-turn"},
+        (0, {"absolute_positions": True}),
+        (0, {"recall": RecallSettings("mips", n=6, scope="layer"), "of_layers": 6}),
+        (0, {"evict": "before-turn"}),
+        (2, {}),
     ],
 )
-def test_tracked_attention_is_right_however_rows_are_held(more: dict[str, Any]) -> None:
-    engine, sums = talk("llama", H2o(recent=8, layers=0), **more)
+def test_tracked_attention_is_right_however_rows_are_held(
+    layers: int, more: dict[str, Any]
+) -> None:
+    engine, sums = talk("llama", H2o(recent=8, layers=layers), **more)
+    assert sums.layers == ([1, 3] if layers else [0, 1, 2, 3])
     ledger = engine.ledger
     assert ledger.held_count < ledger.seen
     counted = ledger.attention.totals(np.arange(ledger.seen), ledger.log_decay)
@@ -172,11 +176,22 @@ def test_tracked_attention_is_right_however_rows_are_held(more: dict[str, Any]) 
     assert counted == pytest.approx(np.array(wanted), abs=1e-4)
 
 
-@pytest.mark.parametrize(("layers", "wanted"), [(0, [0, 1, 2, 3]), (1, [2]), (2, [1, 3]), (9, 4)])
-def test_counted_layers_are_evenly_spaced(layers: int, wanted: list[int] | int) -> None:
-    assert AttentionStatsConfig(layers).counted_layers(4) == (
-        wanted if isinstance(wanted, list) else list(range(wanted))
-    )
+@pytest.mark.parametrize(
+    ("counted", "layers", "sliding", "expected"),
+    [
+        (0, 4, (), [0, 1, 2, 3]),
+        (1, 4, (), [2]),
+        (2, 4, (), [1, 3]),
+        (9, 4, (), [0, 1, 2, 3]),
+        (2, 6, (0, 1, 3, 4), [2, 5]),
+        (2, 4, (0, 1, 2, 3), [1, 3]),
+        (0, 3, (1,), [0, 1, 2]),
+    ],
+)
+def test_counted_layers_are_evenly_spaced_among_those_without_a_window(
+    counted: int, layers: int, sliding: tuple[int, ...], expected: list[int]
+) -> None:
+    assert AttentionStatsConfig(counted).counted_layers(layers, sliding) == expected
 
 
 @pytest.mark.parametrize("at_a_time", [1, 7])
@@ -192,15 +207,6 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
         list(prefill(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
-
-
-def test_the_counted_layers_alone_count() -> None:
-    engine, sums = talk("llama", H2o(recent=8, layers=2))
-    assert sums.layers == [1, 3]
-    ledger = engine.ledger
-    counted = ledger.attention.totals(np.arange(ledger.seen), ledger.log_decay)
-    wanted = [sums.total[position] for position in range(ledger.seen)]
-    assert counted == pytest.approx(np.array(wanted), abs=1e-4)
 
 
 def test_a_policy_that_needs_no_attention_has_none_tracked() -> None:
@@ -264,21 +270,6 @@ def test_rows_read_before_tracking_began_start_with_a_usual_sum() -> None:
         list(prefill(engine, 20, number))
     counted, _ = received(engine)
     assert counted[:60].min() >= 0.5 * np.median(counted[60:80])
-
-
-def test_rows_that_come_back_turn_after_turn_keep_the_log_short() -> None:
-    column, rows = AttentionStats(), np.arange(4)
-    column.add(rows, [PassAttention.from_weights(np.eye(4, dtype=np.float32), 2)], 0.0, window=2)
-    for _ in range(2000):
-        column.note_restored(rows)
-    assert len(column._restored) <= 256
-    assert not any(one.window for one in column._restored)
-
-
-def test_layers_with_a_window_count_only_if_there_are_no_others() -> None:
-    assert AttentionStatsConfig(2).counted_layers(6, sliding={0, 1, 3, 4}) == [2, 5]
-    assert AttentionStatsConfig(2).counted_layers(4, sliding={0, 1, 2, 3}) == [1, 3]
-    assert AttentionStatsConfig(0).counted_layers(3, sliding={1}) == [0, 1, 2]
 
 
 def test_erased_rows_lose_their_attention() -> None:

@@ -247,7 +247,7 @@ def _check_rows(shadow: Shadow, rows: KeyValues, what: str) -> None:
 def _check_keys(chat: Session, shadow: Shadow, held: Positions, theta: float) -> None:
     """Each key is where its slot is: rotated anew, in float64, from where it was written."""
     engine = chat._engine
-    cache, layers = engine.cache, engine.residency._layers
+    cache, layers = engine.cache, engine.residency.selection.layers
     for layer in range(len(cache.row_layers)):
         positions = held
         if cache.inserted_count:
