@@ -1,40 +1,27 @@
-"""Reports the progress of long work on stderr: a bar in a terminal, else lines of text."""
+"""Shows the progress of long work on stderr: a bar in a terminal, else lines of text."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-EVERY = 30.0  # the fewest seconds between two progress lines in a log file
+EVERY = 30.0  # the fewest seconds between two lines in a log file
 
 T = TypeVar("T")
-
-
-class ProgressPace:
-    """Decides when a log file gets a line of progress, and estimates the time left."""
-
-    def __init__(self, done: float, total: float, clock: Callable[[], float]) -> None:
-        self._before, self._total, self._clock = done, total, clock
-        self._started = self._printed = self._now = clock()
-
-    def is_due(self, done: float) -> bool:
-        """Whether to write a line now: at the end, or `EVERY` seconds after the last."""
-        self._now = self._clock()
-        is_due = done >= self._total or self._now - self._printed >= EVERY
-        if is_due:
-            self._printed = self._now
-        return is_due
-
-    def left(self, done: float) -> str:
-        """The estimated time left, such as `, 3 min left`; '' at the start and at the end."""
-        if not self._before < done < self._total:
-            return ""
-        seconds = (self._now - self._started) / (done - self._before) * (self._total - done)
-        return f", {duration(seconds)} left"
+Show = Callable[[float, float, str], None]  # takes the amount done, the total amount, and a text
 
 
 def duration(seconds: float) -> str:
@@ -43,6 +30,44 @@ def duration(seconds: float) -> str:
         return f"{round(seconds)} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+@contextmanager
+def shown_progress(
+    console: Console, name: str, clock: Callable[[], float] = time.monotonic, prefix: str = ""
+) -> Iterator[Show]:
+    """Yield a function that shows progress: as a bar, or in lines that begin with `prefix`."""
+    if not console.is_terminal:
+        yield _Lines(console, clock, prefix).show
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=bool(prefix)) as progress:
+        bar = progress.add_task(name, total=None)
+        yield lambda done, total, text: progress.update(
+            bar, completed=done, total=total, description=text or name
+        )
+
+
+class _Lines:
+    """Prints lines of progress: the first, at most one every 30 seconds, and the last."""
+
+    def __init__(self, console: Console, clock: Callable[[], float], prefix: str) -> None:
+        self._console, self._clock, self._prefix = console, clock, prefix
+        self._printed, self._start = -math.inf, (0.0, 0.0)  # amount and time of the first call
+
+    def show(self, done: float, total: float, text: str) -> None:
+        now, left = self._clock(), ""
+        if done < total and now - self._printed < EVERY:
+            return
+        if self._printed == -math.inf:
+            self._start = done, now
+        before, began = self._start
+        if before < done < total:
+            left = f", {duration((now - began) / (done - before) * (total - done))} left"
+        self._printed = now
+        line = f"{self._prefix}{done:,.0f} of {total:,.0f} {text}".rstrip() + left
+        self._console.print(line, markup=False, soft_wrap=True)
 
 
 def with_progress(
@@ -54,20 +79,10 @@ def with_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[T]:
-    """Yield the units of a study as they finish, and report the progress.
-
-    `known` is the number of units that an earlier run has finished.
-    """
+    """Yield the units of a study as they finish; an earlier run has finished `known` units."""
     console = console or Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-            yield from bar.track(done, total, completed=known, description=name)
-        return
-    pace = ProgressPace(known, total, clock)
-    console.print(f"{name}: {known:,} of {total:,}", markup=False, soft_wrap=True)
-    for finished, unit in enumerate(done, known + 1):
-        if pace.is_due(finished):
-            line = f"{name}: {finished:,} of {total:,}{pace.left(finished)}"
-            console.print(line, markup=False, soft_wrap=True)
-        yield unit
+    with shown_progress(console, name, clock, f"{name}: ") as show:
+        show(known, total, "")
+        for finished, unit in enumerate(done, known + 1):
+            show(finished, total, "")
+            yield unit

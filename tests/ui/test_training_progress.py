@@ -7,14 +7,14 @@ import re
 
 from rich.console import Console
 
-from sirchat.lab.training.display import training_progress
+from sirchat.lab.progress import shown_progress
 
 
 def shown(steps: dict[float, int], total: int, *, terminal: bool = False) -> str:
     """What is written while steps end at these times, in seconds."""
     file, times = io.StringIO(), iter(steps)
     console = Console(file=file, force_terminal=terminal, width=80)
-    with training_progress(console, "first step", lambda: next(times)) as show:
+    with shown_progress(console, "first step", lambda: next(times)) as show:
         for step in steps.values():
             show(step, total, f"steps, loss {step}.5")
     return file.getvalue()

@@ -5,33 +5,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from sirchat.errors import SettingError
-from sirchat.lab.progress import ProgressPace, duration
-from sirchat.lab.training.anchor_trainer import (
-    HISTORY,
-    LAST,
-    PLOT,
-    LossEntry,
-    draw_losses,
-    load_losses,
-    mean_of_last,
-)
+from sirchat.lab.progress import duration, shown_progress
+from sirchat.lab.studies.report import Plot, draw
+from sirchat.lab.training.anchor_trainer import HISTORY, LAST, load_losses, mean_of_last
 from sirchat.lab.training.schedule import SIZES
 from sirchat.lab.training.trainer import Trainer, TrainOptions, TrainStep, train
 from sirchat.models.progress import quiet_libraries
@@ -41,16 +23,7 @@ if TYPE_CHECKING:
     from sirchat.lab.training.anchor_trainer import Step
     from sirchat.lab.training.scorer import ScorerOptions
 
-# A function called with the amount done, the total amount, and a text about the progress
-Show = Callable[[float, float, str], None]
-
-_COLUMNS = (
-    BarColumn(),
-    MofNCompleteColumn(),
-    TextColumn("{task.description}"),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
+PLOT = "loss.svg"  # the plot of the losses, in the model's folder
 
 
 def train_with_progress(
@@ -60,12 +33,11 @@ def train_with_progress(
 
     Progress is printed to stderr, and at the end the path of the folder to stdout.
     """
-    names = [name for name in SIZES if name == size]
-    if not names:
+    if size not in SIZES:
         raise SettingError(f"--size can't be {size!r}; it must be one of {', '.join(SIZES)}")
     recipe = sum(phase.steps for phase in kind.phases) if steps is None else steps
-    options = TrainOptions(out=out, steps=recipe, size=names[0], seed=seed, resume=resume)
-    with training_progress(Console(stderr=True, highlight=False), "preparing") as show:
+    options = TrainOptions(out=out, steps=recipe, size=size, seed=seed, resume=resume)
+    with shown_progress(Console(stderr=True, highlight=False), "preparing") as show:
         for record in train(options, kind):
             show(record.step, recipe, _describe(record))
     Console().print(str(out), soft_wrap=True, highlight=False, markup=False)
@@ -81,7 +53,7 @@ def train_anchor_with_progress(options: AnchorOptions) -> None:
         train_anchors(training)
         return
     console = Console(stderr=True, highlight=False)
-    with training_progress(console, "first step") as show:
+    with shown_progress(console, "first step") as show:
         train_anchors(training, lambda step: show(*_progress(step, options)))
     for line in report(options.out):
         console.print(line, markup=False, soft_wrap=True)
@@ -99,7 +71,7 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
     with quiet_libraries():
         trainer = open_trainer(options)  # errors in the options appear before the bar
     sizes = [len(one.ids) for one in trainer.conversations]
-    with training_progress(console, "first conversation") as show:
+    with shown_progress(console, "first conversation") as show:
         for number in range(len(sizes)):
             trainer.read(number)
             show(sum(sizes[: number + 1]), sum(sizes), "tokens")
@@ -114,37 +86,6 @@ def train_scorer_with_progress(options: ScorerOptions) -> None:
     Console().print(str(path), soft_wrap=True, highlight=False, markup=False)
 
 
-@contextmanager
-def training_progress(
-    console: Console, first: str, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Show]:
-    """Context manager: yields a function that shows the progress of a training."""
-    if not console.is_terminal:
-        yield _Lines(console, clock).show
-        return
-    with Progress(*_COLUMNS, console=console) as progress:
-        bar = progress.add_task(first, total=None)
-        yield lambda done, total, text: progress.update(
-            bar, completed=done, total=total, description=text
-        )
-
-
-class _Lines:
-    """Prints lines of progress: at the first step, at most every 30 seconds, and at the end."""
-
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
-        self._console, self._clock = console, clock
-        self._pace: ProgressPace | None = None
-
-    def show(self, done: float, total: float, text: str) -> None:
-        if self._pace is None:
-            self._pace = ProgressPace(done, total, self._clock)
-        elif not self._pace.is_due(done):
-            return
-        line = f"{done:,.0f} of {total:,.0f} {text}{self._pace.left(done)}"
-        self._console.print(line, markup=False, soft_wrap=True)
-
-
 def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
     """The progress of an anchor training after `step`: amount done, total amount, and a text."""
     entry = step.entry
@@ -155,24 +96,28 @@ def _progress(step: Step, options: AnchorOptions) -> tuple[float, float, str]:
 
 
 def report(out: Path) -> list[str]:
-    """Draw a plot of the training losses in a model's folder `out`; returns lines of a summary.
+    """Draw a plot of the losses in a model's folder; returns lines of a summary.
 
-    The list is empty if the folder has no losses.
+    There are none if the folder has no losses.
     """
     losses = load_losses(out)
     if not losses:
         return []
-    drawn = draw_losses(losses, out)
-    plot = f"plot: {out / PLOT}" if drawn else "no plot: pip install 'sirchat[plots]'"
-    return [*_summary(losses), f"losses: {out / HISTORY}; {plot}"]
-
-
-def _summary(losses: list[LossEntry]) -> list[str]:
     first, last = losses[0], losses[-1]
-    mean = f"mean of the last {min(LAST, len(losses))} {mean_of_last(losses):.3f}"
+    means = [mean_of_last(losses[max(0, end + 1 - LAST) : end + 1]) for end in range(len(losses))]
+    lines = {
+        "each step": tuple((one.tokens, one.loss) for one in losses),
+        f"mean of the last {LAST} steps": tuple(
+            (one.tokens, mean) for one, mean in zip(losses, means, strict=True)
+        ),
+    }
+    drawn = draw(Plot("training loss", "tokens read", "nats per token", lines), out / PLOT)
+    plot = f"plot: {out / PLOT}" if drawn else "no plot: pip install 'sirchat[plots]'"
     return [
-        f"loss in nats per token: first {first.loss:.3f}, last {last.loss:.3f}, {mean}",
+        f"loss in nats per token: first {first.loss:.3f}, last {last.loss:.3f}, "
+        f"mean of the last {min(LAST, len(losses))} {means[-1]:.3f}",
         f"{last.step:,} steps, {last.tokens:,} tokens, {duration(last.seconds)}",
+        f"losses: {out / HISTORY}; {plot}",
     ]
 
 

@@ -35,7 +35,7 @@ from sirchat.lab.training.schedule import (
 KEPT_CHECKPOINTS = 2
 
 
-def replace_files(folder: Path, write: Callable[[Path], None]) -> None:
+def replace_files(folder: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, then move its files into `folder`, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.new")

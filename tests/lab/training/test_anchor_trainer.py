@@ -13,17 +13,15 @@ from transformers import get_scheduler
 
 from sirchat.lab.training.anchor_trainer import (
     HISTORY,
-    PLOT,
     LossEntry,
     LossHistory,
     Schedule,
     TrainingClock,
     checkpoint_losses,
-    draw_losses,
     learning_rate,
     load_losses,
 )
-from sirchat.lab.training.display import report
+from sirchat.lab.training.display import PLOT, report
 
 
 def entry(step: int) -> LossEntry:
@@ -61,7 +59,7 @@ def test_the_report_says_first_last_and_mean_and_draws_a_plot(tmp_path: Path) ->
     ]
     plot = (tmp_path / PLOT).read_text("utf-8")
     assert plot.startswith("<?xml")
-    draw_losses(load_losses(tmp_path), tmp_path)
+    report(tmp_path)
     assert (tmp_path / PLOT).read_text("utf-8") == plot
 
 
