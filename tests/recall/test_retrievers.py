@@ -27,7 +27,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import changed
 from sirchat.config.values import allowed
 from sirchat.errors import SettingError
-from sirchat.lab.studies.retrieval import RecallVariant
+from sirchat.lab.studies.retrieval import Retrieval, cells
 from sirchat.memory.archive import Archive
 from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import KeyValues
@@ -209,7 +209,9 @@ def test_a_retriever_is_one_file_more(my_newest: str) -> None:
     assert my_newest in allowed("recall")
     with pytest.raises(SettingError, match="recall my-newest requires recall_query=turn"):
         changed(Profile(), "/set", recall=my_newest, recall_query="recent")
-    assert not RecallVariant(my_newest, "surprisal").makes_sense
+    rows = {cell.row for cell in cells(Retrieval(Profile(), retrievers=(my_newest,)))}
+    assert f"{my_newest}, span 2" in rows
+    assert not any("surprisal" in row for row in rows)
 
     chat = session(babbler(), policy="sink", budget=96, recall=my_newest, recall_n=20)
     for text in ["What a rainy day it is.", "Tell me a joke."] * 6:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -36,14 +36,8 @@ from sirchat.text.text_file import read_regular
 # The size of each needle task, by the task's name. For stories it is the number of stories; for
 # facts, the number of rounds of small talk after the fact; for items, the number of facts in a row;
 # for lines, the number of lines
-TASKS = {
-    "stories-3": 3,
-    "stories-10": 10,
-    "facts-12": 12,
-    "facts-40": 40,
-    "items-10": 10,
-    "lines-10": 10,
-}
+TASKS = {"stories-3": 3, "stories-10": 10, "facts-12": 12, "facts-40": 40}
+TASKS |= {"items-10": 10, "lines-10": 10}
 
 _FACTS = tuple(kind for kind in PROBED if kind != STORY.key)
 _NUMBERED = "In story"
@@ -175,33 +169,6 @@ def _normalised(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class RecallVariant:
-    """A way to recall: a retriever, with values of three settings.
-
-    The settings are `recall_weight`, `recall_span` and `recall_soft`.
-    """
-
-    retriever: str
-    weight: str = "none"
-    span: int = 0
-    soft: bool = False
-
-    @property
-    def makes_sense(self) -> bool:
-        """Whether the retriever can use this variant's values of `weight` and `soft`."""
-        takes = retriever(self.retriever)
-        weight_matters = self.weight == "none" or takes.takes_weight
-        return weight_matters and (not self.soft or takes.takes_soft)
-
-    @property
-    def name(self) -> str:
-        """The name of the table row, such as `attention x surprisal, soft, span 2`."""
-        weighted = " x surprisal" if self.weight == "surprisal" else ""
-        soft = ", soft" if self.soft else ""
-        return self.retriever + weighted + soft + (f", span {self.span}" if self.span else "")
-
-
-@dataclass(frozen=True)
 class Retrieval(NumberedStudy):
     """The study of how well recall restores evicted tokens; the module docstring describes it.
 
@@ -221,8 +188,7 @@ class Retrieval(NumberedStudy):
     weights: tuple[str, ...] = ("none", "surprisal")
     spans: tuple[int, ...] = (0, 2)
     soft: tuple[bool, ...] = (False, True)
-    # a file with conversations, used instead of those of `task`; see the module `needle`
-    data: str | None = None
+    data: str | None = None  # a file with conversations, used instead of those of `task`
 
     def __post_init__(self) -> None:
         _ = self.file_dialogues
@@ -236,17 +202,6 @@ class Retrieval(NumberedStudy):
     def name(self) -> str:
         """The study's name; the names of its result files begin with it."""
         return self.task if self.data is None else Path(self.data).stem
-
-    @property
-    def variants(self) -> tuple[RecallVariant, ...]:
-        """Every combination of a retriever with recall settings that the retriever can use."""
-        combinations = (
-            RecallVariant(retriever=name, weight=weight, span=span, soft=soft)
-            for name, weight, span, soft in product(
-                self.retrievers, self.weights, self.spans, self.soft
-            )
-        )
-        return tuple(one for one in combinations if one.makes_sense)
 
     @cached_property
     def file_dialogues(self) -> list[NeedleDialogue]:
@@ -329,32 +284,36 @@ class RetrievalCell:
 FULL, BASE, MORE, EVERYTHING = "full cache", "base budget", "base + n recent", "everything restored"
 
 
-def cells(options: Retrieval) -> list[RetrievalCell]:
+def cells(study: Retrieval) -> list[RetrievalCell]:
     """The cells of the table of the study `Retrieval`, in order.
 
     The rows `full cache` and `everything restored`, whose cache has all tokens, are not included.
     """
-    return [cell for base in options.bases for cell in _cells(options, base)]
-
-
-def _cells(options: Retrieval, base: int) -> list[RetrievalCell]:
     off: dict[str, object] = {"recall": "off"}
-    suffix = f", base {base}" if len(options.bases) > 1 else ""
-    cells = [RetrievalCell(BASE + suffix, base, 0, {"budget": base, **off})]
-    cells += [
-        RetrievalCell(MORE + suffix, base, n, {"budget": base + n, **off}) for n in options.counts
-    ]
-    for variant, n in product(options.variants, options.counts):
-        settings: dict[str, object] = {
-            "budget": base + n,
-            "recall": variant.retriever,
-            "recall_weight": variant.weight,
-            "recall_span": variant.span,
-            "recall_soft": variant.soft,
-            "recall_n": n,
-        }
-        cells.append(RetrievalCell(variant.name + suffix, base, n, settings))
-    return cells
+    rows = {MORE: off} | dict(_recalling(study))
+    found: list[RetrievalCell] = []
+    for base in study.bases:
+        suffix = f", base {base}" if len(study.bases) > 1 else ""
+        found.append(RetrievalCell(BASE + suffix, base, 0, {"budget": base, **off}))
+        for (row, settings), n in product(rows.items(), study.counts):
+            more = {} if settings is off else {"recall_n": n}
+            found.append(
+                RetrievalCell(row + suffix, base, n, {"budget": base + n, **settings, **more})
+            )
+    return found
+
+
+def _recalling(study: Retrieval) -> Iterator[tuple[str, dict[str, object]]]:
+    """A row for each retriever with each combination of settings that it can use."""
+    every = product(study.retrievers, study.weights, study.spans, study.soft)
+    for name, weight, span, soft in every:
+        takes = retriever(name)
+        if (weight == "none" or takes.takes_weight) and (not soft or takes.takes_soft):
+            row = name + " x surprisal" * (weight == "surprisal") + ", soft" * soft
+            yield (
+                row + (f", span {span}" if span else ""),
+                {"recall": name, "recall_weight": weight, "recall_span": span, "recall_soft": soft},
+            )
 
 
 def _run(
