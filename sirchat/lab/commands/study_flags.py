@@ -182,7 +182,7 @@ def _names(option: str, text: str) -> tuple[str, ...]:
 
 
 def _switches(option: str, text: str) -> tuple[bool, ...]:
-    return tuple(parse_value(option, part) is True for part in text.split(","))
+    return tuple(parse_option(part) is True for part in text.split(","))
 
 
 # How the value of a flag is parsed, by the metavar that its help shows.
