@@ -325,7 +325,7 @@ def test_too_few_values_have_an_infinite_interval() -> None:
     assert (none.low, none.high) == (-math.inf, math.inf)
 
 
-FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=32, recent=8)
+FULL, SMALL = Profile(policy="full"), Profile(policy="sink", budget=32, recent=8)
 
 
 def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
@@ -349,7 +349,7 @@ def test_perplexity_at_each_length_is_that_of_one_forward_pass() -> None:
 
 @pytest.mark.slow
 def test_a_budget_changes_perplexity_only_beyond_its_size() -> None:
-    study = Context((FULL, SINK), 2, lengths=(16, 200))
+    study = Context((FULL, SMALL), 2, lengths=(16, 200))
     (table,) = study.report(run_units(study, tiny())).tables
     (_, short, long), (_, same, more) = table.rows
     assert same == pytest.approx(short, rel=1e-4)
