@@ -34,22 +34,14 @@ _READ_AT_ONCE = 4_096  # archived tokens of which statistics are computed
 
 @dataclass(frozen=True)
 class CacheCheckpoint:
-    """What the cache holds at one moment, to which `undo` can go back.
+    """What the cache holds at one moment, to which `undo` can go back."""
 
-    Attributes:
-        seen: number of tokens read by this moment.
-        held, pinned: stream positions, ascending.
-        log_decay: the ledger's accumulated decay.
-        attention: the attention that the held tokens have received.
-        state: the state of the model's recurrent and convolution layers.
-    """
-
-    seen: int
-    held: Positions
-    pinned: Positions
-    log_decay: float
-    attention: AttentionCheckpoint
-    state: CacheState = ()
+    seen: int  # tokens read by this moment
+    held: Positions  # ascending
+    pinned: Positions  # ascending
+    log_decay: float  # accumulated in the ledger
+    attention: AttentionCheckpoint  # that the held tokens have received
+    state: CacheState = ()  # of the model's recurrent and convolution layers
 
 
 class KeyValueStore:

@@ -23,21 +23,14 @@ _BATCH = 8_192  # tokens whose keys and values are read at once
 
 @dataclass(frozen=True)
 class Query:
-    """The m tokens with which archived tokens are compared: usually those of the new turn.
+    """The m tokens with which archived tokens are compared: usually those of the new turn."""
 
-    Attributes:
-        key_values: their keys and values; empty if the retriever needs none.
-        layer_queries: the turn's query vectors, layer by layer; empty if not recorded.
-        of_template: mask [m] of the chat template's tokens; None if they are not known.
-        words: a score for each earlier turn by the words that it shares; empty if not needed.
-        start: stream position of the new turn's first token.
-    """
-
-    key_values: KeyValues
-    layer_queries: Sequence[LayerQueries] = ()
-    of_template: NDArray[np.bool_] | None = None
+    key_values: KeyValues  # empty if the retriever needs none
+    layer_queries: Sequence[LayerQueries] = ()  # of the turn; empty if not recorded
+    of_template: NDArray[np.bool_] | None = None  # mask [m] of the template's tokens, if known
+    # A score for each earlier turn, by the words that it shares; empty if not needed.
     words: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    start: int = 0
+    start: int = 0  # stream position of the new turn's first token
 
     def of_layer(self, layer: int) -> LayerQueries:
         """The new turn's query vectors in one layer.
