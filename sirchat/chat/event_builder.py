@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,21 +57,19 @@ class EventBuilder:
             context_length=model.context_length,
             profile=profile.model_dump(),
         )
-        notices = []
+        texts = []
         if model.window is not None and self.engine.budget > model.window:
-            text = (
+            texts.append(
                 f"some layers of this model attend only to the newest {model.window} held tokens, "
                 f"not to all {self.engine.budget} that the budget allows"
             )
-            notices.append(Notice(text))
         if model.has_state:
-            text = (
+            texts.append(
                 "some layers of this model keep no tokens but a state, which has read every token: "
                 "a token that is evicted still has left its trace there"
             )
-            notices.append(Notice(text))
-        notices += [*self._clamped(profile.recall_n), *self._untrained(model)]
-        return [opening, *notices, *self._uncounted(model)]
+        texts += self._unsuited(model, profile, _LIMITS_RECALL)
+        return [opening, *map(Notice, texts)]
 
     def evicted(self, turn: int, record: EvictedRows) -> Evicted:
         """The event for tokens that were evicted during the turn with index `turn`."""
@@ -152,51 +150,36 @@ class EventBuilder:
                 options = after.policy_options
                 policy = f"{after.policy} with {as_typed(options)}" if options else after.policy
                 events.append(Notice(f"{name} has no effect under policy {policy}"))
-        if not _LIMITS_RECALL.isdisjoint(changed):
-            events += self._clamped(after.recall_n)
-        if "policy" in changed:
-            events += [*self._untrained(model), *self._uncounted(model)]
-        return events
+        return [*events, *map(Notice, self._unsuited(model, after, changed))]
 
     def problems(self) -> list[Notice]:
         """A notice for each error of the archive since the last call; the chat continues."""
         return [Notice(text) for text in self.engine.store.take_problems()]
 
-    def _clamped(self, recall_n: int | str) -> list[Notice]:
-        """A notice if the budget leaves room for fewer recalled tokens than `recall_n`."""
-        settings, reserve = self.engine.settings, self.engine.residency.divide().reserve
-        if settings.recall is None or not settings.policy.bounded:
-            return []
-        if isinstance(recall_n, str) or reserve >= recall_n:
-            return []
-        return [
-            Notice(
-                f"budget {self.engine.budget} leaves room to restore only {reserve} tokens, "
-                f"not recall_n = {recall_n}; raise the budget or lower recall_n"
-            )
-        ]
-
-    def _untrained(self, model: LoadedModel) -> list[Notice]:
-        """A notice if the policy compresses text into anchors, but the model was not trained so."""
-        if not self.engine.settings.policy.compacts_at_anchors or model.anchors is not None:
-            return []
-        return [
-            Notice(
+    def _unsuited(
+        self, model: LoadedModel, profile: Profile, changed: Collection[str]
+    ) -> Iterator[str]:
+        """Notices of the `changed` settings that do not suit each other or this model."""
+        settings, recall_n = self.engine.settings, profile.recall_n
+        policy, is_limited = settings.policy, not _LIMITS_RECALL.isdisjoint(changed)
+        if is_limited and settings.recall is not None and policy.bounded:
+            reserve = self.engine.residency.divide().reserve
+            if not isinstance(recall_n, str) and reserve < recall_n:
+                yield (
+                    f"budget {self.engine.budget} leaves room to restore only {reserve} tokens, "
+                    f"not recall_n = {recall_n}; raise the budget or lower recall_n"
+                )
+        if "policy" in changed and policy.compacts_at_anchors and model.anchors is None:
+            yield (
                 "this model was not trained to compress text into anchor tokens, but policy anchor "
                 "evicts nearly all others; choose the model tiny-anchor, train a model with "
                 "`sirchat train anchor`, or use /policy anchor lazy=true, which evicts tokens "
                 "only when the cache is full"
             )
-        ]
-
-    def _uncounted(self, model: LoadedModel) -> list[Notice]:
-        """A notice if the policy uses attention weights, but the model does not expose them."""
-        if self.engine.settings.attention_stats is None or model.exposes_attention:
-            return []
-        policy = type(self.engine.settings.policy).__name__.lower()
-        return [
-            Notice(f"{no_attention_reason(model)}; policy {policy} works without attention weights")
-        ]
+        counts_attention = settings.attention_stats is not None
+        if "policy" in changed and counts_attention and not model.exposes_attention:
+            name = type(policy).__name__.lower()
+            yield f"{no_attention_reason(model)}; policy {name} works without attention weights"
 
     def _counts(self, record: EvictedRows | RestoredRows) -> dict[str, Any]:
         """The values, by name, of the fields that the events `Evicted` and `Restored` share."""
