@@ -208,10 +208,7 @@ class LiveView:
         self._markdown = None
 
     def _take_rows(self) -> str:
-        """Remove the full rows from the reply's unprinted text, and return them as one text.
-
-        A row leaves one cell of the window to the cursor; tabs become spaces, of known width.
-        """
+        """Take the full rows from the unprinted text; one cell of each is left to the cursor."""
         rows, self._line = take_rows(self._line.expandtabs(), self._screen.width - 1)
         return "".join(row if row.endswith("\n") else row.rstrip(" ") + "\n" for row in rows)
 

@@ -221,17 +221,12 @@ class Painter:
     The first row is the one where the cursor stood. If something else is drawn `below`, `paint`
     leaves the cursor in the row below the last one; if not, behind the last character, whose style
     stays on. There it must be when the next rows are painted.
-
-    Attributes:
-        rows: the rows that are shown, without the rows that `commit` made final.
-        gone: number of rows at the beginning of `rows` that can't change any more.
-        width: width of the window, in columns.
     """
 
     def __init__(self, *, below: bool) -> None:
-        self.rows: list[StyledRow] = []
-        self.gone = 0
-        self.width = 0
+        self.rows: list[StyledRow] = []  # shown, without those that `commit` made final
+        self.gone = 0  # number of rows at their beginning that can't change any more
+        self.width = 0  # of the window, in columns
         self._below = below
         self._y, self._x = 0, 0
         self._existing = 1  # number of rows, from the first on, that the cursor can reach

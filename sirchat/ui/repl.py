@@ -53,18 +53,16 @@ class Chat:
         debug: bool,
         trusted: Collection[str],
     ) -> None:
-        self._session = session
         self._trusted = trusted
         self._screen = screen
         self._keyboard, self._history, self._prompt = entry.keyboard, entry.history, entry.prompt
-        self._saved_chat = SavedChat(
+        self.saved_chat = SavedChat(
             session, screen, store, debug=debug, trusted=trusted, pick=self._pick
         )
         self._debug = debug
         self._has_asked_to_leave = False
-        self._models = ModelSwitching(screen, self._saved_chat, trusted)
-        self._commands = self._commands_of(session)
-        self._have_compiled(session)
+        self._models = ModelSwitching(screen, self.saved_chat, trusted)
+        self._switch_to(session)
         self._prompt.serve(
             SlashCompleter(lambda: self._session), lambda: toolbar(self._session, screen.width)
         )
@@ -80,37 +78,10 @@ class Chat:
                 if line is None or not self._act_on(line):
                     return
                 with Interrupt():  # ignores a Ctrl-C that comes after the reply
-                    self._saved_chat.update()
+                    self.saved_chat.update()
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit leaves")
             line = None
-
-    def _pick(self, count: int, draw: Draw, more: str) -> int | None:
-        self._keyboard.keep_typed()
-        return self._prompt.pick(count, draw, more)
-
-    def close(self) -> None:
-        """Write the part of the chat that is not saved yet, and release the saved chat's file."""
-        self._saved_chat.close()
-
-    def say_where(self) -> None:
-        """Print how to resume the chat, if it is saved; call this after `close`."""
-        self._saved_chat.say_where()
-
-    def _commands_of(self, session: Session) -> Commands:
-        return Commands(
-            session, self._screen, self._history, self._saved_chat, self._trusted, self._models
-        )
-
-    def _have_compiled(self, session: Session) -> None:
-        if session.profile.compile == "auto":
-            compile_in_background(session.model)
-
-    def _switch_to(self, session: Session) -> None:
-        self._session = session
-        self._commands = self._commands_of(session)
-        self._screen.use_theme(session.profile.theme)
-        self._have_compiled(session)
 
     def greet(self, events: Iterable[Event]) -> None:
         """Show the events of the session's start, what answers, and the last turns, if any."""
@@ -126,6 +97,19 @@ class Chat:
         )
         if self._session.seen and not self._screen.is_quiet:
             greet_again(self._session, self._screen)
+
+    def _pick(self, count: int, draw: Draw, more: str) -> int | None:
+        self._keyboard.keep_typed()
+        return self._prompt.pick(count, draw, more)
+
+    def _switch_to(self, session: Session) -> None:
+        self._session = session
+        self._commands = Commands(
+            session, self._screen, self._history, self.saved_chat, self._trusted, self._models
+        )
+        self._screen.use_theme(session.profile.theme)
+        if session.profile.compile == "auto":
+            compile_in_background(session.model)
 
     def _act_on(self, line: Line) -> bool:
         """Run `line` as a command or send it, and print any error; False if the user leaves."""
@@ -191,7 +175,7 @@ class Chat:
             self._turn(lambda stops: self._session.retry(stops, changed))
 
     def _make_undoable(self) -> None:
-        session = made_undoable(self._session, self._screen, self._saved_chat)
+        session = made_undoable(self._session, self._screen, self.saved_chat)
         if session is not self._session:
             self._switch_to(session)
 

@@ -28,10 +28,9 @@ class ReplayOptions:
 def replay(
     session: Session, turns: Iterable[TranscriptTurn], screen: Screen, options: ReplayOptions
 ) -> None:
-    """Replay the turns of a transcript in a session, and print events or the dialogue.
+    """Replay a transcript, and print events or the dialogue.
 
-    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C, which
-    ends the current turn early.
+    Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C.
     """
     play(session, turns, screen.json if options.json else _Dialogue(screen, session).show, options)
 

@@ -117,9 +117,9 @@ def chat(
                 begun.result().run(line)
         finally:
             if begun.done():
-                begun.result().close()
+                begun.result().saved_chat.close()
         if begun.done():
-            begun.result().say_where()
+            begun.result().saved_chat.say_where()
 
 
 def say_toy(screen: Screen) -> None:
@@ -161,17 +161,13 @@ def choose_model(screen: Screen) -> str | None:
 
 
 class SessionLoader:
-    """Loads the model and opens a session, in a thread that ends with the program.
-
-    Attributes:
-        session: a future that gives the session and the events of its start, or raises the error.
-        step: what the thread does now, such as `Loading weights 3/30`; "" at the beginning.
-    """
+    """Loads the model and opens a session, in a thread that ends with the program."""
 
     def __init__(self, open_session: Open, on_step: Callable[[], None]) -> None:
+        # Gives the session and the events of its start, or raises the error.
         self.session: Future[tuple[Session, list[Event]]] = Future()
         self.session.set_running_or_notify_cancel()  # now nobody who waits can cancel it
-        self.step = ""
+        self.step = ""  # what the thread does now, such as `Loading weights 3/30`
         self._open = open_session
         self._on_step = on_step
         self._reported = 0.0

@@ -70,17 +70,11 @@ def made_undoable(session: Session, screen: Screen, saved_chat: SavedChat) -> Se
 
 @dataclass(frozen=True)
 class Retry:
-    """What `/retry` asks for: another reply to the user's last message, for this reply alone.
+    """What `/retry` asks for: another reply to the user's last message, for this reply alone."""
 
-    Attributes:
-        settings: sampling settings.
-        full: whether everything that fits the model's context is held.
-        recall: the retriever that recalls tokens; "": the present one, or the best. None: as set.
-    """
-
-    settings: dict[str, Any]
-    full: bool = False
-    recall: str | None = None
+    settings: dict[str, Any]  # of sampling
+    full: bool = False  # everything that fits the model's context is held
+    recall: str | None = None  # the retriever; "": the present one, or the best. None: as set
 
 
 def parse_retry(rest: str) -> Retry:

@@ -74,17 +74,12 @@ def input_history(complain: Callable[[str], None]) -> Typed:
 
 
 class Typed(History):
-    """The history of the lines typed at the prompt, in this chat and in earlier ones.
-
-    Attributes:
-        typed_now: lines typed since the program began.
-        typed_for: for each message that was sent with a file's text in it, the line as typed.
-    """
+    """The history of the lines typed at the prompt, in this chat and in earlier ones."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)  # those of the other base class
-        self.typed_now: set[str] = set()
-        self.typed_for: dict[str, str] = {}
+        self.typed_now: set[str] = set()  # since the program began
+        self.typed_for: dict[str, str] = {}  # by the message that was sent with a file's text in it
 
     def append_string(self, string: str) -> None:
         self.typed_now.add(string.strip())
