@@ -348,6 +348,9 @@ class ChatRequest(ReplyRequest):
             raise RequestError(
                 "strict can be had only with a tool_choice that requires a call", param="tools"
             )
+        others = self.model_fields_set - {"messages", "stream", "sirchat_ask"}
+        if self.sirchat_ask is not None and (others or len(self.messages) > 1):
+            raise RequestError("sirchat_ask takes one message alone", param="sirchat_ask")
         if self.tools and self.logprobs:
             raise RequestError("logprobs can't be had with tools", param="logprobs")
         if self.tools and self.response_format.type != "text":

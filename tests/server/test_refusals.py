@@ -130,6 +130,16 @@ def test_a_field_that_would_be_ignored_is_refused_by_its_name(
         (CHAT, {"sirchat": {"policy": "sink", "budget": 10**6}}, "above the context length of"),
         (CHAT, {"sirchat": {"policy": "sink", "decay": 2.0}}, "decay"),
         (CHAT, {"sirchat": {"model": "other"}}, "sirchat.model is not supported"),
+        *(
+            (CHAT, {"sirchat_ask": {"settings": settings}, **more}, words)
+            for settings, more, words in (
+                ({}, {"messages": [user("a"), user("b")]}, "takes one message alone"),
+                ({}, {"temperature": 1.0}, "takes one message alone"),
+                ({"nosuch": 1}, {}, "are not those of this version of sirchat"),
+                ({"policy": "os:system"}, {}, "can't name a policy of your own"),
+                ({"budget": 10**6}, {}, "above the context length of"),
+            )
+        ),
         (CHAT, {"tools": [WEATHER], "logprobs": True}, "logprobs can't be had with tools"),
         (
             CHAT,
