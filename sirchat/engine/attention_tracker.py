@@ -84,14 +84,6 @@ class AttentionTracker:
         """Number of slots with the same token in all layers, unlike those that recall inserted."""
         return self._cache.length - self._cache.inserted_count
 
-    def rows_within(self, count: int, size: int) -> int:
-        """How many of the next `count` ids one pass may read; at least 1.
-
-        The attention weights of one layer take at most `size` bytes.
-        """
-        slots = self._cache.length + count
-        return max(1, min(count, size // (4 * self._model.heads * slots)))
-
     def observer(self) -> PassWeights:
         """A new observer for the next forward pass."""
         layers = len(self._cache.row_layers)

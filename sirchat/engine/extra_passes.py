@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sirchat.engine.attention_tracker import HighestWeights, PassWeights
-from sirchat.engine.reader import PASS_BYTES, Reader
+from sirchat.engine.reader import Reader
 from sirchat.engine.types import ContinuationScore
 from sirchat.memory.attention import AttentionStatsConfig
 from sirchat.models.surprisal import surprisal
@@ -32,7 +32,7 @@ def read_repeated(reader: Reader, rows: Tensor, layers: int, most: int) -> None:
     observed = AttentionStatsConfig(layers).counted_layers(
         len(cache.row_layers), model.sliding_layers
     )
-    most = _most_rows(reader, most, most)
+    most = reader.pass_size(most, is_observed=True)
     reader.drop_ahead()
     for start in range(0, len(rows), most):
         part = rows[start : start + most]
@@ -58,7 +58,7 @@ def attention_from(
     """
     model, cache, held = reader.model, reader.cache, reader.ledger.held_positions
     ids = reader.ledger.column("token_id")[held]
-    most = _most_rows(reader, len(rows), len(rows))
+    most = reader.pass_size(len(rows), is_observed=True)
     is_narrow = model.window is not None and cache.length + most > model.window
     if is_narrow or cache.has_state:
         return None
@@ -116,12 +116,6 @@ def score_continuations(
         scores.append(_continuation(ids, rows))
         start = end
     return tuple(scores)
-
-
-def _most_rows(reader: Reader, most: int, added: int) -> int:
-    """How many ids, at most `most`, one pass may read whose attention weights are recorded."""
-    row_bytes = 4 * reader.model.heads * (reader.cache.length + added)  # of a row's weights
-    return max(1, min(most, PASS_BYTES // row_bytes, reader.rows_per_pass))
 
 
 def _forward_apart(reader: Reader, alternatives: Sequence[Sequence[int]]) -> Tensor:

@@ -72,9 +72,7 @@ class Reader:
         tracker = None if stats is None else self._tracker(stats)
         with tracker or nullcontext():
             while start < count:
-                size = min(count - start, self.rows_per_pass)
-                if tracker is not None:
-                    size = tracker.rows_within(size, PASS_BYTES)
+                size = self.pass_size(count - start, is_observed=tracker is not None)
                 part = chunk if size == count else chunk.part(start, start + size)
                 scores = list[float]()
                 try:
@@ -109,9 +107,7 @@ class Reader:
         is_absolute = self.cache.absolute_positions
         with tracker or nullcontext():
             while start < len(ids):
-                size = min(len(ids) - start, self.rows_per_pass)
-                if tracker is not None:
-                    size = tracker.rows_within(size, PASS_BYTES)
+                size = self.pass_size(len(ids) - start, is_observed=tracker is not None)
                 observer = None if tracker is None else tracker.observer()
                 at = positions[start : start + size]
                 self.model.read(
@@ -163,6 +159,17 @@ class Reader:
         is_absolute = self.cache.absolute_positions
         position = self.ledger.seen if is_absolute else self.cache.length
         return ChosenToken(token_id, position, self.cache, accept)
+
+    def pass_size(self, count: int, *, is_observed: bool) -> int:
+        """How many of the next `count` ids one pass may read, at least 1, to limit its memory.
+
+        `is_observed`: whether attention weights are recorded.
+        """
+        size = min(count, self.rows_per_pass)
+        if not is_observed:
+            return size
+        id_bytes = 4 * self.model.heads * (self.cache.length + size)  # of its weights in a layer
+        return max(1, min(size, PASS_BYTES // id_bytes))
 
     def next_positions(self, count: int) -> Sequence[int] | None:
         """Stream positions of the next `count` ids; None if keys are rotated by cache slots."""
