@@ -57,12 +57,13 @@ MAPS: dict[str, dict[str, str]] = {
         "lm_head": SIM_1,
     },
 }
+
+# Where each layer's keys and values are: those of a layer on disk are on the main device.
 ROWS_AT = {
     "cpu and disk": ["cpu"] * 4,
     "two devices": [SIM_0, SIM_0, SIM_1, SIM_1],
     "cpu, devices and disk": ["cpu", SIM_0, SIM_0, SIM_1],
 }
-"""Where each layer's keys and values are: those of a layer on disk are on the main device."""
 
 
 @pytest.fixture(scope="module")

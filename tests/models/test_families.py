@@ -128,28 +128,19 @@ def test_what_cannot_evict_one_token_is_refused_in_one_line(name: str) -> None:
 
 
 def test_rotations_that_change_with_the_length_hold_the_model_to_its_original_length() -> None:
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 256,
-    }
+    original = {"rope_theta": 1e4, "original_max_position_embeddings": 256}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    longrope = {"rope_type": "longrope", **factors, **original}
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, **original}
     phi3 = build("phi3", {"rope_parameters": longrope, "original_max_position_embeddings": 256})
-    dynamic = {
-        "rope_type": "dynamic",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-    }
-    assert wrap_model("phi3", phi3, None).context_length == 256
     llama = build("llama", {"rope_parameters": dynamic})
-    assert wrap_model("llama", llama, None).context_length == 256
+    for module in (phi3, llama):
+        assert wrap_model("it", module, None).context_length == 256
     assert loaded("yarn-rope").context_length == 1024
 
 
+# For each held row: each layer's key and value as the model wrote them, and the position then.
 Written = list[tuple[list[tuple[Tensor, Tensor]], int]]
-"""For each held row: each layer's key and value as the model wrote them, and the position then."""
 
 
 def evictions(model: LoadedModel, seed: int) -> Iterator[tuple[BoundedCache, list[int], Written]]:

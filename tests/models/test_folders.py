@@ -25,32 +25,17 @@ from sirchat.paths import tiny_dir
 from sirchat.saved.saved_model import fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3"]
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128009],
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
+# As in the config.json of Llama 3.2 1B.
+LLAMA = json.loads("""{
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+    "attention_bias": false, "hidden_act": "silu", "rms_norm_eps": 1e-05,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128009], "vocab_size": 128256,
+    "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
+    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": true
+}""")
 PLAIN = LLAMA | {"rope_scaling": None, "rope_theta": 100000}
 QWEN = PLAIN | {
     "head_dim": 128,

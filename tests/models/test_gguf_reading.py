@@ -26,6 +26,7 @@ from sirchat.models.names import locate
 
 gguf = pytest.importorskip("gguf")
 
+# Where a block of each format has its floats of two bytes.
 HALVES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -37,7 +38,6 @@ HALVES = {
     "IQ4_XS": (0,),
     "MXFP4": (),
 }
-"""Where a block of each format has its floats of two bytes."""
 
 
 @pytest.fixture(scope="module")

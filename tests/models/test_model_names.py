@@ -108,15 +108,13 @@ def test_a_name_that_the_hub_does_not_know_is_no_connection_problem(
     assert caught.value.hint == "did you mean tiny?"
 
 
-def test_a_model_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    answering(monkeypatch, None, cached=False)
-    assert not only_cached("google/gemma-3-1b-it")
-
-
-def test_a_model_that_is_here_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_here_asks_nobody_and_one_of_the_hub_is_downloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = answering(monkeypatch, None, cached=False)
     require("tiny")
     assert not asked
+    assert not only_cached("google/gemma-3-1b-it")
 
 
 def test_a_mistyped_path_fails_before_anything_heavy_is_imported() -> None:

