@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,19 @@ def compiled() -> LoadedModel:
     model = small()
     compiling.use_compiled(model, "on")
     return model
+
+
+@pytest.fixture
+def program(compiled: LoadedModel) -> Iterator[Path]:
+    """The file of the compiled program, which is as before after the test."""
+    path = compiled_dir() / program_name(step_of(compiled).graph)
+    content = path.read_bytes()
+    yield path
+    path.with_suffix(".failed").unlink(missing_ok=True)
+    if not path.exists() or path.read_bytes() != content:
+        path.unlink(missing_ok=True)  # it may be loaded
+        path.write_bytes(content)
+        path.chmod(0o600)
 
 
 def test_it_finds_the_same_logits_scores_and_rows_whatever_the_cache_holds(
@@ -150,10 +164,9 @@ def test_nothing_is_compiled_in_a_session_of_evictions_switches_recall_and_undo(
 
 
 def test_a_damaged_program_is_deleted_and_made_again(
-    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = compiled_dir() / program_name(step_of(compiled).graph)
-    whole = path.read_bytes()
+    content = program.read_bytes()
     made: list[Path] = []
 
     def make(step: DecodeStep, path: Path, niceness: int) -> str:
@@ -161,29 +174,24 @@ def test_a_damaged_program_is_deleted_and_made_again(
         return "the disk is full"
 
     monkeypatch.setattr(compiling, "_make", make)
-    try:
-        for damaged in (whole[: len(whole) // 2], whole[:4000] + b"x" + whole[4001:], b""):
-            path.unlink()
-            path.write_bytes(damaged)
-            path.chmod(0o600)
-            model = small()
-            compiling.use_compiled(model, "auto")
-            assert (step_of(model).compiled, path.exists()) == (None, False)
-            thread = compiling.compile_in_background(model)
-            assert thread is not None
-            thread.join(60)
-            assert made.pop() == path
-            path.touch()
-    finally:
-        path.write_bytes(whole)
-        path.chmod(0o600)
+    for damaged in (content[: len(content) // 2], content[:4000] + b"x" + content[4001:], b""):
+        program.unlink()
+        program.write_bytes(damaged)
+        program.chmod(0o600)
+        model = small()
+        compiling.use_compiled(model, "auto")
+        assert (step_of(model).compiled, program.exists()) == (None, False)
+        thread = compiling.compile_in_background(model)
+        assert thread is not None
+        thread.join(60)
+        assert made.pop() == program
+        program.touch()
 
 
 def test_a_program_that_cant_be_loaded_now_is_kept_for_the_next_start(
-    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as where memory is short, or its folder is mounted without the right to run programs."""
-    path = compiled_dir() / program_name(step_of(compiled).graph)
 
     def no_room(*_: object) -> None:
         raise OSError("failed to map segment from shared object")
@@ -197,27 +205,21 @@ def test_a_program_that_cant_be_loaded_now_is_kept_for_the_next_start(
         assert "failed to map segment" in compiling.compiled_in_words(model)
         with pytest.raises(ModelError, match=r"--compile on: .*failed to map segment"):
             compiling.use_compiled(model, "on")
-    assert path.exists()
-    assert not path.with_suffix(".failed").exists()
+    assert program.exists()
+    assert not program.with_suffix(".failed").exists()
     compiling.use_compiled(model, "auto")
     assert step_of(model).compiled is not None
 
 
 def test_a_program_that_computes_other_logits_is_not_tried_again(
-    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = compiled_dir() / program_name(step_of(compiled).graph)
-    whole, model = path.read_bytes(), small()
-    try:
-        monkeypatch.setattr(compiled_step, "_TOLERANCE", 0.0)
-        compiling.use_compiled(model, "auto")
-        assert not path.exists()
-        assert compiling.compile_in_background(model) is None
-        assert "differ by" in compiling.compiled_in_words(model)
-    finally:
-        path.with_suffix(".failed").unlink()
-        path.write_bytes(whole)
-        path.chmod(0o600)
+    model = small()
+    monkeypatch.setattr(compiled_step, "_TOLERANCE", 0.0)
+    compiling.use_compiled(model, "auto")
+    assert not program.exists()
+    assert compiling.compile_in_background(model) is None
+    assert "differ by" in compiling.compiled_in_words(model)
 
 
 @pytest.mark.parametrize("ending", [f"exit {TEMPORARY}", "kill -9 $$"])
@@ -295,10 +297,9 @@ def test_what_a_killed_process_left_is_deleted_at_a_start(
 
 @pytest.mark.parametrize("whose", ["file", "folder"])
 def test_a_program_that_others_could_have_written_is_not_loaded_and_doctor_says_so(
-    compiled: LoadedModel, whose: str
+    program: Path, whose: str
 ) -> None:
-    path = compiled_dir() / program_name(step_of(compiled).graph)
-    changed, mode = (path, 0o600) if whose == "file" else (path.parent, 0o700)
+    changed, mode = (program, 0o600) if whose == "file" else (program.parent, 0o700)
     changed.chmod(mode | 0o020)
     model = small()
     try:
@@ -309,16 +310,15 @@ def test_a_program_that_others_could_have_written_is_not_loaded_and_doctor_says_
         changed.chmod(mode)
 
 
-def test_files_are_private_and_nothing_else_is_left(compiled: LoadedModel) -> None:
-    path = compiled_dir() / program_name(step_of(compiled).graph)
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
-    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+def test_files_are_private_and_nothing_else_is_left(program: Path) -> None:
+    assert list(program.parent.iterdir()) == [program]
+    modes = [path.stat().st_mode & 0o777 for path in (program, program.parent)]
+    assert modes == [0o600, 0o700]
 
 
 def test_a_chat_has_it_made_in_the_background(
-    compiled: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made = compiled_dir() / program_name(step_of(compiled).graph)
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     model = small()
     compiling.use_compiled(model, "auto")
@@ -326,7 +326,7 @@ def test_a_chat_has_it_made_in_the_background(
 
     def make(step: DecodeStep, path: Path, niceness: int) -> str:
         path.parent.mkdir(parents=True, mode=0o700)
-        path.write_bytes(made.read_bytes())
+        path.write_bytes(program.read_bytes())
         os.chmod(path, 0o600)
         return ""
 
