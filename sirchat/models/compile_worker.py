@@ -55,7 +55,7 @@ def main(path: Path, niceness: int) -> None:
 
 
 def is_temporary(error: Exception) -> bool:
-    """Whether compiling may succeed at a later start: the disk or memory was full, ..."""
+    """Whether compiling may succeed at a later start: if the disk or memory was full, say."""
     if isinstance(error, OSError | MemoryError):
         return True
     return any(text in str(error) for text in _TEMPORARY_ERRORS)

@@ -55,7 +55,7 @@ class CompiledStep:
         self._check(graph, tokens)
 
     def fits(self, cache: BoundedCache) -> bool:
-        """Whether the program can read the next token: after two at least, with room for one."""
+        """Whether the program can read a token: the cache holds two or more, and has room."""
         return 2 <= cache.length < cache.capacity and cache.layers[0].tensors[0].buffer is not None
 
     @torch.inference_mode()

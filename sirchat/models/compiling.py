@@ -75,7 +75,8 @@ def use_compiled(model: LoadedModel, how: Compile, progress: Progress | None = N
 def compile_in_background(model: LoadedModel) -> threading.Thread | None:
     """Compile a model's decode step in a process of low priority; the model uses it when ready.
 
-    Returns the thread that waits for the process; None if nothing is to be compiled, or can be.
+    Returns the thread that waits for the process; None if nothing is to be made, or no compiler is
+    there.
     """
     step = model.decode_step
     if step is None or step.compiled is not None or not has_compiler():
@@ -142,7 +143,7 @@ def _use(step: DecodeStep, path: Path) -> str:
 
 
 def _make(step: DecodeStep, path: Path, niceness: int = 0) -> str:
-    """Compile a decode step into `path`, or wait for who does; returns the error, or ""."""
+    """Compile a decode step into `path`, or wait for a process that does; returns the error."""
     lock = FileLock(path.with_suffix(".lock"), mode=0o600, thread_local=False)
     try:
         private_dir(path.parent)

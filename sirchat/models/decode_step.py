@@ -36,7 +36,7 @@ class DecodeStep:
     """Reads single tokens with the weights of a Llama-like model on a CPU, faster than the model.
 
     `supports` must be true for the module. `dtype` is the cache's number type; `scored` are the
-    layers, counted from 1, whose hidden states are returned. `compiled` is the step as a program.
+    layers, counted from 1, whose hidden states are returned; `compiled` is used once it is set.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, scored: Sequence[int] = ()) -> None:

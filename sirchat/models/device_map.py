@@ -226,7 +226,7 @@ class Spread:
         return min(gpus, key=lambda gpu: gpu.index, default=torch.device(CPU))
 
     def options(self, outline: nn.Module) -> dict[str, Any]:
-        """The options of `from_pretrained` that load a model so; call `finish` afterwards.
+        """The options of `from_pretrained` for this device map; call `finish` afterwards.
 
         `outline` is the model without weights.
         """

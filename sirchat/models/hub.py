@@ -60,7 +60,7 @@ def require(name: str) -> None:
 
 
 def only_cached(name: str) -> bool:
-    """Whether to load a hub model from the cache alone: the hub has it not, or can't be reached.
+    """Whether to load a model from the cache alone: the hub can't be reached, or does not know it.
 
     Raises ModelError if the model is not in the cache either.
     """

@@ -33,7 +33,7 @@ _GGUF = re.compile(r"([\w.-]+/[\w.-]+)/((?:[\w.-]+/)*[\w.-]+\.gguf)", re.ASCII |
 
 
 def locate(name: str) -> tuple[str, dict[str, str]]:
-    """A folder or hub id, and the option `gguf_file` of `from_pretrained` if it is such a file.
+    """What a name stands for: a folder or hub id, and the option `gguf_file` for a GGUF file.
 
     Raises ModelError if there is no such file or folder, and the name can't be a hub id.
     """
@@ -46,7 +46,7 @@ def locate(name: str) -> tuple[str, dict[str, str]]:
 
 
 def suggestion(name: str) -> str:
-    """A hint for an unknown name: the most similar known one, or else what names there are."""
+    """A hint for an unknown name: the most similar known one, or else the kinds of names."""
     known = (*BUNDLED, *PACKAGED)
     if similar := get_close_matches(name, known, 1):
         return f"did you mean {similar[0]}?"

@@ -112,7 +112,7 @@ class PackedLinear(nn.Module, ABC):
 class Int4Linear(PackedLinear):
     """A linear layer with four-bit weights in groups of 32: each is `q * scale + minimum`.
 
-    q is uint8 [N, K], 0 to 15; scale and minimum are [N, K / 32]. `fits` says which shapes can be.
+    q is uint8 [N, K], 0 to 15; scale and minimum are [N, K / 32]. `fits` says which shapes fit.
     """
 
     bits, row_dims = 4, {"packed": 0, "scales": 1}
@@ -288,7 +288,7 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SharedWeights:
-    """Context manager of each of `count` passes of one text: each layer is unpacked once.
+    """Context manager for each of `count` passes over one text: a layer is unpacked only once.
 
     Nothing is shared if that would take more than 512 MiB, nor with passes in other threads.
     """

@@ -17,7 +17,7 @@ Progress = Callable[[str, int, int | None], None]
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Context manager or decorator: no warnings or logs of transformers; for good, no bars."""
+    """Context manager or decorator: no warnings or logs; progress bars stay off even after it."""
     switch_off_bars()
     with no_warnings():
         yield

@@ -59,7 +59,7 @@ class StoredTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is the matrix of a linear layer, which `--quantize` can round: no experts."""
+        """Whether it is a linear layer's matrix, which `--quantize` can round; not of experts."""
         is_linear = len(self.shape) == 2 and self.name.endswith(".weight")
         return is_linear and not self.is_table and ".experts." not in self.name
 
