@@ -125,7 +125,7 @@ def memory_by_device(
 
 
 def in_ending_thread(work: Callable[[], Result]) -> Result:
-    """Call `work` in a thread that then ends; for a model in whose thread nothing is generated.
+    """Call `work`, which loads a model, in a thread that then ends: another one will generate.
 
     OpenMP gives each thread that computes its own workers until it ends. With more workers than
     cores, they sleep when they wait for each other, and a token takes up to four times as long.
