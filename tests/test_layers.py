@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -77,6 +78,14 @@ def test_a_package_imports_only_what_is_below_it(package: str) -> None:
 def test_no_two_packages_import_each_other() -> None:
     for package, others in MAY_IMPORT.items():
         assert not [other for other in others if package in MAY_IMPORT[other]]
+
+
+def test_no_modules_import_each_other_in_a_circle_not_even_for_types() -> None:
+    graph = {
+        module: {name if name in SOURCES else name.rpartition(".")[0] for name in ours(module)}
+        for module in SOURCES
+    }
+    TopologicalSorter(graph).prepare()  # a CycleError names the modules
 
 
 @pytest.mark.parametrize("module", below("sirchat.memory"))
