@@ -76,24 +76,31 @@ def static_blocks(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
 _TURN = TurnRef(turn=0, round=0)
 
 
+def _prefill(engine: Engine, ids: list[int], turn: TurnRef = _TURN) -> None:
+    for _ in engine.prefill(ids, [Role.USER] * len(ids), turn):
+        pass
+
+
+def _generate(
+    engine: Engine, sampler: Sampler, count: int, lookup: PromptLookup | None = None
+) -> None:
+    for _ in engine.generate(
+        sampler, _TURN, stop_ids=frozenset(), max_new_tokens=count, lookup=lookup
+    ):
+        pass
+
+
 def repeated_blocks(
     model: LoadedModel, options: BenchOptions, engine: Engine, *, lookup: bool
 ) -> Iterator[float]:
     """Time replies that repeat a text just read; yields the seconds per token of each, forever."""
     text = some_ids(model, options.cache // 4)
-    for _ in engine.prefill(text, [Role.USER] * len(text), _TURN):
-        pass
+    _prefill(engine, text)
     sampler = _Reciting(text)
 
-    def block() -> None:
-        guesses = PromptLookup() if lookup else None
-        for _ in engine.generate(
-            sampler, _TURN, stop_ids=frozenset(), max_new_tokens=len(text), lookup=guesses
-        ):
-            pass
-
     while True:
-        yield timed(block, model) / len(text)
+        guesses = PromptLookup() if lookup else None
+        yield timed(partial(_generate, engine, sampler, len(text), guesses), model) / len(text)
 
 
 class _Reciting(Sampler):
@@ -126,7 +133,7 @@ def _sizes(module: nn.Module) -> dict[int, int]:
     return {one.data_ptr(): one.numel() * one.element_size() for one in tensors}
 
 
-def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
+def reading_bytes(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[float]:
     """Time how long the model's device takes to read `size` bytes of memory once."""
     rows = max(1, size // (4 * _COLUMNS))
     matrix = torch.ones(rows, _COLUMNS, device=model.device)
@@ -141,7 +148,6 @@ def reading(size: int, model: LoadedModel, options: BenchOptions) -> Iterator[fl
         yield timed(block, model) / options.block
 
 
-_TURN = TurnRef(turn=0, round=0)
 _ARCHIVE = 2**30  # the archive's default limit in bytes
 _POLICY = Entropy()
 
@@ -158,69 +164,42 @@ def bench_decode(
     plain, other = bare or model, "" if bare is None else f" against {bare.precision}"
     if sirllm is not None:  # loaded first, so that its errors appear at once
         sirllm.load(plain, options.cache)
-    yield compare(
-        f"decode{other}",
-        lambda: generated_blocks(model, options),
-        lambda: _bare(plain, options),
-        options,
-    )
-    yield compare(
-        "decode against generate with a static cache",
-        lambda: generated_blocks(model, options),
-        lambda: static_blocks(plain, options),
-        options,
-    )
+    ours, prefill = (partial(one, model, options) for one in (generated_blocks, _our_prefill))
+    yield compare(f"decode{other}", ours, lambda: _bare(plain, options), options)
+    static = "decode against generate with a static cache"
+    yield compare(static, ours, lambda: static_blocks(plain, options), options)
     yield _against_the_limit(model, options)
-    if model.decode_step is not None and model.decode_step.compiled is not None:
-        yield compare(
-            "decode with the compiled step against without",
-            lambda: generated_blocks(model, options),
-            lambda: _uncompiled(model.decode_step, generated_blocks(model, options)),
-            options,
-        )
+    step = model.decode_step
+    if step is not None and step.compiled is not None:
+        compiled = "decode with the compiled step against without"
+        yield compare(compiled, ours, lambda: _uncompiled(step, ours()), options)
     yield compare(
         "decode of a text that was just read, with lookup against without",
         lambda: repeated_blocks(model, options, _engine(model, options), lookup=True),
         lambda: repeated_blocks(model, options, _engine(model, options), lookup=False),
         options,
     )
-    yield compare(
-        f"prefill{other}",
-        lambda: _our_prefill(model, options),
-        lambda: _bare_prefill(plain, options),
-        options,
-    )
+    yield compare(f"prefill{other}", prefill, lambda: _bare_prefill(plain, options), options)
     small = replace(options, cache=max(64, options.cache // 4))
-    yield compare(
-        f"prefill under a budget of {small.cache:,} against one of {options.cache:,}",
-        lambda: _our_prefill(model, small, options.cache),
-        lambda: _our_prefill(model, options),
-        options,
-    )
+    budgets = f"prefill under a budget of {small.cache:,} against one of {options.cache:,}"
+    yield compare(budgets, lambda: _our_prefill(model, small, options.cache), prefill, options)
     if peer is not None:
-        yield from _against_llama_cpp(model, options, peer)
+        decoding = partial(peer.decoding, model, options)
+        measured = compare("decode against llama.cpp", ours, decoding, options)
+        yield replace(measured, note=peer.note)
+        reading = partial(peer.reading, some_ids(model, options.cache))
+        yield compare("prefill against llama.cpp", prefill, reading, options)
     if sirllm is not None:
-        yield compare(
-            "reading turns under a full budget, against SirLLM's code",
-            lambda: _our_turns(model, options),
-            lambda: sirllm.reading(plain, options),
-            options,
-        )
-    yield compare(
-        "decode with an archive against decode without",
-        lambda: generated_blocks(model, options),
-        lambda: generated_blocks(model, options, archive=0),
-        options,
-    )
+        name = "reading turns under a full budget, against SirLLM's code"
+        theirs = partial(sirllm.reading, plain, options)
+        yield compare(name, partial(_our_turns, model, options), theirs, options)
+    without = partial(ours, archive=0)
+    yield compare("decode with an archive against decode without", ours, without, options)
     early, *later = options.seen
     for late in later:
         if late > early:
-            yield compare(
-                f"decode after {late:,} tokens against after {early:,}",
-                partial(generated_blocks, model, options, late),
-                lambda: generated_blocks(model, options, early),
-                options,
-            )
+            name = f"decode after {late:,} tokens against after {early:,}"
+            yield compare(name, partial(ours, late), partial(ours, early), options)
 
 
 def _uncompiled(step: Any, blocks: Iterator[float]) -> Iterator[float]:
@@ -240,7 +219,7 @@ def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
     measured = compare(
         "decode against reading the weights once",
         lambda: generated_blocks(model, options),
-        lambda: reading(size, model, options),
+        lambda: reading_bytes(size, model, options),
         options,
     )
     ours, limit = (size / ms / 1e6 for ms in (measured.ours_ms, measured.other_ms))
@@ -248,24 +227,6 @@ def _against_the_limit(model: LoadedModel, options: BenchOptions) -> Ratio:
         measured,
         note=f"{size / 2**20:,.0f} MiB of weights a token: decoding reads {ours:.1f} GB/s, "
         f"a matrix-vector product of that size {limit:.1f} GB/s",
-    )
-
-
-def _against_llama_cpp(
-    model: LoadedModel, options: BenchOptions, peer: LlamaCpp
-) -> Iterator[Ratio]:
-    decoding = compare(
-        "decode against llama.cpp",
-        lambda: generated_blocks(model, options),
-        lambda: peer.decoding(model, options),
-        options,
-    )
-    yield replace(decoding, note=peer.note)
-    yield compare(
-        "prefill against llama.cpp",
-        lambda: _our_prefill(model, options),
-        lambda: peer.reading(some_ids(model, options.cache)),
-        options,
     )
 
 
@@ -279,8 +240,7 @@ def generated_blocks(
     """Time sirchat's decoding after `seen` tokens; yields seconds per token, forever."""
     engine = _engine(model, options, archive, policy)
     ids = some_ids(model, seen or 2 * options.cache)
-    for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
-        pass
+    _prefill(engine, ids)
     sampler = Sampler(Sampling())
 
     text = TextStream(model.tokenizer) if model.tokenizer is not None else None
@@ -295,8 +255,7 @@ def generated_blocks(
 
     # Fill the cache, so that every timed block begins with a full one and makes room once.
     while engine.resident < options.cache:
-        for _ in engine.generate(sampler, _TURN, stop_ids=frozenset(), max_new_tokens=1):
-            pass
+        _generate(engine, sampler, 1)
     while True:
         yield timed(block, model) / options.block
 
@@ -327,12 +286,7 @@ def _our_prefill(model: LoadedModel, options: BenchOptions, count: int = 0) -> I
     ids = some_ids(model, count or options.cache)
     while True:
         engine = _engine(model, options)
-
-        def block(engine: Engine = engine) -> None:
-            for _ in engine.prefill(ids, [Role.USER] * len(ids), _TURN):
-                pass
-
-        yield timed(block, model) / len(ids)
+        yield timed(partial(_prefill, engine, ids), model) / len(ids)
 
 
 def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
@@ -343,10 +297,7 @@ def _our_turns(model: LoadedModel, options: BenchOptions) -> Iterator[float]:
         nonlocal number
         for ids in turns(model, options, count):
             number += 1
-            for _ in engine.prefill(
-                ids, [Role.USER] * len(ids), TurnRef(turn=number, round=number)
-            ):
-                pass
+            _prefill(engine, ids, TurnRef(turn=number, round=number))
 
     read(2 * options.cache)
     while True:
@@ -372,19 +323,13 @@ def reply_times(
     """Time a reply: read `count` ids into an empty cache, then generate 1 + `length` tokens."""
     engine, ids = _engine(model, options), some_ids(model, count)
 
-    def generate(most: int) -> None:
-        for _ in engine.generate(
-            Sampler(Sampling()), _TURN, stop_ids=frozenset(), max_new_tokens=most
-        ):
-            pass
-
     def block() -> None:
-        for _ in engine.prefill(ids, [Role.USER] * count, _TURN):
-            pass
-        generate(1)
+        _prefill(engine, ids)
+        _generate(engine, Sampler(Sampling()), 1)
 
     first = timed(block, model)
-    return first, timed(partial(generate, length), model) / max(1, length)
+    rest = timed(partial(_generate, engine, Sampler(Sampling()), length), model)
+    return first, rest / max(1, length)
 
 
 def _engine(

@@ -164,14 +164,8 @@ DECAY = 0.9
 _SIRLLM_PROGRAM = Path(__file__).with_name("sirllm_worker.py")
 # The fields of a model's config on which its speed depends, and which transformers 4.33 has
 _SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-    "tie_word_embeddings",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
 )
 
 
