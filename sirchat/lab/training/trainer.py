@@ -186,14 +186,6 @@ class TrainStep:
     tokens_per_second: float  # since the training began
 
 
-def check(options: TrainOptions) -> None:
-    """Raise SettingError if the options have a negative number of steps or an unknown size."""
-    if options.steps < 0:
-        raise SettingError(f"steps is {options.steps}, must be 0 or more")
-    if options.size not in SIZES:
-        raise SettingError(f"size is {options.size!r}, must be one of {', '.join(SIZES)}")
-
-
 class Trainer:
     """Holds the model, the optimizers and the data of one training of a bundled model.
 
@@ -232,16 +224,6 @@ class Trainer:
         rows = self.size.tokens_per_step // tokens
         return self.renderer(step).batch(rng, rows, tokens, stage.mix)
 
-    def set_learning_rate(self, step: int) -> None:
-        """Set the learning rate of all optimizers for training step `step`.
-
-        It is the optimizer's initial learning rate times the schedule's factor for the step.
-        """
-        factor = self.schedule_at(step).learning_rate
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = optimizer.defaults["lr"] * factor
-
     def step(self, step: int) -> tuple[float, float, float | None]:
         """Train the model on the batch of step `step`; phases begin and end in this method, too.
 
@@ -254,7 +236,9 @@ class Trainer:
             self.begin_phase()
             if scheduled.phase.keep:
                 save_phase_start(self.options.checkpoints, self.model)
-        self.set_learning_rate(step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = optimizer.defaults["lr"] * scheduled.learning_rate
         visible, lost = self.attention_mask(step, batch)
         losses, correct = self.forward(batch, visible)
         torch.autograd.backward(weighted_loss(losses, batch, lost))
@@ -299,32 +283,18 @@ class Trainer:
         gaps = draw_gaps(rng, losses.cpu(), batch, self.renderer(step).roles["user"])
         return gaps.visible, gaps.lost
 
-    def save(self, done: int) -> None:
-        """Write a checkpoint of model and optimizers after `done` training steps."""
-        save_checkpoint(self.options.checkpoints, done, self.model, self.optimizers)
-
-    def restore(self) -> int:
-        """Load the newest checkpoint of the training, if there is one.
-
-        Returns the number of steps that were done before the checkpoint, or 0 if there is none.
-        """
-        return load_checkpoint(self.options.checkpoints, self.model, self.optimizers)
-
     def card(self) -> str:
         """Measure the recall of the trained model, and return the text of its model card."""
         options, size = self.options, self.size
-        recalls = list(
-            probe(self.model, Renderer(self.tokenizer), seed=options.seed, dialogues=size.probes)
-            if size.probes
-            else ()
-        )
+        renderer = Renderer(self.tokenizer)
+        recalls = probe(self.model, renderer, seed=options.seed, dialogues=size.probes)
         return model_card(
             command=f"sirchat train tiny --steps {options.steps} --seed {options.seed}",
             parameters=self.model.num_parameters(),
             vocab=len(self.tokenizer),
             tokens=options.steps * size.tokens_per_step,
             seed=options.seed,
-            recalls=recalls,
+            recalls=list(recalls) if size.probes else [],
         )
 
     def finish(self) -> None:
@@ -346,15 +316,17 @@ def summary(
 
 def train(options: TrainOptions, kind: type[Trainer] = Trainer) -> Iterator[TrainStep]:
     """Train a bundled model, and yield the result of each training step."""
-    check(options)
+    if options.steps < 0:
+        raise SettingError(f"steps is {options.steps}, must be 0 or more")
     trainer = kind(options)
-    first = trainer.restore() if options.resume else 0
+    parts = trainer.model, trainer.optimizers
+    first = load_checkpoint(options.checkpoints, *parts) if options.resume else 0
     begun = time.perf_counter()
     for step in range(first, options.steps):
         loss, answer_loss, recall = trainer.step(step)
         done = step + 1
         if done % options.checkpoint_every == 0 or done == options.steps:
-            trainer.save(done)
+            save_checkpoint(options.checkpoints, done, trainer.model, trainer.optimizers)
         rate = (done - first) * trainer.size.tokens_per_step / (time.perf_counter() - begun)
         yield TrainStep(done, loss, answer_loss, recall, rate)
     trainer.finish()
