@@ -1,8 +1,7 @@
 """Access control: checks host, origin, API key and size of each request.
 
-A web page that the user visits can make the browser send requests, even under a host name of its
-own that resolves to this machine (DNS rebinding). So a server that listens on a loopback address
-refuses every request whose `Host` header does not name this machine.
+A web page can make the browser send requests, even under a host name of its own that resolves to
+this machine (DNS rebinding); so on a loopback address the `Host` header must name this machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One thread that generates all replies, in rounds: in each, every reply does one step.
 
-Only this thread uses the model, so a session needs no lock. A step generates one token, or reads
-one chunk of a message. The next tokens of all replies are read in one forward pass, so the weights
-are read once for all.
+Only this thread uses the model, so a session needs no lock. A step generates a token, or reads a
+chunk of a message; the next tokens of all replies are read in one forward pass.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ class WaitingReply:
     """A reply that waits for a conversation, or is being generated.
 
     Attributes:
-        history: the messages of the request, which the reply answers.
-        options: how the reply is generated.
         send: called with each part of the reply, in the thread that generates it.
         is_cancelled: whether the client no longer waits for it.
         conversation: where the reply is generated; None while it waits.

@@ -37,14 +37,9 @@ class CallParser:
     Either each call stands in tags, as Hermes and Qwen write it, or the whole reply consists of
     calls, as with Llama.
 
-    Args:
-        names: the names of the tools; a call without tags must name one of them.
-        number: the number of the next call, from which its id is made.
-        only_one: whether the reply ends after its first call.
-
-    Attributes:
-        calls: the calls found so far.
-        is_cut: whether `only_one` made the parser leave out text or calls after the first call.
+    A call without tags must be of a tool in `names`. `number` is that of the next call, from which
+    its id is made. With `only_one`, the reply ends after its first call; `is_cut` is whether this
+    left out text or calls.
     """
 
     def __init__(self, names: Collection[str], number: int, *, only_one: bool = False) -> None:
