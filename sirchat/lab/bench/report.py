@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,15 +36,10 @@ def print_ratios(
     for r in results:
         ours, other = f"{r.ours_ms:.3f} ms/{r.unit}", f"{r.other_ms:.3f} ms/{r.unit}"
         table.add_row(r.name, ours, other, f"{r.median:.3f}", f"{r.low:.3f} to {r.high:.3f}")
-    console = Console()
     threads = threads_in_words(model.device)
     where = f"{model.name} on {model.device}{', ' * bool(threads)}{threads}"
     title = f"{where}, cache {options.cache}, {options.rounds} pairs"
-    console.print(title, markup=False)
-    console.print(machine_in_words(machine()), markup=False)
-    console.print(table)
-    for note in (r.note for r in results if r.note):
-        console.print(note)
+    _print(table, title, machine_in_words(machine()), notes=[r.note for r in results])
 
 
 def print_archive(
@@ -64,9 +59,7 @@ def print_archive(
     for one in results:
         grew = "unknown" if one.memory is None else _mib(one.memory)
         table.add_row(one.place, _mib(one.limit), _mib(one.archive), _mib(one.disk), grew)
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{model.name} on {model.device}, {tokens:,} tokens", markup=False)
-    console.print(table)
+    _print(table, f"{model.name} on {model.device}, {tokens:,} tokens")
 
 
 def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json: bool) -> None:
@@ -83,13 +76,8 @@ def print_start(measured: list[StartMeasure], model: str, note: str, *, as_json:
         ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         quartiles = "" if one.low is None else f"{one.low:.2f} to {one.high:.2f}"
         table.add_row(one.name, f"{one.ours:,.2f} {one.unit}", other, ratio, quartiles)
-    console = Console(highlight=False)
-    threads = threads_in_words(torch.device("cpu"))
-    console.print(f"{model}, {threads}", markup=False)
-    console.print(machine_in_words(machine()), markup=False)
-    console.print(table)
-    if note:
-        console.print(note)
+    title = f"{model}, {threads_in_words(torch.device('cpu'))}"
+    _print(table, title, machine_in_words(machine()), notes=[note])
 
 
 def start_record(measured: list[StartMeasure], model: str, note: str) -> dict[str, object]:
@@ -109,9 +97,7 @@ def print_record(record: dict[str, Any]) -> None:
     table = Table("measured", "value", box=None)
     for name, value in values(record):
         table.add_row(name, f"{value:.3f}")
-    console = Console(highlight=False)
-    console.print(f"{record['model']}, {machine_in_words(record['machine'])}", markup=False)
-    console.print(table)
+    _print(table, f"{record['model']}, {machine_in_words(record['machine'])}")
 
 
 def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
@@ -122,10 +108,9 @@ def print_compared(first: dict[str, Any], second: dict[str, Any]) -> None:
     table = Table("measured", "first", "second", "second / first", box=None)
     for one in compare_records(first, second):
         table.add_row(one.name, *(f"{x:.3f}" for x in (*one[1:], one.second / (one.first or 1))))
-    console = Console(highlight=False)
-    for number, record in (("first", first), ("second", second)):
-        console.print(f"{number}: {machine_in_words(record['machine'])}", markup=False)
-    console.print(table)
+    both = (("first", first), ("second", second))
+    titles = [f"{number}: {machine_in_words(record['machine'])}" for number, record in both]
+    _print(table, *titles)
 
 
 def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) -> None:
@@ -140,9 +125,16 @@ def print_memory(measured: list[MemoryMeasure], model: str, *, as_json: bool) ->
     for one in measured:
         ratio = f"{one.said / one.tensors:.3f}"
         table.add_row(one.name, _mib(one.said), _mib(one.tensors), ratio, _mib(one.grew))
+    _print(table, model)
+
+
+def _print(table: Table, *titles: str, notes: Sequence[str] = ()) -> None:
     console = Console(highlight=False)
-    console.print(model, markup=False)
+    for title in titles:
+        console.print(title, markup=False)
     console.print(table)
+    for note in filter(None, notes):
+        console.print(note, markup=False)
 
 
 def print_json(record: dict[str, object]) -> None:
