@@ -118,7 +118,7 @@ def test_the_engine_knows_no_text(module: str) -> None:
 def test_a_file_of_a_session_knows_neither_engine_nor_session() -> None:
     allowed = {"errors", "paths", "saved", "text.transcript"}
     tensors = {"memory.attention", "memory.key_values"}
-    knowing = ("autosave", "resume", "saved_model", "saved_state")
+    knowing = ("autosave", "resume", "saved_state")
     for module in set(below("sirchat.saved")) - {f"sirchat.saved.{name}" for name in knowing}:
         for name in ours(module):
             more = tensors if module == "sirchat.saved.saved_tensors" else set()

@@ -10,7 +10,7 @@ from heapq import nlargest
 from sirchat.chat.events import TokenRow
 from sirchat.chat.session import Session
 from sirchat.chat.words import MARKS, around, is_mark, said, words_at, words_of
-from sirchat.recall.terms import STOP_WORDS
+from sirchat.recall.word_index import STOP_WORDS
 
 _LATEST = 8  # tokens whose words `latest_words` finds
 _FEWEST, _RECENT = 4, 64  # user messages that `_common_words` needs, and the most that it searches

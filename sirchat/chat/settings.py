@@ -19,7 +19,7 @@ from sirchat.memory.policies.base import Policy
 from sirchat.models.model import LoadedModel, no_attention_reason
 from sirchat.recall.retrievers import retriever
 from sirchat.text.anchors import ends_sequence
-from sirchat.text.boundaries import word_continuation
+from sirchat.text.detokenizer import word_continuation
 
 
 def build_policy(profile: Profile) -> Policy:

@@ -17,7 +17,7 @@ from sirchat.chat.reasoning import CLOSE, OPEN, FinalAnswer
 from sirchat.chat.session import Interrupted, Session
 from sirchat.chat.words import spelled, split_words
 from sirchat.errors import SettingError, UsageError
-from sirchat.recall.terms import STOP_WORDS, words_of
+from sirchat.recall.word_index import STOP_WORDS, words_of
 from sirchat.text.detokenizer import tokens_spelling
 
 # The ways to make a summary, with their meaning; the first is the default.

@@ -19,7 +19,7 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.extra_passes import attention_from
 from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role, State
-from sirchat.recall.terms import STOP_WORDS
+from sirchat.recall.word_index import STOP_WORDS
 from sirchat.text.detokenizer import Texts
 
 

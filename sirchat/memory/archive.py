@@ -26,8 +26,7 @@ from torch import Tensor
 
 from sirchat.memory.archive_folder import ArchiveFolder
 from sirchat.memory.free_memory import trim_memory
-from sirchat.memory.key_values import KeyValues, Positions
-from sirchat.memory.transfers import Transfer, Transfers
+from sirchat.memory.key_values import KeyValues, Positions, Transfer, Transfers
 
 SEGMENT_ROWS = 512
 _MOST_ARRIVING = 8  # unfinished transfers from a GPU

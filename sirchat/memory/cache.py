@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sirchat.memory.key_values import CacheState, KeyValues, Positions
+from sirchat.memory.key_values import CacheState, KeyValues, Positions, to_device
 from sirchat.memory.rope import CosSin, Rotation
-from sirchat.memory.transfers import to_device
 
 # A layer's kind: whether it has keys and values, and how many recurrent or convolution states.
 LayerKind = tuple[bool, int]

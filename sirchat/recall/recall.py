@@ -16,10 +16,9 @@ from sirchat.memory.key_values import Positions
 from sirchat.memory.ledger import Role
 from sirchat.models.model import LoadedModel
 from sirchat.recall import RecalledTurn
-from sirchat.recall.choice import SearchResult, restore
 from sirchat.recall.retrievers import retriever
 from sirchat.recall.retrievers.base import Retriever, WordRetriever
-from sirchat.recall.search import search
+from sirchat.recall.search import SearchResult, restore, search
 from sirchat.recall.wide_index import WideIndex
 from sirchat.recall.word_index import TurnIndex, WordIndex
 from sirchat.recall.word_vectors import WordVectors

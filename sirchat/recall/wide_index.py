@@ -11,8 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sirchat.recall.retrievers.base import with_neighbours
-from sirchat.recall.terms import letter_groups, sentences_of, words_of
-from sirchat.recall.word_index import Floats, Postings, TurnIndex
+from sirchat.recall.word_index import (
+    Floats,
+    Postings,
+    TurnIndex,
+    letter_groups,
+    sentences_of,
+    words_of,
+)
 from sirchat.recall.word_vectors import WordVectors
 
 _B = 0.75  # how far a turn's length counts

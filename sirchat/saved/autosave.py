@@ -22,8 +22,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
 from sirchat.saved.names import tells_of
-from sirchat.saved.saved_model import facts_of
-from sirchat.saved.saved_state import saved_head
+from sirchat.saved.saved_state import facts_of, saved_head
 from sirchat.saved.saved_tensors import attention_tensors, row_tensors, state_tensors
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import Head, SavedTurn, SessionStore

@@ -18,8 +18,7 @@ from sirchat.memory.attention import AttentionCheckpoint
 from sirchat.memory.key_values import CacheState, KeyValues
 from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import rewrite
-from sirchat.saved.saved_model import check_model, facts_of
-from sirchat.saved.saved_state import decode_state, saved_pins, saved_turns
+from sirchat.saved.saved_state import check_model, decode_state, facts_of, saved_pins, saved_turns
 from sirchat.saved.saved_tensors import attention_fits, pop_attention, pop_rows, pop_state, rows_fit
 from sirchat.saved.store import SessionStore
 

@@ -1,18 +1,21 @@
-"""Converts a session's state after its last turn to the head of its file, and back.
+"""Converts a session's state to the head of its file, and back; tells which model it belongs to.
 
 All data that is read is checked.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import asdict, astuple
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 
+from sirchat import __version__
 from sirchat.chat.events import Finish
 from sirchat.chat.pinned_summary import PREFIX
 from sirchat.chat.pinned_text import PinnedText, pinned_text
@@ -23,6 +26,7 @@ from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW, Flag, Role
 from sirchat.memory.policies import refuse_untrusted
+from sirchat.models.model import LoadedModel
 from sirchat.saved.database import decoding, require
 from sirchat.saved.store import Head, SessionStore
 
@@ -31,52 +35,18 @@ _Count = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[float, Field(ge=0)]
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
-
 _PINS = TypeAdapter(
     list[Annotated[list[_Count], Field(min_length=3, max_length=3)]], config=_STRICT
 )
-
-
-class _TurnStats(BaseModel):
-    model_config = _STRICT
-
-    index: _Count
-    role: str
-    tokens_in: _Count
-    tokens_out: _Count
-    evicted: _Count
-    seconds_prefill: _Seconds
-    seconds_decode: _Seconds
-    finish: Finish
-
-
-class _Conversation(BaseModel):
-    model_config = _STRICT
-
-    round: _Count
-    in_round: bool
-    system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
-    prompt: str | None
-    reply: _TurnStats
-    pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
-    totals: _TurnStats
-    attempt: _Count
-    summaries: list[_Count] | None = None  # indices of turns; not in old files
-
-
-class _Fields(BaseModel):
-    """The JSON fields of a saved head; `profile` is checked by `saved_profile`."""
-
-    model_config = _STRICT
-
-    log_decay: Annotated[float, Field(le=0)]
-    unknown_surprisal: float
-    round: _Count
-    pinned: list[_Count]
-    excluded: list[_Count] = Field([], validation_alias=AliasChoices("excluded", "retired"))
-    recalled: list[_Count] = []
-    kv: str
-    conversation: _Conversation
+# Entries of a config that depend on how a model was saved or loaded, not on the model.
+_VOLATILE = (
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "distributed_config",
+)
 
 
 def saved_head(saved: EngineState, session: Session, stamp: str = "") -> Head:
@@ -195,6 +165,97 @@ def saved_profile(store: SessionStore, trusted: Collection[str] = ()) -> Profile
         ) from None
     refuse_untrusted(profile.policy, f"session {store.id}", trusted)
     return profile
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """A hash of a model's config, vocabulary size, rotary frequencies and some of its weights."""
+    digest = hashlib.sha256()
+    config = model.module.config.to_diff_dict()
+    for name in _VOLATILE:
+        config.pop(name, None)
+    digest.update(repr(sorted(config.items(), key=str)).encode())
+    digest.update(str(len(model.tokenizer)).encode())
+    for rotation in (layer.key for layer in model.rotations):
+        if rotation is not None:
+            digest.update(rotation.inv_freq.numpy().tobytes())
+    for shape, sample in model.weight_samples():
+        digest.update(str(shape).encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def facts_of(model: LoadedModel, family: str) -> dict[str, Any]:
+    """The facts to save about a session: model, dtype, versions, and `Autosave.family`, if any."""
+    return {
+        **({"family": family} if family else {}),
+        "model": model.name,
+        "fingerprint": fingerprint(model),
+        "dtype": model.precision,
+        "sirchat": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def check_model(store: SessionStore, model: LoadedModel) -> None:
+    """Raise SessionError if a session was made with another model or dtype than `model`."""
+    meta = {name: store.meta.get(name, "?") for name in ("model", "fingerprint", "dtype")}
+    dtype = model.precision  # checked first, because the fingerprint depends on it
+    again = f"sirchat --resume {store.id}"
+    rebuild = "or --rebuild, to let the loaded model read the chat again"
+    kind, _, packed = meta["dtype"].partition(" ")
+    how = " and the same --quantize" if packed or " " in dtype else ""
+    if meta["dtype"] != dtype and meta["model"] == model.name:
+        raise SessionError(
+            f"session {store.id} has dtype {meta['dtype']}, but the model is loaded as {dtype}",
+            hint=f"to continue this chat: {again} --dtype {kind}{how}; {rebuild}",
+        )
+    if meta["fingerprint"] != fingerprint(model):
+        raise SessionError(
+            f"session {store.id} was made with model {meta['model']}, not with this {model.name}",
+            hint=f"to continue this chat: {again} --model {meta['model']}; {rebuild}",
+        )
+
+
+class _TurnStats(BaseModel):
+    model_config = _STRICT
+
+    index: _Count
+    role: str
+    tokens_in: _Count
+    tokens_out: _Count
+    evicted: _Count
+    seconds_prefill: _Seconds
+    seconds_decode: _Seconds
+    finish: Finish
+
+
+class _Conversation(BaseModel):
+    model_config = _STRICT
+
+    round: _Count
+    in_round: bool
+    system: Annotated[list[_Count], Field(min_length=2, max_length=2)]
+    prompt: str | None
+    reply: _TurnStats
+    pending_ids: list[_Count] = Field(validation_alias=AliasChoices("pending_ids", "owed"))
+    totals: _TurnStats
+    attempt: _Count
+    summaries: list[_Count] | None = None  # indices of turns; not in old files
+
+
+class _Fields(BaseModel):
+    """The JSON fields of a saved head; `profile` is checked by `saved_profile`."""
+
+    model_config = _STRICT
+
+    log_decay: Annotated[float, Field(le=0)]
+    unknown_surprisal: float
+    round: _Count
+    pinned: list[_Count]
+    excluded: list[_Count] = Field([], validation_alias=AliasChoices("excluded", "retired"))
+    recalled: list[_Count] = []
+    kv: str
+    conversation: _Conversation
 
 
 def _check_rows(rows: NDArray[np.void], turns: int, rounds: int, vocabulary: int) -> None:

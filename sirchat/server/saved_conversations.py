@@ -25,8 +25,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX, decoding, require
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_model import fingerprint
-from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.saved_state import fingerprint, saved_profile
 from sirchat.saved.session_list import remove_session
 from sirchat.saved.store import SessionStore
 from sirchat.server.conversation import History, ServedConversation, first_words, shared_messages

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Literal, cast, get_args
 
 from sirchat.errors import ModelError, UsageError
-from sirchat.text.boundaries import SentenceEnds
+from sirchat.text.detokenizer import SentenceEnds
 
 # `ac`: the anchor is an added token. `ep`: each token that ends a sentence is an anchor.
 Variant = Literal["ac", "ep"]

@@ -18,7 +18,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.anchors import Anchors, with_anchors
 from sirchat.text.control_tokens import ControlTokens
-from sirchat.text.template_limits import render
+from sirchat.text.template_sandbox import render
 
 # For models that have none: the format that the SirLLM paper uses with Vicuna.
 _PLAIN = (

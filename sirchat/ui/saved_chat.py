@@ -18,8 +18,7 @@ from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.names import same_name
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_model import check_model
-from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.saved_state import check_model, saved_profile
 from sirchat.saved.search import Part, nothing_found, search_sessions
 from sirchat.saved.session_list import (
     SavedSession,

@@ -17,7 +17,7 @@ from sirchat.chat.why import AttentionPaid, TokenRank, last_round, related_turn
 from sirchat.chat.words import around, said, words_at
 from sirchat.errors import UsageError
 from sirchat.recall import RecalledTurn
-from sirchat.recall.terms import STOP_WORDS
+from sirchat.recall.word_index import STOP_WORDS
 from sirchat.ui.screen import Screen
 from sirchat.ui.tables import draw_token_ranks
 from sirchat.ui.text import displayable_line, shorten

@@ -23,9 +23,8 @@ from chatting import babbler, session
 from sirchat.chat.events import Notice
 from sirchat.chat.session import Session
 from sirchat.memory.archive import SEGMENT_ROWS, Archive, Segment, SegmentFiles
-from sirchat.memory.key_values import KeyValues
+from sirchat.memory.key_values import KeyValues, Transfer, Transfers, to_device
 from sirchat.memory.ledger import Role
-from sirchat.memory.transfers import Transfer, Transfers, to_device
 
 SHAPES = ((2, 4), (2, 4), (1, 3), (1, 5))  # heads and dimensions of two layers' keys and values
 

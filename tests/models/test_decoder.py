@@ -36,7 +36,7 @@ from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.model_config import DecoderConfig
 from sirchat.models.probe import probe_rotations
-from sirchat.saved.saved_model import fingerprint
+from sirchat.saved.saved_state import fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3"]
 CHUNKS = 33, 1, 7, 2, 40

@@ -32,7 +32,7 @@ from sirchat.models.devices import DISK
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import surprisal, surprisal_at
-from sirchat.saved.saved_model import fingerprint
+from sirchat.saved.saved_state import fingerprint
 
 SIM_0, SIM_1 = (f"{KIND}:{at}" for at in range(2))
 MAPS: dict[str, dict[str, str]] = {

@@ -22,7 +22,7 @@ from sirchat.models.decoder import Decoder
 from sirchat.models.load import folder_parts, load_model
 from sirchat.models.model_config import DecoderConfig
 from sirchat.paths import tiny_dir
-from sirchat.saved.saved_model import fingerprint
+from sirchat.saved.saved_state import fingerprint
 
 CASES = ["llama", "llama3", "qwen2", "qwen3"]
 # As in the config.json of Llama 3.2 1B.

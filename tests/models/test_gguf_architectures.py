@@ -25,7 +25,7 @@ from sirchat.models.load import load_model  # noqa: E402
 from sirchat.models.packed import Int4Linear, Int8Linear, PackedLinear, SharedEmbedding  # noqa: E402
 from sirchat.models.shape import shape_of_gguf  # noqa: E402
 from sirchat.models.stored_weights import stored_weights  # noqa: E402
-from sirchat.text.template_limits import render  # noqa: E402
+from sirchat.text.template_sandbox import render  # noqa: E402
 
 IDS = list(range(3, 43))
 SIZED = [

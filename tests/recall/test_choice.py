@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.recall.choice import choose
-from sirchat.recall.search import softened, weighted
+from sirchat.recall.search import choose, softened, weighted
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,9 +13,8 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.models.model import LoadedModel
-from sirchat.recall.choice import SearchResult, restore
 from sirchat.recall.retrievers.base import with_neighbours
-from sirchat.recall.search import search
+from sirchat.recall.search import SearchResult, restore, search
 
 RETRIEVERS: list[str] = ["bm25", "hybrid"]
 ROUNDS = 8

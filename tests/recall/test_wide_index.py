@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from chatting import tiny
 from sirchat.models.load import load_model
 from sirchat.recall import wide_index
-from sirchat.recall.terms import terms_of, words_of
 from sirchat.recall.wide_index import WideIndex
+from sirchat.recall.word_index import terms_of, words_of
 from sirchat.recall.word_vectors import WordVectors
 
 TEXTS = [

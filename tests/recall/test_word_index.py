@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.recall.terms import terms_of
-from sirchat.recall.word_index import WordIndex
+from sirchat.recall.word_index import WordIndex, terms_of
 
 TEXTS = [
     "Hello! My zebra is called Quix.",

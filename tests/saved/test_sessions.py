@@ -29,8 +29,7 @@ from sirchat.memory.key_values import KeyValues
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_model import fingerprint
-from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.saved_state import fingerprint, saved_profile
 from sirchat.saved.session_list import find_session, list_sessions
 from sirchat.saved.store import SessionStore
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.text.boundaries import SentenceEnds, ends_sentence
-from sirchat.text.detokenizer import TextStream, TokenTexts
+from sirchat.text.detokenizer import SentenceEnds, TextStream, TokenTexts, ends_sentence
 from template_shapes import tokenizer
 
 _IT = tokenizer("chatml")

@@ -8,7 +8,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sirchat.text.template_limits import render
+from sirchat.text.template_sandbox import render
 from template_shapes import TEMPLATES
 
 MESSAGES = [

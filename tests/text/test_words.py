@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sirchat import paths
-from sirchat.text.boundaries import continues_word, word_continuation
+from sirchat.text.detokenizer import continues_word, word_continuation
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from sirchat.config.values import as_typed, short
 from sirchat.memory.policies import policy_class
 from sirchat.models.devices import threads_in_words
 from sirchat.models.model import LoadedModel
-from sirchat.saved.saved_model import fingerprint
+from sirchat.saved.saved_state import fingerprint
 
 Record = dict[str, Any]  # the results of one unit of a study, or another JSON object
 

@@ -23,7 +23,7 @@ from sirchat.lab.synthetic.dialogue import Mix, dialogue
 from sirchat.lab.synthetic.rounds import draw_length
 from sirchat.lab.training.rows import TOKENS_PER_QUIZ, TOKENS_PER_ROUND
 from sirchat.text.anchors import Anchors, plain_text_ids
-from sirchat.text.boundaries import SentenceEnds
+from sirchat.text.detokenizer import SentenceEnds
 from sirchat.text.template import Template
 from sirchat.text.text_file import read_regular
 from sirchat.text.transcript import TranscriptTurn, parse_transcript

@@ -32,7 +32,7 @@ from sirchat.lab.training.anchor_trainer import Step, collate, load_losses, weig
 from sirchat.lab.training.masks import visible
 from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
-from sirchat.text.boundaries import ends_sentence
+from sirchat.text.detokenizer import ends_sentence
 from warm_program import warm_program
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)

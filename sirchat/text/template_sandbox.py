@@ -6,23 +6,26 @@ objects; what may grow (an operator, filter, method or macro) is measured here b
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache, wraps
 from threading import local
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
-
-from sirchat.text.template_language import GenerationBlocks, own_names, to_json
 
 _SECONDS = 0.5  # of processor time; templates of real models take some milliseconds
 _MOST_SOURCE = 2**20  # characters of a template
@@ -30,7 +33,6 @@ _MOST_ADDED = 200_000  # characters that a template may add to the texts
 _MOST_COPIES = 8  # copies of the texts that one rendering may contain
 _MOST_MADE = 2**26  # characters and list items that are made in one rendering, in total
 _MOST_ITEMS = 2**19  # of a list, including those of its inner lists
-
 # Compiled code, in which no time is measured, whose time can grow with the square of the text.
 _COSTLY_FILTERS = {"pprint", "striptags", "urlize", "wordwrap", "xmlattr"}
 _PADDING = {"batch", "center", "indent", "ljust", "rjust", "slice", "tojson", "zfill"}
@@ -49,6 +51,79 @@ def render(source: str, size: int, /, **variables: Any) -> str:
         return environment.render_within(template, _MOST_ADDED + _MOST_COPIES * size, variables)
     except (MemoryError, RecursionError):
         raise TemplateError("rendering takes too much memory") from None
+
+
+class GenerationBlocks(Extension):
+    """Adds to jinja the block `{% generation %}`, in which chat templates put replies.
+
+    The content of the block is rendered without a change.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  # of jinja
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_shown")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _shown(self, caller: Any) -> str:
+        return str(caller())
+
+
+class TemplateNamespace(Namespace):
+    """The function `namespace` for chat templates; it refuses names that begin with an underscore.
+
+    By names such as `__class__`, a template could reach into Python.
+    """
+
+    def __init__(*args: Any, **given: Any) -> None:  # so that one of the names can be `self`
+        self, *others = args
+        values = dict(*others, **given)
+        for name in values:
+            _check(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        super().__setitem__(name, value)
+
+
+class TemplateDict:
+    """The function `dict` for chat templates, without the attributes of Python's class `dict`.
+
+    Of these attributes, it has only `fromkeys`.
+    """
+
+    def __call__(self, *args: Any, **given: Any) -> dict[Any, Any]:
+        return dict(*args, **given)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """A dictionary with the given keys, as Python's `dict.fromkeys` makes it."""
+        return dict.fromkeys(*args)
+
+
+def own_names() -> dict[str, Any]:
+    """By name, the functions that a chat template can call in addition to those of jinja."""
+    return {
+        "raise_exception": _refuse,
+        "strftime_now": _now,
+        "dict": TemplateDict(),
+        "namespace": TemplateNamespace,
+    }
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` of chat templates; unlike jinja's own, it does not escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 @lru_cache(maxsize=8)
@@ -228,3 +303,16 @@ def _length(value: Any) -> int:
         if size > _MOST_MADE or seen + len(left) > _MOST_ITEMS:
             raise TemplateError("rendering takes too much memory")
     return size
+
+
+def _check(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template can't store the name {name!r} in a namespace")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)
