@@ -120,8 +120,8 @@ class Engine:
             division = residency.divide()
             end = min(len(ids), done + self._pass_size(division, pinned))
             if compacts:  # a chunk ends right after an anchor
-                anchors = (at + 1 for at in range(done, end) if turn.flags[at] & _ANCHOR)
-                end = next(anchors, end)
+                ends = (i + 1 for i in range(done, end) if turn.flags[i] & _ANCHOR)
+                end = next(ends, end)
             yield from residency.make_room(end - done, division)
             is_first = not ledger.seen
             self._grow_for(end - done)
