@@ -1,4 +1,4 @@
-"""Policies side by side: facts asked for at several distances, topics, and all in one study."""
+"""Policies side by side: facts asked for at several distances, and all parts in one study."""
 
 from __future__ import annotations
 
