@@ -133,9 +133,8 @@ def test_another_model_shows_no_effect_and_it_says_so() -> None:
     assert "Evicted, held, and restored." not in said
 
 
-def test_the_picture_of_it_is_small_and_shows_what_it_says() -> None:
+def test_the_picture_of_it_shows_what_it_says() -> None:
     picture = (Path(sirchat.__file__).parent / "ui" / "capture.svg").read_text(encoding="utf-8")
-    assert len(picture.encode()) < 60_000
     shown = html.unescape(picture).replace("\xa0", " ")
     for text in ("My name is Anna.", "You have not told me.", "/policy entropy", "is Anna."):
         assert text in shown, text
