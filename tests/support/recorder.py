@@ -41,21 +41,10 @@ from sirchat.ui.typed_input import InMemory
 SESSIONS = 60
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [
-    ("entropy", {}),
-    ("salience", {}),
-    ("salience", {"user_weight": 2}),
-    ("h2o", {}),
-    ("tova", {}),
-    ("snapkv", {}),
-    ("sink", {}),
-    ("window", {}),
-    ("random", {}),
-    ("interval", {}),
-    ("reservoir", {}),
-    ("reservoir", {"sample": 20}),
-    ("anchor", {"lazy": True}),
-    ("anchor", {}),
-    ("full", {}),
+    *(("entropy", {}), ("salience", {}), ("salience", {"user_weight": 2})),
+    *((one, {}) for one in ("h2o", "tova", "snapkv", "sink", "window", "random", "interval")),
+    *(("reservoir", {}), ("reservoir", {"sample": 20}), ("anchor", {"lazy": True})),
+    *(("anchor", {}), ("full", {})),
 ]
 SAYINGS = [
     "My name is Anna.",
