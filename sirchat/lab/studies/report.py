@@ -9,8 +9,9 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -275,34 +276,25 @@ def _plain(value: Value) -> object:
 
 def _csv(table: Table) -> str:
     """A table as CSV text; a column of Estimates becomes three: number, lower and upper bound."""
-    wide = {
-        number
-        for number in range(len(table.columns))
-        if any(isinstance(row[number], Estimate) for row in table.rows)
-    }
-    file = io.StringIO()
-    rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(
-        _with_bounds(table.columns, wide, lambda name: (name, f"{name} low", f"{name} high"))
+    widths = [
+        3 if any(isinstance(value, Estimate) for value in column) else 1
+        for column in zip(*table.rows, strict=True)
+    ] or [1] * len(table.columns)
+    names: Iterable[tuple[Value, ...]] = (
+        (name, f"{name} low", f"{name} high") for name in table.columns
     )
-    for row in table.rows:
-        row = tuple(None if _is_empty(value) else value for value in row)
-        rows.writerow(_with_bounds(row, wide, _bounds))
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for row in (names, *(map(_bounds, row) for row in table.rows)):
+        writer.writerow(
+            chain.from_iterable(cell[:width] for cell, width in zip(row, widths, strict=True))
+        )
     return file.getvalue()
 
 
-def _with_bounds(
-    row: tuple[Value, ...], wide: set[int], expand: Callable[[Value], tuple[Value, ...]]
-) -> list[Value]:
-    """A table row for a CSV file, in which a column with intervals becomes three columns."""
-    return [
-        one
-        for number, value in enumerate(row)
-        for one in (expand(value) if number in wide else (value,))
-    ]
-
-
 def _bounds(value: Value) -> tuple[Value, ...]:
+    if _is_empty(value):
+        return None, None, None
     if isinstance(value, Estimate):
         return value.value, value.low, value.high
     return value, None, None
