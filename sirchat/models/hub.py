@@ -88,8 +88,7 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
     get_session()  # loads certificates, which must not count as network time
     with explained(name):
         return _within(
-            _SECONDS,
-            lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files),
+            _SECONDS, lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files)
         )
 
 
@@ -286,14 +285,10 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
         "timeout": _ANSWER_SECONDS,
         "follow_redirects": True,
     }
-    with (
-        get_session().stream("GET", url, **options) as response,
-        part.open("r+b") as stream,
-    ):
+    with get_session().stream("GET", url, **options) as response, part.open("r+b") as stream:
         hf_raise_for_status(response)
-        start = (
-            there if response.status_code == _PARTIAL else 0
-        )  # else the answer is the whole file
+        # Else the answer is the whole file.
+        start = there if response.status_code == _PARTIAL else 0
         stream.truncate(start)
         stream.seek(start)
         for chunk in response.iter_bytes(_CHUNK):

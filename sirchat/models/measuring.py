@@ -113,7 +113,7 @@ def measure_products() -> Products:
     scale = torch.ones(_SIZE, _SIZE // GROUP)
     eight = Int8Linear(q.to(torch.int8), torch.ones(_SIZE, dtype=torch.bfloat16))
     packs = four_bit_block() > 0  # if not, no layer has four bits
-    four: PackedLinear = Int4Linear(q.to(torch.uint8), scale, scale) if packs else eight
+    four: PackedLinear = Int4Linear.of_values(q.to(torch.uint8), scale, scale) if packs else eight
     rows = torch.randn(_WIDE, _SIZE)
     few = rows[: _STEPS[0]].bfloat16()
     works: dict[str, Callable[[], object]] = {

@@ -89,14 +89,8 @@ class PackedLinear(nn.Module, ABC):
     @classmethod
     def joining(cls, parts: Sequence[Self]) -> Self:
         """Make one layer without bias with the weights of all `parts`, one after the other."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.in_features = parts[0].in_features
-        layer.out_features = sum(part.out_features for part in parts)
-        for name, dim in cls.row_dims.items():
-            layer.register_buffer(name, torch.cat([getattr(part, name) for part in parts], dim))
-        layer.bias = None
-        return layer
+        buffers = cls.row_dims.items()
+        return cls(*(torch.cat([getattr(part, name) for part in parts], d) for name, d in buffers))
 
     def take(self, layer: Self, start: int) -> None:
         """Use rows of a joined layer, from `start` on, as this layer's weights."""
@@ -112,18 +106,27 @@ class PackedLinear(nn.Module, ABC):
 class Int4Linear(PackedLinear):
     """A linear layer with four-bit weights in groups of 32: each is `q * scale + minimum`.
 
-    q is uint8 [N, K], 0 to 15; scale and minimum are [N, K / 32]. `fits` says which shapes fit.
+    `fits` says which shapes fit.
     """
 
     bits, row_dims = 4, {"packed": 0, "scales": 1}
     packed: Tensor
     scales: Tensor
 
-    def __init__(
-        self, q: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
-    ) -> None:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)  # [N, K / 2]
-        self._fill(packed, scale, minimum, bias)
+    def __init__(self, packed: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = GROUP * len(scales), len(packed)
+        self.register_buffer("packed", packed)  # [N, K / 2], as torch's kernel has it
+        self.register_buffer("scales", scales)  # bfloat16 [K / 32, N, 2]: scale and zero
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @classmethod
+    def of_values(
+        cls, q: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None
+    ) -> Self:
+        """Make a layer from q, uint8 [N, K], 0 to 15, and scale and minimum [N, K / 32]."""
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1)
+        return cls(packed, _zeros_beside(scale, minimum), bias)
 
     @classmethod
     def of_nibbles(cls, nibbles: Tensor, scale: Tensor, minimum: Tensor) -> Self:
@@ -134,18 +137,7 @@ class Int4Linear(PackedLinear):
         packed = torch.empty(len(upper), groups, 2, 16, half, dtype=torch.uint8)
         torch.bitwise_or(upper & 15, lower << 4, out=packed[:, :, 0])
         torch.bitwise_or(upper >> 4, lower & 0xF0, out=packed[:, :, 1])
-        layer = cls.__new__(cls)
-        layer._fill(packed.view(len(nibbles), -1), scale, minimum, None)
-        return layer
-
-    def _fill(self, packed: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = len(scale), GROUP * scale.shape[1]
-        # The kernel computes (q - 8) scale + zero.
-        pairs = torch.stack([scale, minimum + 8 * scale], -1).transpose(0, 1)  # [K / 32, N, 2]
-        self.register_buffer("packed", packed)
-        self.register_buffer("scales", pairs.contiguous().bfloat16())
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return cls(packed.view(len(nibbles), -1), _zeros_beside(scale, minimum))
 
     @staticmethod
     def fits(rows: int, columns: int) -> bool:
@@ -367,6 +359,12 @@ class _Shared(NamedTuple):
     # Whether oneDNN has arranged them as its products need them; else each product does that, in a
     # third of the time of a product with 60 rows.
     are_arranged: bool
+
+
+def _zeros_beside(scale: Tensor, minimum: Tensor) -> Tensor:
+    """Pair scales and minima [N, K / 32] as the kernel needs them, which adds (q - 8) scale."""
+    pairs = torch.stack([scale, minimum + 8 * scale], -1).transpose(0, 1)  # [K / 32, N, 2]
+    return pairs.contiguous().bfloat16()
 
 
 def _like(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ def pack_module(module: Any, bits: int) -> None:
                 shared = SharedEmbedding(embeddings, eight, weight.dtype)
                 module.set_input_embeddings(shared)
         elif bits == 4 and Int4Linear.fits(*weight.shape):
-            packed = Int4Linear(*four_bits(weight), layer.bias)
+            packed = Int4Linear.of_values(*four_bits(weight), layer.bias)
         else:
             packed = Int8Linear(*eight_bits(weight), layer.bias)
         module.set_submodule(name, packed)

@@ -109,11 +109,7 @@ def shape_of_gguf(path: Path) -> ModelShape:
     packs = is_supported(file) and all(tensor.type in BLOCKS for tensor in file.tensors.values())
     cached, archived = _gguf_row_elements(file)
     return ModelShape(
-        kind,
-        _gguf_context_length(file),
-        cached,
-        packs and has_blocks(file),
-        archived,
+        kind, _gguf_context_length(file), cached, packs and has_blocks(file), archived
     )
 
 

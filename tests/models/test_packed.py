@@ -59,10 +59,12 @@ def test_four_bits_multiply_like_the_weights_that_they_stand_for(
     scale, minimum = torch.rand(192, 3) * 0.1, -torch.rand(192, 3)
     weight = (q.view(192, 3, 32) * scale[..., None] + minimum[..., None]).view(192, 96)
     bias, x = torch.randn(192).to(dtype), torch.randn(2, rows, 96).to(dtype)
-    found = Int4Linear(q, scale, minimum, bias)(x)
+    found = Int4Linear.of_values(q, scale, minimum, bias)(x)
     assert (found.dtype, found.shape) == (dtype, (2, rows, 192))
     assert relative(found, x.float() @ weight.T + bias.float()) < 0.01
-    assert relative(Int4Linear(q, scale, minimum).unpacked().T, weight) < 0.004  # bfloat16
+    assert (
+        relative(Int4Linear.of_values(q, scale, minimum).unpacked().T, weight) < 0.004
+    )  # bfloat16
 
 
 @pytest.mark.parametrize("rows", FEW_AND_MANY)
@@ -142,14 +144,20 @@ def _counted_unpacking(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+def random_layer(kind: Any) -> Any:
+    weight = torch.randn(64, 96)
+    if kind is Int4Linear:
+        return Int4Linear.of_values(*four_bits(weight))
+    return Int8Linear(*eight_bits(weight))
+
+
 @pytest.mark.parametrize("most", [2**29, 1000])
 @pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
 def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
     kind: Any, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sirchat.models.packed.MOST_UNPACKED", most)
-    weight, x = torch.randn(64, 96), torch.randn(3, 40, 96)
-    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    layer, x = random_layer(kind), torch.randn(3, 40, 96)
     wanted, calls = [layer(one) for one in x], _counted_unpacking(kind, monkeypatch)
     for _ in range(2):
         calls.clear()
@@ -168,8 +176,7 @@ def test_several_passes_unpack_the_weights_once_if_they_are_not_too_many(
 def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
     kind: Any, dtype: Unpacked
 ) -> None:
-    weight, x = torch.randn(64, 96), torch.randn(40, 96)
-    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    layer, x = random_layer(kind), torch.randn(40, 96)
     set_products(layer, Products(dtype, few_4=8, few_8=8, few=8))
     exact = layer.unpacked(torch.float64)
     exact = exact if kind is Int4Linear else exact * layer.scale.double()
@@ -183,8 +190,7 @@ def test_many_rows_are_multiplied_by_weights_of_the_type_that_is_fast_here(
 def test_many_passes_arrange_the_weights_once_and_compute_the_same(
     kind: Any, dtype: Unpacked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight, x = torch.randn(64, 96), torch.randn(12, 40, 96)
-    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    layer, x = random_layer(kind), torch.randn(12, 40, 96)
     set_products(layer, Products(dtype, few_4=8, few_8=8, few=8))
     wanted, calls = [layer(one) for one in x], list[int]()
     arrange = torch.ops.mkldnn._reorder_linear_weight
@@ -214,8 +220,7 @@ def test_a_large_vocabulary_is_unpacked_in_parts() -> None:
 @pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
 def test_what_one_text_shares_changes_no_other_pass_over_the_same_layers(kind: Any) -> None:
     """A few rows take another kernel where weights are shared, which rounds otherwise."""
-    weight, x = torch.randn(64, 96), torch.randn(16, 96)
-    layer = kind(*(four_bits(weight) if kind is Int4Linear else eight_bits(weight)))
+    layer, x = random_layer(kind), torch.randn(16, 96)
     wanted, found = layer(x), list[torch.Tensor]()
     with SharedWeights(torch.nn.Sequential(layer)):
         inside = layer(x)

@@ -62,11 +62,7 @@ _ATTENTION = {
     "attn_output": "self_attn.o_proj",
 }
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_GATED = {
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _GATE_IN_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _NORMS_BEFORE_AND_AFTER = {
@@ -106,13 +102,6 @@ _MOE_SIZES = {
 _SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 
 _DENSE = _NORMS | _ATTENTION | _GATED
-_QWEN35_SIZES = {
-    "full_attention_interval": "full_attention_interval",
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
 _LONG = "rope_parameters.long_factor"
 _SHORT = "rope_parameters.short_factor"
 
@@ -133,7 +122,9 @@ class Architecture:
     # before the feed-forward part.
     of_two_norms: Mapping[str, str] = field(default_factory=dict)
     # Header keys and their config values, besides `SIZES`; `a.b` is the value b in the object a.
-    sizes: dict[str, str] = field(default_factory=dict)
+    # Those in `sizes` must be there; transformers reads a file without them.
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
     # Header keys whose value is a text: config value (empty if none) and the supported texts.
     texts: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     # Config values that are one header value divided by another.
@@ -144,7 +135,7 @@ class Architecture:
     slowed: str = ""
     # Header keys that do not matter for a model of text.
     ignored: tuple[str, ...] = ()
-    # Header keys that must be there; transformers reads a file without them.
+    # Other header keys that must be there.
     needed: tuple[str, ...] = ()
     # Config values that the header lacks, because they are the same for all models.
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -191,10 +182,16 @@ _QWEN35 = Architecture(
         "ssm_a": "linear_attn.A_log",
         "ssm_dt.bias": "linear_attn.dt_bias",
     },
-    sizes=_QWEN35_SIZES,
+    sizes={
+        "full_attention_interval": "full_attention_interval",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+    },
     ratios={"linear_value_head_dim": ("ssm.inner_size", "ssm.time_step_rank")},
     ignored=("rope.dimension_sections", "ssm.inner_size"),
-    needed=(*_QWEN35_SIZES, "ssm.inner_size", "rope.dimension_count"),
+    needed=("ssm.inner_size", "rope.dimension_count"),
     changes=_PLUS_ONE
     | {
         "attn_qkv": "qkv values",
@@ -224,21 +221,20 @@ ARCHITECTURES: dict[str, Architecture] = {
             "final_logit_softcapping": "final_logit_softcapping",
             "attention.sliding_window": "sliding_window",
         },
-        needed=("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"),
         changes=_PLUS_ONE,
         wide_layers=46,
     ),
     "gemma3": Architecture(
         "gemma3_text",
         _NORMS_BEFORE_AND_AFTER | _ATTENTION | _HEAD_NORMS | _GATED,
-        sizes={
+        sizes={"attention.sliding_window": "sliding_window"},
+        optional={
             "final_logit_softcapping": "final_logit_softcapping",
-            "attention.sliding_window": "sliding_window",
             "rope.freq_base_swa": "rope_local_base_freq",
             "rope.scaling.factor": "rope_parameters.full_attention.factor",
         },
         texts={"rope.scaling.type": ("rope_parameters.full_attention.rope_type", ("linear",))},
-        needed=("attention.sliding_window", "rope.freq_base"),
+        needed=("rope.freq_base",),
         changes=_PLUS_ONE,
         wide_layers=62,
     ),
@@ -275,23 +271,18 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention.sliding_window": "sliding_window",
             "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "rope.freq_base": "rope_parameters.full_attention.rope_theta",
+            "rope.freq_base_swa": "rope_parameters.sliding_attention.rope_theta",
+        },
+        optional={
             "expert_count": "num_experts",
             "expert_used_count": "top_k_experts",
             "expert_feed_forward_length": "moe_intermediate_size",
             "final_logit_softcapping": "final_logit_softcapping",
-            "rope.freq_base": "rope_parameters.full_attention.rope_theta",
-            "rope.freq_base_swa": "rope_parameters.sliding_attention.rope_theta",
         },
         ignored=("attention.value_length_swa",),
         needed=(
-            "attention.key_length",
-            "attention.key_length_swa",
-            "attention.sliding_window",
             "attention.sliding_window_pattern",
-            "attention.shared_kv_layers",
-            "embedding_length_per_layer_input",
-            "rope.freq_base",
-            "rope.freq_base_swa",
             "rope.dimension_count",
             "rope.dimension_count_swa",
         ),
@@ -308,7 +299,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NORMS
         | _GATE_IN_UP
         | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"},
-        sizes={
+        optional={
             "attention.sliding_window": "sliding_window",
             "rope.scaling.original_context_length": "original_max_position_embeddings",
             "rope.scaling.attn_factor": "rope_parameters.attention_factor",
@@ -336,14 +327,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        needed=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
         changes=_PAIRS,
     ),
     "qwen3moe": Architecture(
         "qwen3_moe",
         _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS,
         sizes=_MOE_SIZES,
-        needed=tuple(_MOE_SIZES),
         fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
         changes=_STACKED,
     ),
@@ -351,7 +340,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen2_moe",
         _NORMS | _ATTENTION | _EXPERTS | _SHARED_EXPERT,
         sizes=_MOE_SIZES | _SHARED_SIZE,
-        needed=(*_MOE_SIZES, *_SHARED_SIZE),
         fixed={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         changes=_STACKED,
     ),
@@ -387,8 +375,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         sizes={
             "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
             "attention.sliding_window": "sliding_window",
+        },
+        optional={
+            "expert_feed_forward_length": "intermediate_size",
             "rope.scaling.factor": "rope_parameters.factor",
             "rope.scaling.original_context_length": (
                 "rope_parameters.original_max_position_embeddings"
@@ -397,7 +387,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "rope.scaling.yarn_beta_slow": "rope_parameters.beta_slow",
         },
         texts={"rope.scaling.type": ("rope_parameters.rope_type", ("yarn",))},
-        needed=("expert_count", "expert_used_count", "attention.sliding_window"),
         fixed={"rope_parameters.truncate": False},
         changes=_STACKED,
         swaps_experts=True,
@@ -407,8 +396,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _QWEN35,
         model_type="qwen3_5_moe_text",
         layer=_QWEN35.layer | _EXPERTS | _SHARED_EXPERT,
-        sizes=_QWEN35.sizes | _MOE_SIZES | _SHARED_SIZE,
-        needed=(*_QWEN35.needed, *_MOE_SIZES, *_SHARED_SIZE),
+        sizes={**_QWEN35.sizes, **_MOE_SIZES, **_SHARED_SIZE},
         changes=_QWEN35.changes | _STACKED,
     ),
     "lfm2": Architecture(
@@ -432,11 +420,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             "token_embd_norm": "model.embedding_norm",
             "output": "lm_head",
         },
-        sizes={
-            "shortconv.l_cache": "conv_L_cache",
-            "attention.layer_norm_rms_epsilon": "norm_eps",
-        },
-        needed=("shortconv.l_cache",),
+        sizes={"shortconv.l_cache": "conv_L_cache"},
+        optional={"attention.layer_norm_rms_epsilon": "norm_eps"},
         fixed={"block_auto_adjust_ff_dim": False},
         flags={"conv_bias": ".shortconv.in_proj.bias"},
         state_kind="conv",
@@ -458,12 +443,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         layers="transformer.h",
         of_two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
         sizes={
-            "feed_forward_length": "ffn_hidden_size",
             "attention.head_count_kv": "num_kv_heads",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
+        optional={"feed_forward_length": "ffn_hidden_size"},
         texts={"tensor_data_layout": ("", ("jploski",))},
-        needed=("tensor_data_layout", "attention.head_count_kv", "attention.layer_norm_epsilon"),
+        needed=("tensor_data_layout",),
         fixed={"alibi": False, "bias": False, "multi_query": True, "parallel_attn": True},
         changes={"attn_qkv": "qkv heads"},
         has_head_dim=False,

@@ -80,7 +80,9 @@ def config_values(file: GgufFile) -> Mapping[str, Any] | None:
         return None
     said = file.settings
     values: dict[str, Any] = {"model_type": known.model_type, "rope_theta": 10_000.0, **known.fixed}
-    if any(key not in said for key in known.needed) or not _add_said(values, said, known):
+    if any(key not in said for key in (*known.sizes, *known.needed)) or not _add_said(
+        values, said, known
+    ):
         return None
     if known.varies_by_layer:
         is_understood = _add_sizes_by_layer(values, said, file)
@@ -141,7 +143,7 @@ def target_of(name: str, file: GgufFile) -> Target | None:
 
 def _add_said(values: dict[str, Any], said: Mapping[str, Any], known: Architecture) -> bool:
     """Add the header's settings to the config's `values`; False if one is not supported."""
-    sizes = {**SIZES, **known.sizes}
+    sizes = {**SIZES, **known.sizes, **known.optional}
     elsewhere = ("rope.dimension_count", known.extra_layers, *known.ignored, *MEANS_NOTHING)
     for key, value in said.items():
         if key in known.texts:
