@@ -64,9 +64,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_session(incomplete: str) -> list[str]:
     """For the shell's completion: names and ids of saved chats that begin with the typed text."""
-    from sirchat.saved.session_list import newest_sessions
+    from sirchat.saved.session_list import MOST_LISTED, list_sessions
 
-    saved = newest_sessions(sessions_dir())[0].sessions
+    saved = list_sessions(sessions_dir(), MOST_LISTED).sessions
     names = ["last", *(chat.name for chat in saved if chat.name), *(chat.id for chat in saved)]
     return _completer(lambda: names)(incomplete)
 

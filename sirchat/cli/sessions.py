@@ -43,16 +43,16 @@ def sessions_list(
     """List the saved chats, newest first."""
     from rich.console import Console
 
-    from sirchat.saved.session_list import newest_sessions
+    from sirchat.saved.session_list import MOST_LISTED, list_sessions
     from sirchat.ui.lists import SessionLines, print_sessions
 
-    listing, older = newest_sessions(sessions_dir(), None if every else 1000)
+    listing = list_sessions(sessions_dir(), None if every else MOST_LISTED)
     if listing.sessions:
         print_sessions(SessionLines(listing.sessions), Console())
     else:
         typer.echo("there are no saved chats", err=True)
-    if older:
-        typer.echo(f"and {older:,} older ones: sirchat sessions list --all", err=True)
+    if listing.unread:
+        typer.echo(f"and {listing.unread:,} older ones: sirchat sessions list --all", err=True)
     for refused in listing.refused:
         typer.echo(displayable_line(f"sirchat: {refused}"), err=True)
 

@@ -15,7 +15,7 @@ from sirchat.memory.cache import LayerRotation
 from sirchat.memory.key_values import KeyValues, Positions
 from sirchat.memory.ledger import Ledger, Role
 from sirchat.memory.random_numbers import Purpose, uniform
-from sirchat.memory.rope import Rotation, unrotated
+from sirchat.memory.rope import unrotated
 from sirchat.models.attention_hook import LayerQueries
 
 _BATCH = 8_192  # tokens whose keys and values are read at once
@@ -58,13 +58,9 @@ class Candidates:
 
     def pairs(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [H, k, D] of the tokens in one layer, in blocks, not rotated."""
-        for block in self._blocks(layer):
+        for start in range(0, len(self.positions), _BATCH):
+            block = self.archive.fetch(self.positions[start : start + _BATCH], layer)
             yield _pair(block, 0, self.rotations[layer])
-
-    def keys(self, layer: int) -> Iterator[Tensor]:
-        """The keys [H, k, D] of the tokens in one layer, in blocks, not rotated."""
-        for block in self._blocks(layer):
-            yield _unrotated(block, 0, self.rotations[layer].key)
 
     def query_pair(self, layer: int) -> tuple[Tensor, Tensor]:
         """The query's keys and values [H, m, D] in one layer, not rotated."""
@@ -86,15 +82,11 @@ class Candidates:
         """A number in [0, 1) for each token [n]; the same turn gets the same numbers."""
         return uniform(self.ledger.seed, Purpose.RECALL, self.positions, self.query.start)
 
-    def _blocks(self, layer: int) -> Iterator[KeyValues]:
-        for start in range(0, len(self.positions), _BATCH):
-            yield self.archive.fetch(self.positions[start : start + _BATCH], layer)
-
 
 def _pair(block: KeyValues, layer: int, rotation: LayerRotation) -> tuple[Tensor, Tensor]:
-    keys, values = 2 * layer, 2 * layer + 1
-    return _unrotated(block, keys, rotation.key), _unrotated(block, values, rotation.value)
-
-
-def _unrotated(block: KeyValues, tensor: int, rotation: Rotation | None) -> Tensor:
-    return unrotated(block.tensors[tensor], torch.from_numpy(block.written_at), rotation)
+    written_at = torch.from_numpy(block.written_at)
+    keys, values = block.tensors[2 * layer : 2 * layer + 2]
+    return (
+        unrotated(keys, written_at, rotation.key),
+        unrotated(values, written_at, rotation.value),
+    )

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,6 @@ _K1, _B = 1.5, 0.75
 _NAMED = 3  # most words that `shared` returns for a turn
 
 Floats = NDArray[np.float32]
-_Number = TypeVar("_Number", bound=np.floating)
 
 
 def sentences_of(text: str) -> list[str]:
@@ -187,7 +186,7 @@ class WordIndex(TurnIndex):
         terms = [term for term in terms_of(wanted) if term in self._postings]
         scores = np.zeros(len(self._texts), np.float32)
         if terms:
-            lengths = _and_beside(np.array(self._told, np.float64) + np.array(self._asked))
+            lengths = with_neighbours(np.array(self._told, np.float64) + np.array(self._asked), 1)
             norms = _K1 * ((1 - _B) + _B * lengths / lengths.mean())
             of_term = {term: self._scores_of(term, norms) for term in dict.fromkeys(terms)}
             for term in terms:
@@ -201,15 +200,7 @@ class WordIndex(TurnIndex):
         turns, told, asked = map(np.array, self._postings[term])
         counts = np.zeros(len(norms), np.float32)
         counts[turns] = told + asked
-        counts = _and_beside(counts)
+        counts = with_neighbours(counts, 1)
         having = int(np.count_nonzero(counts))
         rarity = np.float32(math.log(1 + (len(norms) - having + 0.5) / (having + 0.5)))
         return (rarity * (counts / (norms + counts))).astype(np.float32)
-
-
-def _and_beside(numbers: NDArray[_Number]) -> NDArray[_Number]:
-    """The sum of each number and those right before and after it."""
-    total = numbers.copy()
-    total[1:] += numbers[:-1]
-    total[:-1] += numbers[1:]
-    return total

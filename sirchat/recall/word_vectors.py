@@ -7,7 +7,7 @@ because all words share them, and the next 256 are kept (after Mu and Viswanath 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,29 +26,13 @@ _BASES: WeakKeyDictionary[nn.Module, Basis] = WeakKeyDictionary()
 
 
 class WordVectors:
-    """Makes vectors of words; `embed` returns the input embeddings [n, d] of token ids [n]."""
+    """Makes vectors of words by a model; the first for a model take a second."""
 
-    def __init__(
-        self,
-        embed: Callable[[Tensor], Tensor],
-        encode: Callable[[str], Sequence[int]],
-        basis: Basis,
-    ) -> None:
-        self._embed, self._encode = embed, encode
-        self._mean, self._directions = basis
-
-    @staticmethod
-    def of_model(model: LoadedModel) -> WordVectors:
-        """The word vectors of a model; for the first chat with it they take a second."""
-
-        def encode(text: str) -> list[int]:
-            encoded = model.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-            ids: list[int] = encoded["input_ids"]
-            return ids
-
+    def __init__(self, model: LoadedModel) -> None:
         if model.module not in _BASES:
-            _BASES[model.module] = basis_of(model.embeddings, model.vocab_size)
-        return WordVectors(model.embeddings, encode, _BASES[model.module])
+            _BASES[model.module] = _basis_of(model)
+        self._model = model
+        self._mean, self._directions = _BASES[model.module]
 
     @property
     def dims(self) -> int:
@@ -57,13 +41,17 @@ class WordVectors:
 
     def of(self, words: Sequence[str]) -> NDArray[np.float32]:
         """Vectors [n, D] of length 1 for n words; D is 256, or less for small models."""
-        ids = [self._encode(" " + word) for word in words]
+        encode = self._model.tokenizer.encode
+        ids = [
+            encode(f" {word}", add_special_tokens=False, split_special_tokens=True)
+            for word in words
+        ]
         counts = torch.tensor([len(of_word) for of_word in ids], dtype=torch.int64)
         joined = torch.tensor([id for of_word in ids for id in of_word], dtype=torch.int64)
         # Of a word's tokens those with higher ids, usually rarer ones, weigh more.
         weights = (joined.double() / 100).clamp_min(2.0).log().float()
         weights[torch.repeat_interleave(counts, counts) == 1] = 1.0
-        vectors = (_embedded(self._embed, joined) - self._mean) @ self._directions
+        vectors = (_embedded(self._model, joined) - self._mean) @ self._directions
         vectors *= weights[:, None]
         of_word = torch.repeat_interleave(torch.arange(len(words)), counts)
         total = torch.zeros(len(words), vectors.shape[1]).index_add_(0, of_word, vectors)
@@ -72,16 +60,15 @@ class WordVectors:
         return unit
 
 
-def basis_of(embed: Callable[[Tensor], Tensor], vocab_size: int) -> Basis:
-    """The mean of the input embeddings, and the directions in which words are told apart."""
-    sample = _embedded(embed, torch.arange(0, vocab_size, -(-vocab_size // _SAMPLE)))
+def _basis_of(model: LoadedModel) -> Basis:
+    sample = _embedded(model, torch.arange(0, model.vocab_size, -(-model.vocab_size // _SAMPLE)))
     mean = sample.mean(0)
     return mean, _principal(sample - mean, DIMS + _SHARED)[:, _SHARED:]
 
 
 @torch.inference_mode()
-def _embedded(embed: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-    return embed(ids).float().cpu()
+def _embedded(model: LoadedModel, ids: Tensor) -> Tensor:
+    return model.embeddings(ids).float().cpu()
 
 
 def _principal(centred: Tensor, count: int) -> Tensor:

@@ -21,10 +21,9 @@ from sirchat.chat.session import Session
 from sirchat.engine.types import EngineState
 from sirchat.errors import SessionError
 from sirchat.memory.ledger import ROW
-from sirchat.saved.names import tells_of
 from sirchat.saved.saved_state import facts_of, saved_head
 from sirchat.saved.saved_tensors import attention_tensors, row_tensors, state_tensors
-from sirchat.saved.session_list import remove_session
+from sirchat.saved.session_list import remove_session, tells_of
 from sirchat.saved.store import Head, SavedTurn, SessionStore
 
 KV_BYTES = 256 * 2**20  # with `save_kv: auto`, keys and values are saved only up to this size

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from sirchat.errors import SessionError, UsageError, format_value, nearest
 from sirchat.saved.database import SUFFIX
 from sirchat.saved.index import MARKS, has_words, matches
-from sirchat.saved.names import same_name
-from sirchat.saved.session_list import SavedSession, summary_of
+from sirchat.saved.session_list import SavedSession, same_name, summary_of
 
 MOST = 20  # chats that a search returns
 

@@ -1,12 +1,14 @@
-"""The folder of saved sessions: lists, finds, copies, removes and exports them."""
+"""The folder of saved sessions: lists, names, finds, copies, removes and exports them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sqlite3
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -32,15 +34,17 @@ from sirchat.saved.database import (
     result_code,
 )
 from sirchat.saved.index import Indexed, chats_in, remove_from_index
-from sirchat.saved.names import checked_name, same_name
 from sirchat.saved.store import SessionStore
 from sirchat.text.transcript import RoleName, TranscriptTurn, write_jsonl
 
+LENGTH = 40  # characters of a session's name
+MOST_LISTED = 1_000  # sessions that a list shows if not asked for all
 _FIRST_LINE = 80  # characters
 _COPIES = 20  # most tries to copy a session that is being written
 _PAUSE = 0.05  # seconds between two tries
 _ABOUT = "SELECT name, value FROM about WHERE name IN ('meta', 'created', 'name')"
 _USERS = "SELECT text FROM turns WHERE role = 'user' ORDER BY turn"
+_LIKE_AN_ID = r"[0-9]{1,8}|[0-9]{8}-[0-9]{0,4}|[0-9]{8}-[0-9]{4}-\w{0,4}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +72,15 @@ class Listing(NamedTuple):
 
     sessions: list[SavedSession]
     refused: list[SessionError]
+    unread: int  # number of older files
 
 
-def list_sessions(folder: Path) -> Listing:
-    """The saved sessions of a folder, the last written one first; nothing is written or locked."""
-    return newest_sessions(folder, None)[0]
-
-
-def newest_sessions(folder: Path, most: int | None = 1000) -> tuple[Listing, int]:
-    """The `most` newest sessions, and how many files were not read; None lists all."""
+def list_sessions(folder: Path, most: int | None = None) -> Listing:
+    """The saved sessions, or the `most` newest, the last written first; it writes nothing."""
     refused: list[SessionError] = []
     files = _files(folder)
-    listing = Listing(list(_summaries(folder, files[:most], refused)), refused)
-    return listing, len(files) - len(files[:most])
+    sessions = list(_summaries(folder, files[:most], refused))
+    return Listing(sessions, refused, len(files) - len(files[:most]))
 
 
 def find_session(folder: Path, ident: str) -> Path:
@@ -235,6 +235,39 @@ def summary_of(path: Path) -> SavedSession:
             return _unread_summary(path, in_use)
 
 
+def checked_name(text: str) -> str:
+    """The name with spaces and Unicode composition normalized.
+
+    Raises SessionError for one that could be an id, or `last`, or a flag, or is no visible text.
+    """
+    name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
+    is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _name_key(name) == "last"
+    is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
+    if is_reserved or not is_text:
+        raise SessionError(
+            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
+            "characters, but not the word last, nothing that looks like an id, and no dash or "
+            "quote at the start",
+            hint="for example /save my trip",
+        )
+    return name
+
+
+def same_name(name: str, other: str) -> bool:
+    """Whether two names are equal but for case, spaces and Unicode composition."""
+    return bool(name) and _name_key(name) == _name_key(other)
+
+
+def tells_of(name: str, said: str, *, whole: bool) -> bool:
+    """Whether a name tells a text that is to be erased: if it contains `said`, a part of a turn.
+
+    With `whole`, `said` is all of a turn, and a name that is a part of it tells it, too.
+    """
+    name_key, said_key = _name_key(name), _name_key(said)
+    repeats = said_key in name_key or (whole and name_key in said_key)
+    return bool(name_key and said_key) and repeats
+
+
 def _damaged(refused: Iterable[SessionError]) -> list[DamagedSessionError]:
     return [error for error in refused if isinstance(error, DamagedSessionError)]
 
@@ -347,3 +380,7 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
     except sqlite3.DatabaseError as error:
         if result_code(error) != sqlite3.SQLITE_CORRUPT:
             raise
+
+
+def _name_key(name: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", name).casefold().split())

@@ -176,10 +176,8 @@ class SessionStore:
 
     def rename(self, name: str) -> None:
         """Set the user's name for the session; an empty text removes it."""
-        with self._transaction(_NONE, _NONE) as connection:
-            connection.execute("DELETE FROM about WHERE name = 'name'")
-            if name:
-                self._put_about("name", name)
+        with self._transaction(_NONE, _NONE):
+            self._put_about("name", name)
         self.name = name
         remove_from_index(self.path)
 

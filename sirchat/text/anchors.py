@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from random import Random
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from sirchat.errors import ModelError, UsageError
 from sirchat.text.detokenizer import SentenceEnds
@@ -56,17 +58,13 @@ def anchors_of(config: Any) -> Anchors | None:
     entry = getattr(config, _KEY, None)
     if entry is None:
         return None
-    known = isinstance(entry, dict) and entry.keys() == asdict(Anchors("ep")).keys()
-    if not known or entry["variant"] not in get_args(Variant) or entry["per"] not in get_args(Per):
-        raise ModelError(f"the model's config has an invalid entry {_KEY}: {entry!r}")
-    if entry["variant"] == "ac" and not isinstance(entry["token_id"], int):
-        raise ModelError(f"the model's config has no valid token_id in {_KEY}")
-    return Anchors(
-        cast("Variant", entry["variant"]),
-        cast("Per", entry["per"]),
-        entry["token_id"],
-        int(entry["sinks"]),
-    )
+    try:
+        anchors = TypeAdapter(Anchors).validate_python(entry)
+    except ValidationError:
+        raise ModelError(f"the model's config has an invalid entry {_KEY}: {entry!r}") from None
+    if anchors.variant == "ac" and anchors.token_id is None:
+        raise ModelError(f"the model's config has no token_id in {_KEY}")
+    return anchors
 
 
 def ends_sequence(tokenizer: Any, anchors: Anchors | None) -> Callable[[int], bool]:

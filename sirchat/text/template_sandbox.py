@@ -53,7 +53,7 @@ def render(source: str, size: int, /, **variables: Any) -> str:
         raise TemplateError("rendering takes too much memory") from None
 
 
-class GenerationBlocks(Extension):
+class _GenerationBlocks(Extension):
     """Adds to jinja the block `{% generation %}`, in which chat templates put replies.
 
     The content of the block is rendered without a change.
@@ -64,14 +64,10 @@ class GenerationBlocks(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_shown")
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _shown(self, caller: Any) -> str:
-        return str(caller())
+        return nodes.Scope(body, lineno=line)
 
 
-class TemplateNamespace(Namespace):
+class _TemplateNamespace(Namespace):
     """The function `namespace` for chat templates; it refuses names that begin with an underscore.
 
     By names such as `__class__`, a template could reach into Python.
@@ -89,7 +85,7 @@ class TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-class TemplateDict:
+class _TemplateDict:
     """The function `dict` for chat templates, without the attributes of Python's class `dict`.
 
     Of these attributes, it has only `fromkeys`.
@@ -108,8 +104,8 @@ def own_names() -> dict[str, Any]:
     return {
         "raise_exception": _refuse,
         "strftime_now": _now,
-        "dict": TemplateDict(),
-        "namespace": TemplateNamespace,
+        "dict": _TemplateDict(),
+        "namespace": _TemplateNamespace,
     }
 
 
@@ -152,7 +148,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
+            extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
             optimized=False,  # a template's constants are not computed while it is compiled
             finalize=self._shown,
         )

@@ -49,11 +49,6 @@ class FastTokenizer:
         tokens: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         return tokens
 
-    @property
-    def added_tokens_encoder(self) -> dict[str, int]:
-        """By text, the ids of the tokens that were added to the vocabulary."""
-        return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
-
     def get_chat_template(self) -> str | None:
         """The model's chat template; None if it has none."""
         return self.chat_template

@@ -22,7 +22,7 @@ from sirchat.memory.registry import BEST_RETRIEVER
 from sirchat.models.listing import model_names
 from sirchat.paths import sessions_dir
 from sirchat.recall.retrievers import retriever
-from sirchat.saved.session_list import newest_sessions
+from sirchat.saved.session_list import MOST_LISTED, list_sessions
 from sirchat.ui.attaching import complete_path, path_begun
 from sirchat.ui.commands import Commands
 from sirchat.ui.exporting import FORMATS
@@ -143,7 +143,7 @@ class SlashCompleter(Completer):
 def _saved_chats() -> Iterator[Selection]:
     """Yield what can follow `/load`, with first messages; chats that are open are left out."""
     yield "last", "the chat that was saved last"
-    listed = newest_sessions(sessions_dir())[0].sessions
+    listed = list_sessions(sessions_dir(), MOST_LISTED).sessions
     sessions = [session for session in listed if not session.in_use]
     for session in sessions:
         if session.name and displayable_line(session.name) == session.name:

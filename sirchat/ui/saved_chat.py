@@ -16,18 +16,19 @@ from sirchat.errors import SessionError, SirchatError, format_value, nearest
 from sirchat.paths import sessions_dir
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.database import SUFFIX
-from sirchat.saved.names import same_name
 from sirchat.saved.resume import resume_session
 from sirchat.saved.saved_state import check_model, saved_profile
 from sirchat.saved.search import Part, nothing_found, search_sessions
 from sirchat.saved.session_list import (
+    MOST_LISTED,
     SavedSession,
     begins_an_id,
     branches_of,
     find_session,
     free_name,
-    newest_sessions,
+    list_sessions,
     open_saved_file,
+    same_name,
 )
 from sirchat.saved.store import SessionStore
 from sirchat.ui.lists import SessionLines, draw_sessions
@@ -249,12 +250,12 @@ class SavedChat:
         """
         folder = sessions_dir()
         if not words:
-            listing, count = newest_sessions(folder)
+            listing = list_sessions(folder, MOST_LISTED)
             for refused in listing.refused:
                 self._screen.error(str(refused))
             if not listing.sessions:
                 self._screen.note("there are no saved chats")
-            older = f" (and {count:,} older ones)" if count else ""
+            older = f" (and {listing.unread:,} older ones)" if listing.unread else ""
             return self._picked(listing.sessions, more=older)
         if words == "last" or begins_an_id(folder, words):
             return words

@@ -30,7 +30,7 @@ from sirchat.memory.key_values import CacheState
 from sirchat.memory.ledger import Flag, Role
 from sirchat.models.model import LoadedModel, wrap_model
 from sirchat.paths import tiny_dir
-from sirchat.recall.search import search
+from sirchat.recall.recall import search
 from sirchat.saved.autosave import Autosave
 from sirchat.saved.resume import resume_session
 from sirchat.saved.store import SessionStore

@@ -34,7 +34,7 @@ from sirchat.memory.policies.snapkv import Snapkv
 from sirchat.models.attention_hook import QueryRecorder, observed_by
 from sirchat.models.model import LoadedModel
 from sirchat.models.surprisal import PassResult
-from sirchat.recall.search import SearchResult, restore
+from sirchat.recall.recall import SearchResult, restore
 
 # Families whose attention implementation can't be set, so that it can't be tracked.
 UNTRACKED = {"falcon", "gpt-j"}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sirchat.recall.search import choose, softened, weighted
+from sirchat.recall.recall import choose, softened, weighted
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,8 +13,8 @@ from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef
 from sirchat.memory.ledger import Role, State
 from sirchat.models.model import LoadedModel
+from sirchat.recall.recall import SearchResult, restore, search
 from sirchat.recall.retrievers.base import with_neighbours
-from sirchat.recall.search import SearchResult, restore, search
 
 RETRIEVERS: list[str] = ["bm25", "hybrid"]
 ROUNDS = 8

@@ -24,7 +24,7 @@ from sirchat.memory.key_values import KeyValues
 from sirchat.memory.ledger import Role, State
 from sirchat.memory.policies import policy_class
 from sirchat.models.model import LoadedModel
-from sirchat.recall.search import restore
+from sirchat.recall.recall import restore
 
 Scope = Literal["token", "layer"]
 

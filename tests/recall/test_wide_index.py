@@ -173,7 +173,7 @@ def test_of_too_many_turns_the_rarest_terms_are_looked_at(monkeypatch: pytest.Mo
 
 
 def test_words_of_similar_meaning_have_close_vectors() -> None:
-    vectors = WordVectors.of_model(tiny())
+    vectors = WordVectors(tiny())
     one, same, other = vectors.of(["dog", "dog", "Tuesday"])
     assert vectors.dims == len(one)
     assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
@@ -185,6 +185,6 @@ def test_words_of_similar_meaning_have_close_vectors() -> None:
 @pytest.mark.real
 @pytest.mark.slow
 def test_a_real_model_knows_what_is_similar() -> None:
-    vectors = WordVectors.of_model(load_model("smollm2", device="cpu"))
+    vectors = WordVectors(load_model("smollm2", device="cpu"))
     dog, puppy, cat, truth = vectors.of(["dog", "puppy", "cat", "truth"])
     assert min(dog @ puppy, dog @ cat) > 0.25 > dog @ truth

@@ -11,8 +11,7 @@ import pytest
 from command import run
 from saved_chats import SAYINGS, Chat, completions, refusal, resumed, saved
 from sirchat.errors import SessionError, UsageError
-from sirchat.saved.names import LENGTH
-from sirchat.saved.session_list import find_session, list_sessions
+from sirchat.saved.session_list import LENGTH, find_session, list_sessions
 from sirchat.saved.store import SessionStore
 
 

@@ -87,7 +87,7 @@ def test_a_turn_that_a_crash_interrupted_is_rolled_back(interrupted: Path) -> No
 
 def test_a_session_that_a_crash_interrupted_is_listed_and_not_written_to(interrupted: Path) -> None:
     before = interrupted.read_bytes()
-    sessions, refused = list_sessions(interrupted.parent)
+    sessions, refused = list_sessions(interrupted.parent)[:2]
     assert ([session.id for session in sessions], refused) == ([interrupted.stem], [])
     assert not sessions[0].in_use
     assert interrupted.read_bytes() == before
@@ -144,7 +144,7 @@ def test_a_file_that_is_not_a_valid_session_is_refused_and_left_alone(
     make(bad)
     before = bad.read_bytes()
     assert refusal(lambda: SessionStore.open(bad)).startswith(f"{bad} {problem}")
-    sessions, refused = list_sessions(tmp_path)
+    sessions, refused = list_sessions(tmp_path)[:2]
     assert [session.path for session in sessions] == [good]
     # An empty file has nothing to lose: a process that was killed as it began a chat leaves one.
     told = [str(error).startswith(f"{bad} {problem}") for error in refused]
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "file" / "sessions"
     problem = refusal(lambda: SessionStore.create(folder, {}))
     assert problem.startswith(f"no session can be saved in {folder}: ")
-    assert list_sessions(folder) == ([], [])
+    assert list_sessions(folder) == ([], [], 0)
 
 
 def test_damage_is_found_when_a_session_is_opened_and_not_when_it_is_read(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_any_damage_is_harmless_or_refused_in_one_line(
     for number, change in damage:
         content[telling[number % len(telling)]] ^= change
     path.write_bytes(content)
-    sessions, refused = list_sessions(path.parent)
+    sessions, refused = list_sessions(path.parent)[:2]
     assert len(sessions) + len(refused) == 1
     assert "\n" not in (problem_of(path) or "")
 

@@ -22,7 +22,6 @@ from sirchat.saved.session_list import (
     export_session,
     find_session,
     list_sessions,
-    newest_sessions,
     open_saved_file,
     remove_session,
 )
@@ -66,7 +65,7 @@ def test_a_list_shows_a_session_that_another_process_writes(tmp_path: Path) -> N
             assert writer.stdout
             writer.stdout.readline()
             for _ in range(100):
-                (session,), refused = list_sessions(tmp_path)
+                (session,), refused = list_sessions(tmp_path)[:2]
                 assert (session.id, session.in_use, refused) == (path.stem, True, [])
             assert find_session(tmp_path, "last") == path
         finally:
@@ -87,7 +86,7 @@ def test_a_session_that_cannot_be_read_in_use_is_listed_by_its_name(tmp_path: Pa
     empty.touch()
     with closing(sqlite3.connect(empty, isolation_level=None)) as newborn:
         newborn.execute("BEGIN EXCLUSIVE")
-        (session,), refused = list_sessions(tmp_path)
+        (session,), refused = list_sessions(tmp_path)[:2]
     assert (session.id, session.in_use, session.turns, refused) == (empty.stem, True, 0, [])
     assert session.created == datetime(2025, 11, 21, 14, 33).astimezone()
 
@@ -96,7 +95,7 @@ def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> Non
     paths = [new(tmp_path, f"first\nof {name} " * 20, "yes", model=name) for name in "abc"]
     for age, path in zip((1, 3, 2), paths, strict=True):
         os.utime(path, (1.6e9 - age, 1.6e9 - age))
-    sessions, refused = list_sessions(tmp_path)
+    sessions, refused = list_sessions(tmp_path)[:2]
     assert [session.model for session in sessions] == ["a", "c", "b"]
     newest = sessions[0]
     assert (newest.id, newest.path, newest.turns) == (paths[0].stem, paths[0], 2)
@@ -111,9 +110,9 @@ def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> Non
 
 def test_an_empty_session_and_a_missing_folder_are_listed(tmp_path: Path) -> None:
     SessionStore.create(tmp_path, {}).close()
-    ((session,), _) = list_sessions(tmp_path)
+    (session,) = list_sessions(tmp_path).sessions
     assert (session.model, session.turns, session.first) == ("", 0, "")
-    assert list_sessions(tmp_path / "missing") == ([], [])
+    assert list_sessions(tmp_path / "missing") == ([], [], 0)
 
 
 def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
@@ -196,9 +195,9 @@ def test_only_the_newest_chats_are_read_where_no_more_are_asked_for(tmp_path: Pa
         os.utime(path, (1e9 + 3600 * hours,) * 2)
     paths[0].write_bytes(b"damaged")
     os.utime(paths[0], (1e9, 1e9))
-    listing, others = newest_sessions(tmp_path, 2)
+    listing = list_sessions(tmp_path, 2)
     assert ([entry.path for entry in listing.sessions], listing.refused) == (paths[:1:-1], [])
-    assert others == 2
+    assert listing.unread == 2
     assert len(list_sessions(tmp_path).refused) == 1
     store, damaged = open_saved_file(tmp_path, "last")
     store.close()

@@ -15,7 +15,7 @@ from sirchat.memory.ledger import Role
 from sirchat.memory.policies import policy_class
 from sirchat.memory.rope import Rotation
 from sirchat.models.model import LoadedModel
-from sirchat.recall.search import SearchResult, restore, search
+from sirchat.recall.recall import SearchResult, restore, search
 
 
 def memory(policy: str = "sink", budget: int = 96, **options: object) -> CacheSettings:

@@ -7,7 +7,7 @@ for types and where they compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sirchat.recall.candidates import Candidates
+
+_Number = TypeVar("_Number", bound="np.floating")
 
 NEIGHBOUR = 0.5  # share of a turn's score that the turns before and after it get, too
 _SHORTEST = 1e-12  # a zero vector stays one where vectors are scaled to length 1
@@ -112,11 +114,11 @@ class WordRetriever(TurnRetriever):
         return candidates.query.words
 
 
-def with_neighbours(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The scores [n] of consecutive turns, each raised by half of those of the turns beside it."""
-    shared = scores.copy()
-    shared[1:] += NEIGHBOUR * scores[:-1]
-    shared[:-1] += NEIGHBOUR * scores[1:]
+def with_neighbours(numbers: NDArray[_Number], share: float = NEIGHBOUR) -> NDArray[_Number]:
+    """The numbers [n] of consecutive turns, each raised by a share of those of the turns beside."""
+    shared = numbers.copy()
+    shared[1:] += share * numbers[:-1]
+    shared[:-1] += share * numbers[1:]
     return shared
 
 

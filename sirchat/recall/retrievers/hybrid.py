@@ -44,7 +44,7 @@ def _by_keys(candidates: Candidates, layer: int, sought: Tensor) -> NDArray[np.f
     number = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(turns)))
     nearest = np.full((sought.shape[1], len(starts)), -np.inf, np.float32)  # [m, turns]
     done = 0
-    for keys in candidates.keys(layer):
+    for keys, _ in candidates.pairs(layer):
         part = slice(done, done := done + keys.shape[1])
         cosines = (sought @ unit(keys).to(sought.device).mT).mean(0).cpu().numpy()  # [m, k]
         first = np.flatnonzero(np.diff(number[part], prepend=-1))
