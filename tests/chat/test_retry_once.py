@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cache_contents import contents, same, state
 from chatting import answer, babbler, session, tiny
+from held_rows import contents, same, state
 from sirchat.chat.events import Notice, TurnDone
 from sirchat.chat.retry import settings_for_full
 from sirchat.chat.session import Session

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from chatting import babbler, session, tiny
-from event_count import Count
+from held_rows import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.panel_snapshot import EDGES
 from sirchat.chat.session import Session

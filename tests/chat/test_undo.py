@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cache_contents import state
 from chatting import answer, babbler, session
+from held_rows import state
 from sirchat.chat.events import TurnDone, Undone
 from sirchat.chat.session import Session
 from sirchat.chat.state import undo_depth

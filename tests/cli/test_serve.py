@@ -15,7 +15,7 @@ import pytest
 
 from command import run
 from import_graph import loaded_with, within
-from listening import serve_program
+from serving import serve_program
 from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
 

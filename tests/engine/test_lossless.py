@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cache_contents import contents, same
 from families import loaded
+from held_rows import contents, same
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, EvictedRows, RestoredRows, TurnRef
 from sirchat.memory.ledger import Role

@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from chatting import babbler, tiny
-from command import run
+from command import hostile_modules, run
 from gguf_file import write_gguf
-from hostile_folder import hostile_modules
 from sirchat.lab.bench import everything
 from sirchat.lab.bench.made_model import CONTEXT, write_model
 from sirchat.lab.bench.peers import SirLLM
 from sirchat.lab.bench.ratio import SHAPES, BenchOptions, Ratio, bench_model, some_ids
 from sirchat.models.load import load_model
-from warm_program import fresh_once, warm_program
+from warm_python import fresh_once, warm_program
 
 
 def results(*arguments: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ledger_rows import append_rows
+from held_rows import append_rows
 from sirchat.memory.cache import BoundedCache, LayerRotation
 from sirchat.memory.key_value_store import KeyValueStore
 from sirchat.memory.ledger import KeyValueStat, Ledger

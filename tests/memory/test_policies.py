@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ledger_rows import append_rows
+from held_rows import append_rows
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names

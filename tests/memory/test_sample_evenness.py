@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from engine_steps import SAMPLER, prefill
 from families import BigramModel
-from ledger_rows import append_rows
+from held_rows import append_rows
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import CacheSettings, EvictedRows, TurnRef
 from sirchat.memory.ledger import Ledger, Role

@@ -227,7 +227,7 @@ def test_a_vocabulary_of_byte_pairs_is_the_one_that_transformers_makes(
 ) -> None:
     import gguf
 
-    from gguf_tokens import add_byte_pairs
+    from gguf_models import add_byte_pairs
 
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     add_byte_pairs(writer, 320, pre)

@@ -11,8 +11,14 @@ from transformers import AutoModelForCausalLM
 
 gguf = pytest.importorskip("gguf")
 
-from gguf_models import MODELS, VOCABULARY, random_model, write_model  # noqa: E402
-from gguf_tokens import add_byte_pairs, add_sentence_pieces  # noqa: E402
+from gguf_models import (  # noqa: E402  # noqa: E402
+    MODELS,
+    VOCABULARY,
+    add_byte_pairs,
+    add_sentence_pieces,
+    random_model,
+    write_model,
+)
 from sirchat.config.profile import Profile  # noqa: E402
 from sirchat.errors import ModelError  # noqa: E402
 from sirchat.models.fit import fit_of  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_contents import contents, same
+from held_rows import contents, same
 from recall_rounds import memory, some_ids, talked
 from sirchat.engine.engine import Engine
 from sirchat.engine.types import TurnRef

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cache_contents import contents, same
 from chatting import babbler, session
 from families import loaded
+from held_rows import contents, same
 from sirchat.chat.events import Recalled
 from sirchat.chat.session import Session
 from sirchat.chat.settings import check_recall

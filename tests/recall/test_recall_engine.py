@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cache_contents import contents, same
 from families import loaded
+from held_rows import contents, same
 from recall_rounds import as_if_at_zero, find, memory, say, some_ids, talked
 from sirchat.engine.budget import most_recalled
 from sirchat.engine.engine import Engine

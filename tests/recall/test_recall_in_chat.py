@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from cache_contents import contents, same
 from chatting import answer, session
 from families import HELD, LATENT, loaded
+from held_rows import contents, same
 from recall_rounds import find, memory, some_ids, talked
 from sirchat.chat.events import Event, Notice, Recalled, TurnDone
 from sirchat.chat.settings import check_recall

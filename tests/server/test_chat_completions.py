@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatting import babbler, session, tiny
-from listening import listening
-from serving import Served, assistant, refusal, said, served, system, told, user
+from serving import Served, assistant, listening, refusal, said, served, system, told, user
 from sirchat.chat.events import TurnDone
 from sirchat.server.app import names_of
 from sirchat.server.conversation import History

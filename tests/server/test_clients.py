@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from listening import listening
-from serving import Served, served, told, user
-from tool_templates import WEATHER, script, tool_tiny
+from serving import Served, listening, served, told, user
+from template_shapes import WEATHER, script, tool_tiny
 
 ANNA, NAME, ASKED = "My name is Anna.", "What is my name?", "How is the weather in Oslo?"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving import Served, assistant, refusal, served, system, user
-from tool_templates import WEATHER, tool_tiny
+from template_shapes import WEATHER, tool_tiny
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 OLLAMA = "/api/chat"

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from chatting import babbler
-from listening import serve_program
-from serving import Message, Served, assistant, cached, said, served, told, user
+from serving import Message, Served, assistant, cached, said, serve_program, served, told, user
 from sirchat.cli.serve import load_server
 from sirchat.config.profile import Profile
 from sirchat.engine.reader import Reader

@@ -13,7 +13,7 @@ from chatting import tiny
 from serving import Served, assistant, cached, refusal, served, told, user
 from sirchat.models.model import wrap_model
 from sirchat.text.other_templates import ToolTemplate
-from tool_templates import WEATHER, script, tool_tiny, tool_tokenizer
+from template_shapes import WEATHER, script, tool_tiny, tool_tokenizer
 
 ASKED = [user("How is the weather in Oslo?")]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

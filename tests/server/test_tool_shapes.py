@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving import Served, refusal, served, user
-from tool_templates import WEATHER, script, tool_tiny
+from template_shapes import WEATHER, script, tool_tiny
 
 ASKED = "How is the weather in Oslo?"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chatting import hub_tokenizer
 from serving import Served, assistant, cached, refusal, served, system, user
 from sirchat.server.tools import CallParser, ToolCall, calls_key, calls_of
-from tool_templates import WEATHER, script, tool_tiny
+from template_shapes import WEATHER, script, tool_tiny
 
 ASKED = [system("Be kind."), user("How is the weather in Oslo?")]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'

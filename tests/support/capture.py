@@ -20,9 +20,8 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from emulator import Emulator
 from sirchat.ui.tutorial import STEPS
-from terminal import Terminal
+from terminal import Emulator, Terminal
 
 PICTURE = Path(__file__).parents[2] / "sirchat" / "ui" / "capture.svg"
 COLUMNS, ROWS = 86, 220

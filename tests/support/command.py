@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 
 import typer.main
@@ -48,3 +49,9 @@ def run(*arguments: str, text: str = "", **variables: str) -> Done:
         finally:
             signal.signal(signal.SIGINT, pressed)  # a command changes it as it ends
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def hostile_modules(folder: Path) -> None:
+    """Modules in `folder` that write the file `ran` there when they are imported."""
+    for name in ("pickle", "socket", "statistics"):
+        (folder / f"{name}.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")

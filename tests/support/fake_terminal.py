@@ -13,13 +13,12 @@ from unittest.mock import patch
 import pyte
 import pytest
 
-from emulator import Emulator
 from sirchat.chat.events import Delta, TokenRow
 from sirchat.chat.panel_snapshot import HeldShare, Snapshot
 from sirchat.config.profile import Profile
 from sirchat.ui.live import LiveView
 from sirchat.ui.screen import Screen
-from terminal import resize
+from terminal import Emulator, resize
 
 
 class FakeTerminal(io.StringIO):

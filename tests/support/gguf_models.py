@@ -6,6 +6,7 @@ weights are changed is written down here a second time, apart from the code that
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +18,28 @@ import torch
 import yaml
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-from gguf_settings import add_settings, rotation_factors
-from gguf_tokens import add_byte_pairs, add_sentence_pieces
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONFIGS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = _CONFIGS["models"]
 VOCABULARY: int = _CONFIGS["sizes"]["vocab_size"]
+# Gives the type to store a tensor in, by its name and shape.
+KindOf = Callable[[str, tuple[int, ...]], str]
+# Where random blocks have floats of two bytes, and which.
+_HALVES = {
+    "Q4_K": {0: 4e-4, 2: 3e-3},
+    "Q5_K": {0: 2e-4, 2: 3e-3},
+    "Q6_K": {208: 1e-4},
+    "IQ4_NL": {0: 2e-3},
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_WORDS = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld"]
+_MERGES = [*_WORDS, "( hello", "1 2", "12 3", "123 4", "Ġ Ġ"]
+_PIECES = ["▁he", "▁hello", "llo", "▁wo", "▁world", "ld", "ll", "he", "wo", "or", "rld", "lo"]
+_CONTROL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
 def random_model(case: str, **more: Any) -> Any:
@@ -41,10 +57,6 @@ def _weights(module: Any) -> Iterator[tuple[str, Tensor]]:
     """The parameters, and what Gemma 4 has beside them."""
     yield from module.named_parameters()
     yield from ((n, one) for n, one in module.named_buffers() if n.endswith("layer_scalar"))
-
-
-# Gives the type to store a tensor in, by its name and shape.
-KindOf = Callable[[str, tuple[int, ...]], str]
 
 
 def write_model(path: Path, module: Any, case: str, kind_of: KindOf) -> Path:
@@ -171,15 +183,6 @@ def _tiled(name: str, places: Tensor, config: Any) -> Tensor:
     return places
 
 
-# Where random blocks have floats of two bytes, and which.
-_HALVES = {
-    "Q4_K": {0: 4e-4, 2: 3e-3},
-    "Q5_K": {0: 2e-4, 2: 3e-3},
-    "Q6_K": {208: 1e-4},
-    "IQ4_NL": {0: 2e-3},
-}
-
-
 def _blocks(values: np.ndarray[Any, Any], kind: Any) -> Any:
     """The values in a type's blocks; random blocks of a type that ggml's package can't write."""
     if kind.name not in _HALVES:
@@ -190,3 +193,169 @@ def _blocks(values: np.ndarray[Any, Any], kind: Any) -> Any:
     for at, half in _HALVES[kind.name].items():
         blocks[:, at : at + 2] = np.frombuffer(np.float16(half).tobytes(), np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)
+
+
+def add_settings(writer: Any, module: Any, architecture: str) -> None:
+    """Write the sizes and settings of a model."""
+    config: Any = module.config
+    if architecture == "falcon":
+        _add_settings_of_falcon(writer, config)
+        return
+    inner: Any = getattr(config, "intermediate_size", None)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    size = 0
+    if architecture != "gemma4":  # its layers differ
+        size = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
+    kv_heads: Any = 0 if architecture == "gemma4" else config.num_key_value_heads
+    if architecture == "lfm2":
+        kv_heads = [0 if kind == "conv" else kv_heads for kind in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        inner = module.model.layers[0].feed_forward.w1.out_features
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    if architecture == "gemma4":
+        by_layer = [config.per_layer_config[at] for at in range(len(slides))]
+        kv_heads = [one.num_key_value_heads for one in by_layer]
+        shared = len(slides) - config.num_kv_shared_layers
+        is_wide = config.use_double_wide_mlp
+        inner = [2 * inner if is_wide and at >= shared else inner for at in range(len(slides))]
+        inner = inner if is_wide else inner[0]
+    if inner is not None:
+        writer.add_feed_forward_length(inner)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
+    if architecture != "gemma2":
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if architecture == "gemma4":
+        _add_settings_by_layer(writer, config)
+    elif "head_dim" in config.to_dict():
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    if architecture in ("llama", "smollm3", "granite", "phi3", "glm4", "qwen35", "qwen35moe"):
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
+    if architecture in ("llama", "smollm3", "granite", "lfm2"):
+        writer.add_vocab_size(config.vocab_size)
+    if architecture in ("gemma2", "gemma3", "gemma4", "phi3", "gpt-oss"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if architecture == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if rope["rope_type"] == "longrope":
+        scale = config.max_position_embeddings / config.original_max_position_embeddings
+        by = math.log(scale) / math.log(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + by))
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture.startswith("qwen35"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = "top_k_experts" if architecture == "gemma4" else "num_experts_per_tok"
+    if experts:
+        inner = getattr(config, "moe_intermediate_size", inner)
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(getattr(config, chosen))
+        writer.add_expert_feed_forward_length(inner)
+    if architecture in ("qwen2moe", "qwen35moe"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_settings_of_falcon(writer: Any, config: Any) -> None:
+    has_one_key_head = config.multi_query and not config.new_decoder_architecture
+    writer.add_context_length(2048)
+    writer.add_tensor_data_layout("jploski")
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(4 * config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(1 if has_one_key_head else config.num_kv_heads)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+
+
+def _add_settings_by_layer(writer: Any, config: Any) -> None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    whole = config.per_layer_config["full_attention"].head_dim
+    writer.add_key_length(whole)
+    writer.add_value_length(whole)
+    part = config.per_layer_config["sliding_attention"].head_dim
+    writer.add_key_length_swa(part)
+    writer.add_value_length_swa(part)
+    writer.add_rope_dimension_count(whole)
+    writer.add_rope_dimension_count_swa(part)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def rotation_factors(module: Any) -> Iterator[tuple[str, list[float]]]:
+    """By what the frequencies of the rotation are divided."""
+    rope = module.config.rope_parameters
+    for name in ("long", "short"):
+        if f"{name}_factor" in rope:
+            yield f"rope_factors_{name}.weight", rope[f"{name}_factor"]
+    if module.config.model_type == "gemma4_text":
+        half = module.config.per_layer_config["full_attention"].head_dim // 2
+        count = int(half * rope["full_attention"]["partial_rotary_factor"])
+        yield "rope_freqs.weight", [1.0] * count + [1e30] * (half - count)
+    if rope.get("rope_type") == "llama3":
+        size = module.config.head_dim
+        plain = 1 / rope["rope_theta"] ** (torch.arange(0, size, 2) / size)
+        yield "rope_freqs.weight", (plain / module.model.rotary_emb.inv_freq).tolist()
+
+
+def add_byte_pairs(writer: Any, size: int, pre: str = "llama-bpe") -> None:
+    """Add a vocabulary of `size` tokens: bytes and merged bytes, as of GPT-2."""
+    merged = [one.replace(" ", "") for one in _MERGES]
+    tokens = [*_CONTROL, *bytes_to_unicode().values(), *merged]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_merges(_MERGES)
+    _add(writer, tokens, [gguf.TokenType.NORMAL] * (len(tokens) - len(_CONTROL)), size)
+
+
+def add_sentence_pieces(writer: Any, size: int, kind: str = "llama") -> None:
+    """Add a vocabulary of `size` tokens: bytes, letters and pieces of words with scores.
+
+    `kind` is how the file calls this kind of vocabulary: `llama` or `gemma4`.
+    """
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
+    tokens = [*_CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES, *letters]
+    kinds = [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * (len(_PIECES) + len(letters))
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([-float(at) for at in range(size)])
+    _add(writer, tokens, kinds, size)
+
+
+def _add(writer: Any, tokens: list[str], kinds: list[Any], size: int) -> None:
+    unused = [f"[PAD{at}]" for at in range(len(tokens), size)]
+    control = [gguf.TokenType.UNKNOWN] + [gguf.TokenType.CONTROL] * (len(_CONTROL) - 1)
+    writer.add_token_list([*tokens, *unused])
+    writer.add_token_types([*control, *kinds, *[gguf.TokenType.UNUSED] * len(unused)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)

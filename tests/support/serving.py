@@ -1,14 +1,19 @@
-"""A server for tests, asked without a network, and the slow way to the same reply."""
+"""Servers for tests, asked without a network or at a port, and the slow way to the same reply."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from starlette.testclient import TestClient
 
 from chatting import answer, session, tiny
@@ -17,6 +22,7 @@ from sirchat.models.model import LoadedModel
 from sirchat.server.app import ChatServer
 from sirchat.server.pool import ConversationPool
 from sirchat.server.saved_conversations import SavedConversations
+from warm_python import warm_python
 
 Message = dict[str, str]
 URL = "http://127.0.0.1:8080"
@@ -127,3 +133,33 @@ def _told(messages: tuple[tuple[str, str], ...], settings: tuple[tuple[str, Any]
     for role, text in before:
         list(one.read_user(text) if role == "user" else one.read_reply(text))
     return answer(list(one.ask(question)))
+
+
+@contextmanager
+def listening(one: Served) -> Iterator[str]:
+    """Context manager: the server listens at a free port; yields its address."""
+    running = uvicorn.Server(uvicorn.Config(one.server.app, port=0, log_level="critical"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
+    running.should_exit = True
+    thread.join()
+
+
+@contextmanager
+def serve_program(home: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Context manager: `sirchat serve` at a free port; yields the process, and its address."""
+    with subprocess.Popen(
+        [*warm_python(), "-m", "sirchat", "serve", "--port", "0", *flags],
+        env=os.environ | {"SIRCHAT_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith("sirchat serves "), process.stderr.read()
+        yield process, line.split()[4]

@@ -1,13 +1,20 @@
-"""Tokenizers with the common shapes of chat templates, built here without a network."""
+"""Tokenizers with the common shapes of chat templates, some with tools; built without a network."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from chatting import tiny
+from sirchat.engine.sampling import FixedIds
+from sirchat.models.model import LoadedModel, wrap_model
 
 _CORPUS = [
     "USER: ASSISTANT: system user assistant model word Hello there! How are you? I am fine.\n",
@@ -19,12 +26,6 @@ _WORDS = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|\s+(?!\S)|\s+"
 
 FOLDER = Path(__file__).parent / "templates"
 
-
-def template(name: str) -> str:
-    """The Jinja source of a chat template in `templates/`."""
-    return (FOLDER / f"{name}.jinja").read_text("utf-8").removesuffix("\n")
-
-
 # Control tokens by shape; the first ends a reply, the second may be a BOS.
 _CONTROL = {
     "chatml": ["<|im_end|>", "<|im_start|>", "<|endoftext|>"],
@@ -34,13 +35,31 @@ _CONTROL = {
     "vicuna": ["</s>", "<s>"],
     "qwen3": ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<|endoftext|>"],
 }
+# Added tokens that no template writes; one of them is four spaces.
+TEXT_TOKENS = ["<tool>", "    "]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def template(name: str) -> str:
+    """The Jinja source of a chat template in `templates/`."""
+    return (FOLDER / f"{name}.jinja").read_text("utf-8").removesuffix("\n")
+
+
 TEMPLATES = {
     **{shape: (template(shape), tokens) for shape, tokens in _CONTROL.items()},
     "plain": ("", ["</s>", "<s>"]),
 }
-
-# Added tokens that no template writes; one of them is four spaces.
-TEXT_TOKENS = ["<tool>", "    "]
 
 
 @cache
@@ -69,3 +88,40 @@ def tokenizer(shape: str) -> Any:
     built.add_tokens(TEXT_TOKENS)
     built.chat_template = source or None
     return built
+
+
+_SOURCES = {shape: template(f"{shape}-tools") for shape in ("qwen", "llama")}
+_TINY = (
+    _SOURCES["qwen"]
+    .replace("<|im_start|>{{ m.role }}\n", "<|{{ m.role }}|>")
+    .replace("<|im_start|>system\n", "<|system|>")
+    .replace("<|im_start|>user", "<|user|>")
+    .replace("<|im_start|>assistant\n", "<|assistant|>")
+    .replace("<|im_start|>assistant", "<|assistant|>")
+    .replace("<|im_end|>\n", "<|end|>")
+)
+
+
+@cache
+def tool_tokenizer(shape: str) -> Any:
+    """A tokenizer whose chat template takes tools."""
+    made = copy.deepcopy(tokenizer({"qwen": "chatml", "llama": "llama3"}[shape]))
+    made.chat_template = _SOURCES[shape]
+    if shape == "qwen":
+        made.add_tokens(["<tool_call>", "</tool_call>"])
+    return made
+
+
+@cache
+def tool_tiny() -> LoadedModel:
+    """The bundled model with a chat template that takes tools."""
+    with_tools = copy.deepcopy(tiny().tokenizer)
+    with_tools.chat_template = "{{ bos_token }}" + _TINY
+    return wrap_model("tiny", tiny().module, with_tools)
+
+
+def script(monkeypatch: pytest.MonkeyPatch, replies: Sequence[str]) -> None:
+    """Let the model give these replies, one after another, whatever it is asked."""
+    ids = tool_tiny().tokenizer
+    left = [[*ids.encode(text, add_special_tokens=False), ids.eos_token_id] for text in replies]
+    monkeypatch.setattr("sirchat.chat.session.Sampler", lambda *_: FixedIds(left.pop(0)))

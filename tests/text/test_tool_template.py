@@ -12,8 +12,7 @@ from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.other_templates import ToolTemplate
 from sirchat.text.template import ANSWER, TurnIds
-from template_shapes import tokenizer
-from tool_templates import WEATHER, tool_tokenizer
+from template_shapes import WEATHER, tokenizer, tool_tokenizer
 
 TOOLS = json.dumps([WEATHER])
 

@@ -12,7 +12,6 @@ import pytest
 
 from chatting import babbler, session, tiny
 from command import run
-from grocery import grocery_turns
 from json_oracle import check_stream
 from sirchat.errors import TranscriptError
 from sirchat.text.transcript import TranscriptTurn, parse_transcript
@@ -20,6 +19,9 @@ from sirchat.ui.replay import ReplayOptions, replay
 from sirchat.ui.screen import Screen
 
 _DATA = os.environ.get("SIRCHAT_DATA")
+
+
+_ROUNDS_PER_SESSION = 22
 
 
 def _replayed(
@@ -119,7 +121,7 @@ def test_generated_replies_follow_the_policy_too() -> None:
 )
 def test_every_policy_holds_on_real_grocery_sessions(policy: str, tmp_path: Path) -> None:
     file = tmp_path / "grocery.jsonl"
-    turns = grocery_turns(Path(str(_DATA)), sessions=1)
+    turns = _grocery_turns(Path(str(_DATA)), sessions=1)
     file.write_text("".join(json.dumps(t) + "\n" for t in turns), encoding="utf-8")
     flags = ["--policy", policy, "--budget", "256", "--decay", "0.9"]
     done = run("replay", "--feed", "--json-tokens", str(file), *flags)
@@ -198,3 +200,19 @@ def test_control_tokens_in_a_transcript_stay_text() -> None:
     assert not {row["id"] for row in rows if row["role"] in ("user", "assistant")} & control
     said = "".join(row["text"] for row in rows if row["role"] == "user")
     assert all(token in said for token in tokens)
+
+
+def _grocery_turns(data: Path, sessions: int) -> list[dict[str, str]]:
+    """`{"role", "content"}` objects of the first sessions, one after another."""
+    lines = (data / "grocery_keys.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = []
+    for line in lines[: sessions * _ROUNDS_PER_SESSION]:
+        item = json.loads(line)
+        choices = item["question"]["choices"]
+        answer = next(c["text"] for c in choices if c["label"] == item["answerKey"])
+        asked = item["question"]["stem"].strip()
+        if len(choices) > 1:
+            asked += " " + " ".join(f"({c['label']}) {c['text']}" for c in choices)
+            answer = f"({item['answerKey']}) {answer}"
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return turns

@@ -10,8 +10,7 @@ from string import ascii_uppercase
 
 import pytest
 
-from emulator import Emulator, Reflowing
-from terminal import WARM, Terminal
+from terminal import WARM, Emulator, Reflowing, Terminal
 
 ROWS, COLUMNS = 24, 80
 """The window at the beginning of a reply, and at its end."""

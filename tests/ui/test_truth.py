@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from chatting import session
-from event_count import Count
+from held_rows import Count
 from sirchat.chat.events import Evicted
 from sirchat.chat.session import Session
 from sirchat.ui.panel import draw_compact_panel, draw_panel

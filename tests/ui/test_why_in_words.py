@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from cache_contents import state
 from chatting import answer, babbler, session, tiny
+from held_rows import state
 from sirchat.chat.session import Session
 from sirchat.chat.why import AttentionPaid
 from sirchat.errors import UsageError

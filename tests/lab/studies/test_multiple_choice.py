@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from chatting import babbler, session, tiny
 from command import run
-from plain_scores import log_probability
 from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.engine.types import ContinuationScore
@@ -25,9 +25,28 @@ from sirchat.lab.studies.reading import read
 from sirchat.lab.studies.report import Table
 from sirchat.lab.studies.rock_paper_scissors import PLAYERS, RockPaperScissors
 from sirchat.lab.studies.run import run_units
+from sirchat.models.model import LoadedModel
 from sirchat.text.template import Template
 
 FULL, SINK = Profile(policy="full"), Profile(policy="sink", budget=64)
+
+
+FRUIT = {
+    "id": "answer_0",
+    "question": {
+        "stem": "Which fruit is yellow?",
+        "choices": [{"label": "A", "text": " a long ripe banana "}, {"label": "B", "text": "tea"}],
+    },
+    "answerKey": "A",
+}
+MOVE = {
+    "id": "0",
+    "question": {
+        "stem": "?",
+        "choices": [{"label": one[0].upper(), "text": one} for one in ("rock", "paper")],
+    },
+    "user_choice": "P",
+}
 
 
 @pytest.mark.slow
@@ -49,7 +68,7 @@ def test_the_chosen_option_is_the_most_likely_one_by_a_plain_computation(model, 
             *template.user(question.text).ids,
         ]
         replies = [template.assistant(reply).ids for reply in question.replies]
-        plain = [sum(log_probability(loaded, ids, reply)) for reply in replies]
+        plain = [sum(_log_probability(loaded, ids, reply)) for reply in replies]
         option = choose(chat, question, "paper")
         assert option == plain.index(max(plain))
         taken[option] += 1
@@ -189,24 +208,6 @@ def test_the_commands_print_what_the_paper_does(data: Path, endless: str) -> Non
     assert "paper?" in refused.stderr
 
 
-FRUIT = {
-    "id": "answer_0",
-    "question": {
-        "stem": "Which fruit is yellow?",
-        "choices": [{"label": "A", "text": " a long ripe banana "}, {"label": "B", "text": "tea"}],
-    },
-    "answerKey": "A",
-}
-MOVE = {
-    "id": "0",
-    "question": {
-        "stem": "?",
-        "choices": [{"label": one[0].upper(), "text": one} for one in ("rock", "paper")],
-    },
-    "user_choice": "P",
-}
-
-
 def written(path: Path, *lines: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
@@ -271,7 +272,7 @@ def test_by_text_an_option_is_taken_by_the_sum_and_compared_by_the_mean() -> Non
     ):
         question = Question("listed", ("A", "B", "C", "D")[: len(texts)], 0, "", stem, texts)
         ids = template.opening(stem)[1].ids
-        plain = [log_probability(model, ids, template.assistant(text).ids) for text in texts]
+        plain = [_log_probability(model, ids, template.assistant(text).ids) for text in texts]
         sums = [sum(one) for one in plain]
         means = [sum(one) / len(one) for one in plain]
         chat.reset()
@@ -335,3 +336,12 @@ def test_differences_from_sink_are_those_of_the_paper(
         model = name.partition(" ")[0]
         (sink,) = [row for other, row in rows.items() if other.startswith(f"{model} sink")]
         assert rows[name][column] - sink[column] == pytest.approx(gap, abs=1e-6)
+
+
+def _log_probability(model: LoadedModel, before: list[int], reply: list[int]) -> list[float]:
+    """Of each id of the reply, by one forward pass without a cache."""
+    ids = torch.tensor([[*before, *reply]])
+    with torch.inference_mode():
+        logits = model.module(input_ids=ids, use_cache=False).logits[0].double()
+    scores = torch.log_softmax(logits, -1)
+    return [float(scores[len(before) + at - 1, token]) for at, token in enumerate(reply)]

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from command import run
+from command import hostile_modules, run
 from fatal_study import Fatal
 from forked_chat import start_server
-from hostile_folder import hostile_modules
 from sirchat.errors import SettingError, SirchatError
 from sirchat.lab.studies.study import RunUnit
 from sirchat.lab.studies.workers import run_in_processes

@@ -33,7 +33,7 @@ from sirchat.lab.training.masks import visible
 from sirchat.models.load import load_model
 from sirchat.text.anchors import ANCHOR, Anchors, anchors_of
 from sirchat.text.detokenizer import ends_sentence
-from warm_program import warm_program
+from warm_python import warm_program
 
 MIX = Mix(tell=0.4, ask=0.3, repeat=0.1)
 AC, EP = Anchors("ac", "round", 2048), Anchors("ep")
