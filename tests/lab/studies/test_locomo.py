@@ -18,6 +18,7 @@ from sirchat.errors import SettingError
 from sirchat.lab.studies.locomo import (
     NOT_MENTIONED,
     Locomo,
+    ReadTalk,
     asked,
     f1,
     held,
@@ -141,6 +142,20 @@ def test_what_comes_back_is_what_a_session_with_recall_would_recall(
                 "any": any(halves),
                 "all": all(halves),
             }
+
+
+@pytest.mark.slow
+def test_asking_changes_nothing_for_the_questions_after_it(tmp_path: Path) -> None:
+    one = study(tmp_path, more=4, retrievers=("mips",), counts=(20,))
+    talk = one.talks[0]
+    chat = session(tiny(), policy="sink", budget=96, temperature=0.0, max_new_tokens=4)
+    read_before = ReadTalk(chat, talk, read_talk(chat, talk))
+    held_before = chat.save().held.tolist()
+    first = [read_before.answer(each, 0, generate=True) for each in talk.questions]
+    back = read_before.brought_back(talk.questions, ("mips",), (20,))
+    assert chat.save().held.tolist() == held_before
+    assert first == [read_before.answer(each, 0, generate=True) for each in talk.questions]
+    assert back == read_before.brought_back(talk.questions, ("mips",), (20,))
 
 
 @pytest.mark.slow

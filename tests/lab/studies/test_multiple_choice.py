@@ -85,6 +85,23 @@ def test_an_empty_reply_is_scored_by_how_likely_the_reply_ends_at_once() -> None
     assert said.log_probabilities[0] > -0.1 > blank.log_probabilities[0]
 
 
+@pytest.mark.slow
+def test_scoring_a_reply_changes_nothing() -> None:
+    chat = session(babbler(), policy="entropy", budget=64)
+    for _ in range(4):
+        list(chat.ask("Tell me a joke."))
+    list(chat.read_user("What is the opposite of hot?"))
+    before = chat.save()
+    replies = ("cold", "The answer is cold (B).", "cold")
+    first, _, again = (chat.score_continuations([reply])[0] for reply in replies)
+    assert first == again
+    assert all(value <= 0 for value in first.log_probabilities)
+    after = chat.save()
+    assert after.held.tolist() == before.held.tolist()
+    assert str(after.rows.tolist()) == str(before.rows.tolist())  # nan too
+    assert str(after.logits) == str(before.logits)
+
+
 def scored(*log_probabilities: float, ids: str, greedy: bool = False) -> ContinuationScore:
     return ContinuationScore(tuple(map(ord, ids)), log_probabilities, greedy)
 
