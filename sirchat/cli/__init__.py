@@ -14,7 +14,10 @@ def main() -> None:
     try:
         _run()
     except KeyboardInterrupt:  # before the commands, which handle it themselves, are imported
-        sys.exit(_interrupted())
+        with suppress(OSError):
+            sys.stderr.write("sirchat: interrupted\n")
+            sys.stderr.flush()
+        sys.exit(130)
 
 
 def _run() -> None:
@@ -30,14 +33,3 @@ def _run() -> None:
     from sirchat.cli.app import main as run
 
     run()
-
-
-def _interrupted() -> int:
-    """Print that the program was interrupted; returns the exit code, 130.
-
-    A closed standard error is ignored.
-    """
-    with suppress(OSError):
-        sys.stderr.write("sirchat: interrupted\n")
-        sys.stderr.flush()
-    return 130

@@ -33,7 +33,7 @@ from sirchat.models.compiling import compile_in_background
 from sirchat.models.model import LoadedModel
 from sirchat.paths import server_socket
 from sirchat.server.access import Access, read_body, show_error
-from sirchat.server.completions import CompletionShape, Part, Shape
+from sirchat.server.completions import CompletionShape, Part
 from sirchat.server.conversation import History
 from sirchat.server.formats import Formats
 from sirchat.server.ollama import VERSION, OllamaRequest, OllamaShape
@@ -55,6 +55,7 @@ from sirchat.server.session_routes import SessionRoutes
 from sirchat.server.tools import as_said, calls_in_reply
 
 Result = TypeVar("Result")
+Shape = CompletionShape | ResponsesShape | OllamaShape  # makes the JSON of one reply
 
 _MEMORY = ("policy", "policy_options", "budget", "decay", "recall")
 _MOST_CALLS = 8  # in a reply that must call tools

@@ -6,25 +6,13 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 from sirchat.server.replies import ReplyEnd, ReplyText
 from sirchat.server.requests import ChatRequest, ReplyRequest, RequestError
 
 Part = ReplyText | ReplyEnd
 Parts = AsyncIterable[Part]  # the last is a `ReplyEnd`; raises RequestError if the reply fails
-
-
-class Shape(Protocol):
-    """Makes the JSON of one reply, whole or as a stream of the type `media`."""
-
-    media: str
-
-    async def whole(self, parts: Parts) -> dict[str, Any]:
-        """Wait until the reply has ended; returns the JSON object of the response."""
-
-    def events(self, parts: Parts) -> AsyncIterator[str]:
-        """Yield the text of the streamed response while the reply is generated."""
 
 
 async def collected(parts: Parts) -> tuple[ReplyText, ReplyEnd]:

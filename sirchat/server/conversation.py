@@ -123,8 +123,10 @@ class ServedConversation:
     def copy(self) -> ServedConversation | None:
         """A copy, session included; None if keys and values take more than `KV_BYTES` bytes."""
         session = copied(self.session, KV_BYTES)
-        if session is None:
-            return None
+        return None if session is None else self.in_session(session)
+
+    def in_session(self, session: Session) -> ServedConversation:
+        """This conversation, under another id, in a session that has read the same messages."""
         return ServedConversation(session, [*self.keys], [*self.roles], settings={**self.settings})
 
     def take_back(self) -> None:

@@ -13,6 +13,7 @@ from sirchat.chat.session import Session
 from sirchat.config.profile import Profile
 from sirchat.models.model import LoadedModel
 from sirchat.server.conversation import History, ServedConversation
+from sirchat.server.requests import RequestError
 from sirchat.server.saved_conversations import SavedConversation, SavedConversations
 
 
@@ -59,34 +60,33 @@ class ConversationPool:
             return None
         return self._use(self._at(best, history, shared) or self._new(history))
 
-    def find(self, ident: str) -> ServedConversation | None:
-        """The conversation with this id, loaded if it is only on disk; None if there is none.
+    def find(self, ident: str) -> ServedConversation:
+        """The conversation with this id, loaded if it is only on disk.
 
-        Raises BusyError if memory has no place to load it.
+        Raises RequestError if there is none, and BusyError if memory has no place to load it.
         """
         for conversation in self._held:
             if conversation.id == ident:
                 return conversation
-        if self._disk is None or (saved := self._disk.find(ident)) is None:
-            return None
-        if not self._make_room():
-            raise BusyError
-        return self._load(saved)
+        if self._disk is not None and (saved := self._disk.find(ident)) is not None:
+            if not self._make_room():
+                raise BusyError
+            if (loaded := self._load(saved)) is not None:
+                return loaded
+        raise RequestError("there is no such conversation; it may be dropped", status=404)
 
     def change(
         self,
         ident: str,
         work: Callable[[ServedConversation], list[Event]],
         then: Callable[[], None],
-    ) -> tuple[ServedConversation, list[Event]] | None:
-        """Change the conversation with this id by `work`, and save it; None if there is none.
+    ) -> tuple[ServedConversation, list[Event]]:
+        """Change the conversation with this id by `work`, and save it; `then` is called after that.
 
-        Returns the conversation and the events of `work`. `then` is called when it is saved. Raises
-        BusyError if it is in use, or if memory has no place to load it.
+        Returns the conversation and the events of `work`. Raises the errors of `find`, and
+        BusyError if the conversation is in use.
         """
         conversation = self.find(ident)
-        if conversation is None:
-            return None
         if conversation.is_busy:
             raise BusyError
         conversation.is_busy = True
@@ -149,12 +149,7 @@ class ConversationPool:
             if copy is None and self._disk is not None:  # the other branch goes to the disk
                 self._drop(conversation)
                 self._disk.put_away(conversation).file.result()
-                copy = ServedConversation(
-                    conversation.session,
-                    conversation.keys,
-                    conversation.roles,
-                    settings={**conversation.settings},
-                )
+                copy = conversation.in_session(conversation.session)
             conversation = copy or conversation
         return conversation if conversation.back_to(shared) else None
 

@@ -196,7 +196,7 @@ def _answer(
     assert done is not None
     yield pieces.end()
     conversation.add("tool" if role == "tool" else "user", question)
-    calls = () if options.calls is None or pieces.are_stopped else options.calls.calls
+    calls = () if options.calls is None or pieces.stops.is_found else options.calls.calls
     if calls:
         conversation.add("calls", calls_key(pieces.said, calls))
     else:
@@ -235,35 +235,30 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._waiting = ""  # it may be the beginning of a stop string
+        self.waiting = ""  # the end of the text, which may be the beginning of a stop string
         self.is_found = False
 
     def push(self, text: str) -> str:
         """Add a piece; returns what can be sent now. After a stop string, that is always ""."""
         if self.is_found:
             return ""
-        self._waiting += text
+        self.waiting += text
         ends = [
             (start + len(stop), start)
             for stop in self._stops
-            if (start := self._waiting.find(stop)) >= 0
+            if (start := self.waiting.find(stop)) >= 0
         ]
         if ends:
             self.is_found = True
-            return self._waiting[: min(ends)[1]]
-        longest = min(len(self._waiting), max(map(len, self._stops), default=1) - 1)
-        size = next((n for n in range(longest, 0, -1) if self._begins(n)), 0)
-        ready = self._waiting[: len(self._waiting) - size]
-        self._waiting = self._waiting[len(ready) :]
-        return ready
-
-    def rest(self) -> str:
-        """The text that is still held back, at the end of the reply."""
-        return self._waiting
-
-    def _begins(self, size: int) -> bool:
-        """Whether the last `size` held-back characters are the beginning of a stop string."""
-        return any(stop.startswith(self._waiting[-size:]) for stop in self._stops)
+            return self.waiting[: min(ends)[1]]
+        longest = min(len(self.waiting), max(map(len, self._stops), default=1) - 1)
+        ready = len(self.waiting) - longest
+        while ready < len(self.waiting) and not any(
+            stop.startswith(self.waiting[ready:]) for stop in self._stops
+        ):
+            ready += 1
+        sent, self.waiting = self.waiting[:ready], self.waiting[ready:]
+        return sent
 
 
 class _Pieces:
@@ -274,20 +269,15 @@ class _Pieces:
 
     def __init__(self, session: Session, options: ReplyOptions) -> None:
         self._session, self._options = session, options
-        self._stops = StopStrings(options.stop)
+        self.stops = StopStrings(options.stop)
         self._tokens: _TokenProbabilities | None = None
         self.said = ""
-
-    @property
-    def are_stopped(self) -> bool:
-        """Whether the reply has ended because a stop string was generated."""
-        return self._stops.is_found
 
     @property
     def are_ended(self) -> bool:
         """Whether the reply has ended, by a stop string or by the only call that it may have."""
         calls = self._options.calls
-        return self.are_stopped or (calls is not None and calls.are_complete)
+        return self.stops.is_found or (calls is not None and calls.are_complete)
 
     def begin(self) -> None:
         """The next generated token is the first one of the reply."""
@@ -296,7 +286,7 @@ class _Pieces:
 
     def push(self, text: str) -> ReplyText | None:
         """Add generated text; returns the next part, None if all is held back."""
-        text, calls = self._stops.push(text), self._options.calls
+        text, calls = self.stops.push(text), self._options.calls
         if self._tokens is not None:
             return ReplyText(text, self._tokens.complete(text))
         new: list[ToolCall] = []
@@ -307,9 +297,9 @@ class _Pieces:
 
     def end(self) -> ReplyText:
         """The last part: the text and calls that were held back until the reply's end."""
-        text, calls = "" if self.are_stopped else self._stops.rest(), self._options.calls
+        text, calls = "" if self.stops.is_found else self.stops.waiting, self._options.calls
         if calls is None:
-            tokens = () if self._tokens is None or self.are_stopped else self._tokens.rest()
+            tokens = () if self._tokens is None or self.stops.is_found else self._tokens.rest()
             return ReplyText(text, tokens)
         (text, new), (rest, more) = calls.push(text), calls.rest()
         self.said += text + rest

@@ -279,15 +279,10 @@ class ReplyRequest(Fields):
     stream_options: StreamOptions = StreamOptions()
     sirchat: MemorySettings = MemorySettings()
 
-    @property
-    def most_tokens(self) -> int | None:
-        """The largest number of tokens that the reply may have; None for the server's setting."""
-        return self.max_tokens
-
     def settings(self) -> dict[str, Any]:
         """The settings that the request changes for this reply alone, by name."""
         given = {name: getattr(self, name) for name in _SAMPLING}
-        given["max_new_tokens"] = self.most_tokens
+        given["max_new_tokens"] = self.max_tokens
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -314,10 +309,10 @@ class ChatRequest(ReplyRequest):
     response_format: ResponseFormat = ResponseFormat()
     sirchat_ask: OwnSession | None = None
 
-    @property
-    def most_tokens(self) -> int | None:
-        """The largest number of tokens that the reply may have; None for the server's setting."""
-        return self.max_completion_tokens or self.max_tokens
+    def settings(self) -> dict[str, Any]:
+        """The settings that the request changes for this reply alone, by name."""
+        limit = self.max_completion_tokens
+        return super().settings() | ({"max_new_tokens": limit} if limit else {})
 
     @property
     def called_tools(self) -> list[FunctionFields]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -242,7 +242,7 @@ class ResponsesShape:
         self._said = ReplyText("")
         self._items: list[dict[str, Any]] = []
         self._place: dict[str, Any] = {}  # of the text, once there is some
-        self._told: list[str] = []  # events to be sent
+        self._told = deque[str]()  # events to be sent
         self._number = 0  # of the next event
         self._common = {
             **asked.model_dump(include=_SHOWN),
@@ -276,15 +276,15 @@ class ResponsesShape:
                     self._tell(f"response.{response['status']}", response=response)
                 else:
                     self._add(part)
-                for told in self._take():
-                    yield told
+                while self._told:
+                    yield self._told.popleft()
         except RequestError as error:
             problem = error.body["error"]
             failed = {"code": problem["code"] or "server_error", "message": problem["message"]}
             self._items = []
             self._tell("response.failed", response=self._response("failed") | {"error": failed})
-            for told in self._take():
-                yield told
+            while self._told:
+                yield self._told.popleft()
 
     def _add(self, part: ReplyText) -> None:
         """Add a part of the reply, and tell of it."""
@@ -352,10 +352,6 @@ class ResponsesShape:
         numbered = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         self._told.append(event(numbered, kind))
-
-    def _take(self) -> list[str]:
-        told, self._told = self._told, []
-        return told
 
 
 def _messages(items: Iterable[InputMessage | CalledFunction | FunctionOutput]) -> list[ChatMessage]:

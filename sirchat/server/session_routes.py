@@ -81,13 +81,8 @@ class SessionRoutes:
 
     async def _show(self, request: Request) -> Response:
         ident = request.path_params["id"]
-
-        def look() -> dict[str, Any]:
-            if (conversation := self._conversations.find(ident)) is None:
-                raise _missing()
-            return _memory(conversation)
-
-        return JSONResponse(await self._call(look), headers=_FRESH)
+        shown = await self._call(lambda: _memory(self._conversations.find(ident)))
+        return JSONResponse(shown, headers=_FRESH)
 
     async def _change(self, request: Request) -> Response:
         ident = request.path_params["id"]
@@ -99,9 +94,7 @@ class SessionRoutes:
             loop.call_soon_threadsafe(saved.set)
 
         def work() -> tuple[ServedConversation, dict[str, Any]]:
-            if (changed := self._conversations.change(ident, change.apply, then)) is None:
-                raise _missing()
-            conversation, events = changed
+            conversation, events = self._conversations.change(ident, change.apply, then)
             shown = {"events": [to_json(event) for event in events], **_memory(conversation)}
             return conversation, {**shown, "busy": False}
 
@@ -117,10 +110,6 @@ class SessionRoutes:
     async def _call(self, work: Callable[[], Any]) -> Any:
         """Call `work` in the thread that alone may use conversations."""
         return await asyncio.wrap_future(self._replies.call(work))
-
-
-def _missing() -> RequestError:
-    return RequestError("there is no such conversation; it may be dropped", status=404)
 
 
 def _memory(conversation: ServedConversation) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from sirchat.server.requests import ChatMessage, ChatRequest, shallow
@@ -151,26 +152,20 @@ def as_said(messages: Iterable[ChatMessage]) -> list[tuple[str, str]]:
     `tool` and `calls`, the text is JSON.
     """
     said: list[tuple[str, str]] = []
-    results: list[Any] = []
-    names: dict[str, str] = {}
-    for message in messages:
-        if message.role == "tool":
-            name = message.name or names.get(message.tool_call_id or "")
-            results.append([message.tool_call_id, name, message.text])
-            continue
-        if results:
+    names: dict[str | None, str] = {}  # of the called tools, by the id of the call
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        if are_results:
+            results = [[m.tool_call_id, m.name or names.get(m.tool_call_id), m.text] for m in group]
             said.append(("tool", json.dumps(results, ensure_ascii=False)))
-            results = []
-        calls = [
-            ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in message.tool_calls
-        ]
-        names |= {call.id: call.name for call in calls}
-        is_call = bool(calls)
-        text = calls_key(message.text, calls) if is_call else message.text
-        said.append(("calls" if is_call else message.role, text))
-    if results:
-        said.append(("tool", json.dumps(results, ensure_ascii=False)))
+            continue
+        for message in group:
+            calls = [
+                ToolCall(call.id, call.function.name, call.function.arguments)
+                for call in message.tool_calls
+            ]
+            names |= {call.id: call.name for call in calls}
+            text = calls_key(message.text, calls) if calls else message.text
+            said.append(("calls" if calls else message.role, text))
     return said
 
 
