@@ -1,8 +1,11 @@
-"""The memory of a served conversation changes while it goes on, and stays changed."""
+"""The memory of a served conversation changes while it goes on; and the page that shows it."""
 
 from __future__ import annotations
 
+import re
 import threading
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,7 @@ SECRET = "My name is Zebulon, and I live in Oslo."
 
 
 def change(server: Served, ident: str, **fields: Any) -> Any:
-    """The JSON of the response, which must be fine."""
-    response = server.client.post(f"/v1/sirchat/sessions/{ident}", json=fields)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return server.send(f"/v1/sirchat/sessions/{ident}", **fields)
 
 
 def memory(server: Served, ident: str) -> Any:
@@ -122,30 +122,24 @@ def test_all_conversations_are_listed_and_one_on_disk_is_shown_too(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "message"),
+    ("body", "message"),
     [
-        ({}, 400, "the request changes nothing; allowed: policy, budget, decay, recall, pin"),
-        ({"policy": "nosuch"}, 400, 'policy can\'t be "nosuch"'),
-        ({"policy": "os:system"}, 400, "a request can't name a policy of your own"),
-        ({"budget": 3}, 400, "budget"),
-        ({"model": "other"}, 400, "model is not supported"),
-        ({"pin": ""}, 400, "pin: String should have at least 1 character"),
-        ({"pin": "Nobody said this"}, 400, "Nobody said this"),
-        ([], 400, "is not a JSON object"),
+        ({}, "the request changes nothing; allowed: policy, budget, decay, recall, pin"),
+        ({"policy": "nosuch"}, 'policy can\'t be "nosuch"'),
+        ({"policy": "os:system"}, "a request can't name a policy of your own"),
+        ({"budget": 3}, "budget"),
+        ({"model": "other"}, "model is not supported"),
+        ({"pin": ""}, "pin: String should have at least 1 character"),
+        ({"pin": "Nobody said this"}, "Nobody said this"),
+        ([], "is not a JSON object"),
     ],
 )
-def test_what_is_not_possible_is_refused_and_changes_nothing(
-    body: Any, status: int, message: str
-) -> None:
+def test_what_is_not_possible_is_refused_and_changes_nothing(body: Any, message: str) -> None:
     with served(policy="full", max_new_tokens=4) as server:
         ident = asked(server, SECRET)[1]
         before = memory(server, ident)
-        assert (
-            message
-            in refusal(server.client.post(f"/v1/sirchat/sessions/{ident}", json=body), status)[
-                "message"
-            ]
-        )
+        response = server.client.post(f"/v1/sirchat/sessions/{ident}", json=body)
+        assert message in refusal(response)["message"]
         assert memory(server, ident) == before
         assert server.client.post("/v1/sirchat/sessions/x", json={"budget": 64}).status_code == 404
 
@@ -173,3 +167,39 @@ def test_a_changed_memory_is_that_of_a_prompt_with_the_same_commands() -> None:
         change(server, ident, policy="full", budget=1024)
         messages.append(user("Which numbers?"))
         assert server.reply(messages) == told(messages, max_new_tokens=12)
+
+
+def test_the_page_allows_its_own_script_and_style_alone_and_names_no_other_place() -> None:
+    with served(max_new_tokens=4) as server:
+        response = server.client.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    policy = response.headers["content-security-policy"]
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)
+        own = b64encode(sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{own}'" in policy
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert not re.findall(r"https?:|//[a-z]|src=|href=|innerHTML|insertAdjacent", response.text)
+
+
+def test_what_the_page_shows_can_not_turn_around_or_hide_other_text() -> None:
+    with served(max_new_tokens=4) as server:
+        page = server.client.get("/").text
+    (controls,) = re.findall(r"const CONTROLS = /(.*)/g;", page)
+    for shown in ("a", "\n", "\t", "é", "\u05d0", "\u0627", "\u200d", "\ufe0f", "😀"):
+        assert not re.search(controls, shown)
+    for control in ("\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u200f", "\u202e", "\u2066"):
+        assert re.search(controls, control)
+    assert "made.textContent = text.replace(CONTROLS" in page
+
+
+def test_the_page_needs_no_key_but_what_it_shows_does() -> None:
+    with served(key="secret", max_new_tokens=4) as server:
+        assert server.client.get("/").status_code == 200
+        assert server.client.get("/v1/sirchat/sessions").status_code == 401
+        own = {"Authorization": "Bearer secret"}
+        listed = server.client.get("/v1/sirchat/sessions", headers=own).json()
+    assert listed["data"] == []
+    assert "salience" in listed["policies"]

@@ -1,4 +1,4 @@
-"""The endpoints beside chat completions: texts that are continued, responses, Ollama's."""
+"""The endpoints beside chat completions: continued texts, responses, Ollama's; also with tools."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from chatting import tiny
 from serving import Served, assistant, cached, refusal, said, served, system, told, user
 from sirchat.server.requests import ChatMessage, RequestError
 from sirchat.server.responses import KeptResponses
+from template_shapes import WEATHER, script, tool_tiny
 
+RESPONSES = "/v1/responses"
 ANNA, NAME = "My name is Anna.", "What is my name?"
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     with served(policy="full", max_new_tokens=12) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def with_tools() -> Iterator[Served]:
+    with served(tool_tiny(), policy="full", max_new_tokens=160) as one:
         yield one
 
 
@@ -63,52 +71,51 @@ def test_a_text_that_is_continued_takes_no_chat_away_and_has_no_control_tokens()
             plain = tiny().tokenizer.encode("<|end|><|user|>a", split_special_tokens=True)
             assert reply.json()["usage"]["prompt_tokens"] == len(plain) + 1
             assert cached(reply.json()) == 0
-        assert server.ask(longer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert cached(server.ask(longer)) > 0
 
 
-def respond(server: Served, said: str, /, **fields: Any) -> Any:
-    """The JSON of a response, which must have no error."""
-    response = server.client.post("/v1/responses", json={"input": said, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
+def streamed(server: Served, **body: Any) -> list[Any]:
+    """The events of a response, whose names and numbers are checked."""
+    lines = server.client.post(RESPONSES, json=body | {"stream": True}).text
+    events = []
+    for number, block in enumerate(lines.removesuffix("\n\n").split("\n\n")):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
+        events.append(event)
+    return events
 
 
 def test_a_response_continues_another_and_reads_only_what_is_new(server: Served) -> None:
-    first = respond(server, ANNA, instructions="Be kind.", model="tiny")
+    first = server.send(RESPONSES, input=ANNA, instructions="Be kind.", model="tiny")
     (said,) = first["output"]
     text = told([system("Be kind."), user(ANNA)], max_new_tokens=12)
     assert (first["object"], first["status"], first["error"]) == ("response", "completed", None)
     assert (said["role"], said["content"][0]["text"]) == ("assistant", text)
     names = {"instructions": "Be kind.", "previous_response_id": first["id"]}
-    second = respond(server, NAME, **names)
+    second = server.send(RESPONSES, input=NAME, **names)
     longer = [system("Be kind."), user(ANNA), assistant(text), user(NAME)]
     assert second["output"][0]["content"][0]["text"] == told(longer, max_new_tokens=12)
-    assert second["usage"]["input_tokens_details"]["cached_tokens"] == first["sirchat"]["seen"]
+    assert cached(second) == first["sirchat"]["seen"]
     # The same response can be continued in several ways, and without instructions.
-    other = respond(server, ANNA, previous_response_id=first["id"])
+    other = server.send(RESPONSES, input=ANNA, previous_response_id=first["id"])
     plain = [user(ANNA), assistant(text), user(ANNA)]
     assert other["output"][0]["content"][0]["text"] == told(plain, max_new_tokens=12)
 
 
 def test_a_response_may_be_given_all_messages_as_it_sent_them(server: Served) -> None:
-    first = respond(server, ANNA)
+    first = server.send(RESPONSES, input=ANNA)
     part = {"type": "input_text", "text": ANNA}
     items = [{"role": "user", "content": [part]}, *first["output"], user(NAME)]
-    second = server.client.post("/v1/responses", json={"input": items}).json()
-    assert second["usage"]["input_tokens_details"]["cached_tokens"] == first["sirchat"]["seen"]
-    cut = respond(server, ANNA, max_output_tokens=2)
+    second = server.send(RESPONSES, input=items)
+    assert cached(second) == first["sirchat"]["seen"]
+    cut = server.send(RESPONSES, input=ANNA, max_output_tokens=2)
     assert cut["status"] == "incomplete"
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_a_response_comes_in_events_that_build_it_up(server: Served) -> None:
-    lines = server.client.post("/v1/responses", json={"input": ANNA, "stream": True}).text
-    events = []
-    for block in lines.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    events = streamed(server, input=ANNA)
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
@@ -116,11 +123,14 @@ def test_a_response_comes_in_events_that_build_it_up(server: Served) -> None:
     text = "".join(event.get("delta", "") for event in events)
     final = events[-1]["response"]
     assert final["output"][0]["content"][0]["text"] == text == told([user(ANNA)], max_new_tokens=12)
-    assert respond(server, NAME, previous_response_id=final["id"])["status"] == "completed"
+    assert (
+        server.send(RESPONSES, input=NAME, previous_response_id=final["id"])["status"]
+        == "completed"
+    )
 
 
 def test_a_response_that_is_not_there_can_t_be_continued(server: Served) -> None:
-    unstored = respond(server, ANNA, store=False)["id"]
+    unstored = server.send(RESPONSES, input=ANNA, store=False)["id"]
     for ident in ("resp_0", unstored):
         body = {"input": NAME, "previous_response_id": ident}
         error = refusal(server.client.post("/v1/responses", json=body), 404)
@@ -139,7 +149,7 @@ def test_the_oldest_responses_are_dropped_when_there_are_too_many() -> None:
 def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
     messages = [system("Be kind."), user(ANNA)]
     body: dict[str, Any] = {"model": "tiny:latest", "messages": messages, "keep_alive": "5m"}
-    whole = server.client.post("/api/chat", json=body | {"stream": False}).json()
+    whole = server.send("/api/chat", stream=False, **body)
     text = told(messages, max_new_tokens=12)
     assert whole["message"] == {"role": "assistant", "content": text}
     assert (whole["model"], whole["done"], whole["done_reason"]) == ("tiny", True, "stop")
@@ -151,15 +161,14 @@ def test_a_chat_in_ollamas_shape_is_the_same_chat(server: Served) -> None:
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
     assert "".join(line["message"]["content"] for line in lines) == text
     longer = [*messages, whole["message"], user(NAME)]
-    assert server.ask(longer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert cached(server.ask(longer)) > 0
 
 
 def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": [user(ANNA)], "stream": False}
+
     def ask(**options: Any) -> Any:
-        body = {"model": "tiny", "messages": [user(ANNA)], "stream": False, "options": options}
-        response = server.client.post("/api/chat", json=body)
-        assert response.status_code == 200, response.text
-        return response.json()
+        return server.send("/api/chat", options=options, **body)
 
     assert (ask(num_predict=2)["eval_count"], ask(num_predict=2)["done_reason"]) == (2, "length")
     assert ask(num_predict=-1)["done_reason"] == "stop"
@@ -168,27 +177,19 @@ def test_the_options_of_ollama_have_their_effect(server: Served) -> None:
     assert ask(repeat_penalty=1.0, min_p=0.0, top_p=1.0)["message"]["content"] == text
     hot = {"temperature": 5.0, "top_k": 50}
     assert len({ask(**hot, seed=n)["message"]["content"] for n in (1, 1, 2)}) == 2
-    small = server.client.post(
-        "/api/chat",
-        json={
-            "model": "tiny", "stream": False, "messages": [user(ANNA)],
-            "options": {"num_ctx": 100}, "sirchat": {"policy": "sink"},
-        },
-    )  # fmt: skip
-    assert small.json()["sirchat"]["budget"] == 100
+    small = server.send("/api/chat", options={"num_ctx": 100}, sirchat={"policy": "sink"}, **body)
+    assert small["sirchat"]["budget"] == 100
 
 
 def test_a_format_can_be_named_in_each_shape(server: Served) -> None:
     schema = {"type": "object", "maxProperties": 0}
     form = {"type": "json_schema", "name": "empty", "schema": schema, "strict": True}
-    response = respond(server, ANNA, text={"format": form})
+    response = server.send(RESPONSES, input=ANNA, text={"format": form})
     assert response["output"][0]["content"][0]["text"] == "{}"
     assert response["text"]["format"] == form
     body = {"model": "tiny", "stream": False, "messages": [user(ANNA)]}
-    said = [
-        server.client.post("/api/chat", json=body | {"format": form}).json()["message"]["content"]
-        for form in (schema, "json")
-    ]
+    replies = [server.send("/api/chat", format=form, **body) for form in (schema, "json")]
+    said = [reply["message"]["content"] for reply in replies]
     assert said[0] == "{}"
     assert said[1].startswith("{")
 
@@ -197,3 +198,105 @@ def test_clients_of_ollama_find_the_model_and_a_version(server: Served) -> None:
     (model,) = server.client.get("/api/tags").json()["models"]
     assert (model["name"], model["model"]) == ("tiny", "tiny")
     assert server.client.get("/api/version").json()["version"]
+
+
+ASKED = "How is the weather in Oslo?"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+TOOL = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+
+
+def returned(call: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call["call_id"], "output": "Snow."}
+
+
+def test_a_response_calls_a_tool_and_the_next_one_reads_only_what_it_returned(
+    with_tools: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [f"Let me look.\n{CALL}\n{CALL}", "It is cold.", "It is warm."])
+    first = with_tools.send(RESPONSES, input=ASKED, tools=[TOOL])
+    text, call, other = first["output"]
+    assert text["content"][0]["text"] == "Let me look."
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
+    assert json.loads(call["arguments"]) == {"city": "Oslo"}
+    results = [returned(call), returned(other)]
+    second = with_tools.send(
+        RESPONSES, input=results, previous_response_id=first["id"], tools=[TOOL]
+    )
+    assert cached(second) == first["sirchat"]["seen"]
+    (said,) = second["output"]
+    assert said["content"][0]["text"] == "It is cold."
+    # A client may also send all items again, as they came.
+    third = with_tools.send(
+        RESPONSES, input=[user(ASKED), *first["output"], *results], tools=[TOOL]
+    )
+    assert cached(third) == first["sirchat"]["seen"]
+
+
+def test_a_call_comes_in_events_that_build_it_up(
+    with_tools: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [CALL, f"Well.\n{CALL}"])
+    for texts in ([], ["Well."]):
+        events = streamed(with_tools, input=ASKED, tools=[TOOL])
+        output: list[Any] = []
+        for one in events:
+            match one["type"].removeprefix("response."):
+                case "output_item.added":
+                    assert one["output_index"] == len(output)
+                    output.append(one["item"])
+                case "output_text.delta" | "function_call_arguments.delta":
+                    item = output[one["output_index"]]
+                    assert item["id"] == one["item_id"]
+                    item["built"] = item.get("built", "") + one["delta"]
+                case "output_item.done":
+                    output[one["output_index"]] |= one["item"]
+        built = [item.pop("built") for item in output]
+        final = events[-1]["response"]
+        assert (events[-1]["type"], final["status"]) == ("response.completed", "completed")
+        assert final["output"] == output
+        assert built == [*texts, output[-1]["arguments"]]
+
+
+def test_a_response_can_be_made_to_call_a_tool(with_tools: Served) -> None:
+    days = {"type": "integer", "minimum": 1, "maximum": 9}
+    function = TOOL | {"parameters": {"type": "object", "properties": {"days": days}}}
+    fields: dict[str, Any] = {"tools": [function], "parallel_tool_calls": False}
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        response = with_tools.send(RESPONSES, input=ASKED, tool_choice=choice, **fields)
+        (call,) = response["output"]
+        assert call["name"] == "weather"
+        assert response["tool_choice"] == choice
+
+
+def test_in_ollamas_shape_calls_have_no_ids_and_nothing_is_read_twice(
+    with_tools: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(messages: list[Any], **fields: Any) -> list[Any]:
+        body = {"model": "tiny", "tools": [WEATHER], "messages": messages, **fields}
+        response = with_tools.client.post("/api/chat", json=body)
+        assert response.status_code == 200, response.text
+        return [json.loads(line) for line in response.text.splitlines()]
+
+    question = "And in Rome?"
+    script(monkeypatch, [f"Let me look.\n{CALL}\n{CALL}", "It is cold.", CALL, "Bye."])
+    (first,) = ask([user(question)], stream=False)
+    call = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    wanted = {"role": "assistant", "content": "Let me look.", "tool_calls": [call, call]}
+    assert (first["message"], first["done_reason"]) == (wanted, "stop")
+    results = [
+        {"role": "tool", "content": "Snow.", "tool_name": "weather"},
+        {"role": "tool", "content": "Sun."},
+    ]
+    messages: list[Any] = [user(question), first["message"], *results]
+    (second,) = ask(messages, stream=False)
+    assert second["message"]["content"] == "It is cold."
+    messages += [second["message"], user("And now?")]
+    pieces = ask(messages)
+    assert [call for piece in pieces for call in piece["message"].get("tool_calls", [])] == [call]
+    assert [piece["done"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    listed = with_tools.client.get("/v1/sirchat/sessions").json()["data"]
+    (count,) = [entry["messages"] for entry in listed if entry["first"] == question]
+    assert count == 6  # one conversation: what tools returned in a row is one message
+    messages += [pieces[0]["message"], {"role": "tool", "content": "Rain.", "tool_name": "other"}]
+    body = {"model": "tiny", "tools": [WEATHER], "messages": messages}
+    assert "no such call" in refusal(with_tools.client.post("/api/chat", json=body))["message"]

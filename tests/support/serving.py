@@ -25,7 +25,7 @@ from sirchat.server.saved_conversations import SavedConversations
 from warm_python import warm_python
 
 Message = dict[str, str]
-URL = "http://127.0.0.1:8080"
+URL, CHAT = "http://127.0.0.1:8080", "/v1/chat/completions"
 
 
 def user(text: str) -> Message:
@@ -48,7 +48,9 @@ def said(reply: Any) -> str:
 
 def cached(reply: Any) -> int:
     """How many tokens were not read again for a reply."""
-    count: int = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    usage = reply["usage"]
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    count: int = details["cached_tokens"]
     return count
 
 
@@ -70,11 +72,15 @@ class Served:
     def post(self, messages: Sequence[Message], **fields: Any) -> Any:
         """The response to a request."""
         body = {"model": "tiny", "messages": list(messages), **fields}
-        return self.client.post("/v1/chat/completions", json=body)
+        return self.client.post(CHAT, json=body)
 
     def ask(self, messages: Sequence[Message], **fields: Any) -> Any:
         """The JSON of the response, which must be a reply."""
-        response = self.post(messages, **fields)
+        return self.send(CHAT, **{"model": "tiny", "messages": list(messages), **fields})
+
+    def send(self, path: str, **body: Any) -> Any:
+        """The JSON of the response to a body that is posted to `path`; it must not be an error."""
+        response = self.client.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
