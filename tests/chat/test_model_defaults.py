@@ -51,8 +51,7 @@ def test_sampling_follows_the_models_files(
 
 
 @pytest.mark.parametrize(
-    "said",
-    [{}, {"do_sample": False, "temperature": 0.7}, {"do_sample": True, "temperature": -3.0}],
+    "said", [{}, {"do_sample": False, "temperature": 0.7}, {"do_sample": True, "temperature": -3.0}]
 )
 def test_without_sound_settings_in_the_files_sampling_is_sound(
     said: dict[str, Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch

@@ -173,10 +173,7 @@ def test_generated_anchors_reduce_what_is_held() -> None:
 
 def test_pins_stay_and_a_lazy_policy_waits_until_room_is_needed() -> None:
     ids = [1, *range(10, 17), 18, *range(20, 25), 27, 28]
-    for policy, held in (
-        (Anchor(), [0, 2, 3, 8, 14, 15]),
-        (Anchor(lazy=True), list(range(16))),
-    ):
+    for policy, held in ((Anchor(), [0, 2, 3, 8, 14, 15]), (Anchor(lazy=True), list(range(16)))):
         engine = Engine(
             loaded("llama"), CacheSettings(policy, budget=64, sinks=1), ends_sequence=is_anchor
         )

@@ -26,13 +26,7 @@ from engine_steps import (
 )
 from families import HELD, BigramModel, build, loaded
 from sirchat.engine.engine import Engine
-from sirchat.engine.types import (
-    CacheSettings,
-    EngineCheckpoint,
-    EvictedRows,
-    ReadProgress,
-    TurnRef,
-)
+from sirchat.engine.types import CacheSettings, EngineCheckpoint, EvictedRows, ReadProgress, TurnRef
 from sirchat.errors import ContextFullError, SettingError
 from sirchat.memory.ledger import Flag, HeldRows, Role
 from sirchat.memory.policies import policy_class, policy_names

@@ -287,11 +287,7 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
         {"lifetime": True},
         lambda case, row: float(row.attention) / (case.held.seen - row.position),
     ),
-    (
-        "h2o",
-        {"values": True},
-        lambda case, row: float(row.attention * row.stats["value_norm"]),
-    ),
+    ("h2o", {"values": True}, lambda case, row: float(row.attention * row.stats["value_norm"])),
     ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
     ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
     ("vase", {}, drawn_by_attention),
@@ -349,12 +345,7 @@ def predicted(row: Row) -> float:
 
 
 def of_words(
-    alone: Callable[[Row], float],
-    case: Case,
-    row: Row,
-    *,
-    words_count: bool,
-    template_counts: bool,
+    alone: Callable[[Row], float], case: Case, row: Row, *, words_count: bool, template_counts: bool
 ) -> float:
     """The score of the row alone, or added up over its word if words count, with the decays."""
     word = next(word for word in words(case.rows) if row in word)

@@ -19,11 +19,7 @@ from sirchat import paths
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.device_map import GPU_RESERVE, Layout, layout_of, parse_devices
-from sirchat.models.fit import (
-    PROGRAM,
-    ModelFit,
-    fit_of,
-)
+from sirchat.models.fit import PROGRAM, ModelFit, fit_of
 from sirchat.models.listing import find_model
 from sirchat.models.load import load_model
 from sirchat.models.model import LoadedModel

@@ -80,10 +80,7 @@ def test_the_quota_of_a_container(
     ],
 )
 def test_what_the_user_sets_is_not_overridden(
-    wanted: int,
-    environment: dict[str, str],
-    threads: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    wanted: int, environment: dict[str, str], threads: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)

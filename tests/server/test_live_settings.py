@@ -114,10 +114,7 @@ def test_all_conversations_are_listed_and_one_on_disk_is_shown_too(tmp_path: Pat
         listed = server.client.get("/v1/sirchat/sessions").json()["data"]
         assert [
             (entry["id"], entry["first"], entry["messages"], entry["in_memory"]) for entry in listed
-        ] == [
-            (idents[1], "Hello <b>Tom</b>.", 2, True),
-            (idents[0], "Hello Anna.", 2, False),
-        ]
+        ] == [(idents[1], "Hello <b>Tom</b>.", 2, True), (idents[0], "Hello Anna.", 2, False)]
         assert "Anna" in held_text(memory(server, idents[0]))
 
 
