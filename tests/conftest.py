@@ -23,6 +23,7 @@ from chatting import save_babbler
 
 if TYPE_CHECKING:
     from fake_terminal import FakeTerminal
+    from terminal import Shared, Terminal
 
 settings.register_profile("sirchat", deadline=None, database=None, derandomize=True)
 settings.load_profile("sirchat")
@@ -49,10 +50,31 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of saved chats; what the test saves is there alone."""
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of all files of sirchat; those of the test are there alone."""
     monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+    return tmp_path
+
+
+@pytest.fixture
+def folder(own_home: Path) -> Path:
+    """The folder of saved chats; what the test saves is there alone."""
+    return own_home / "data" / "sessions"
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path) -> Iterator[Shared]:
+    """One chat for the tests of a module."""
+    from terminal import Shared, Terminal
+
+    with Shared(lambda: Terminal(home=home, rows=24, columns=120)) as chats:
+        yield chats
+
+
+@pytest.fixture
+def chat(shared: Shared) -> Terminal:
+    """A chat at its prompt, with an empty conversation and the default settings."""
+    return shared.anew()
 
 
 @pytest.fixture

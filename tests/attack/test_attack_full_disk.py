@@ -36,10 +36,7 @@ from sirchat.ui.typed_input import input_history
 _FAILS, _WORKS = "not saved now", "saved again"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @contextmanager

@@ -24,10 +24,7 @@ SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 24}
 SECRET = "Marmalade"
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 def files_with(folder: Path, text: str) -> list[str]:
@@ -119,22 +116,22 @@ def test_erasing_unknown_words_is_refused_and_changes_nothing() -> None:
     chat.undo()
 
 
-def test_no_saved_file_has_erased_words_and_the_chat_resumes(home: Path) -> None:
+def test_no_saved_file_has_erased_words_and_the_chat_resumes(own_home: Path) -> None:
     chat = session(babbler(), system=f"Mind the {SECRET}.", **SMALL)
     saving = Autosave(chat)
     for text in (f"The word is {SECRET}.", "other words " * 20, f"{SECRET} again"):
         list(chat.ask(text))
         saving.update()
     assert saving.save_kv()
-    assert files_with(home, SECRET)
+    assert files_with(own_home, SECRET)
     chat.erase(SECRET)
     saving.update()
-    assert files_with(home, SECRET) == []
+    assert files_with(own_home, SECRET) == []
     list(chat.ask("and on"))
     saving.update()
     saving.close()
-    assert files_with(home, SECRET) == []
-    store = SessionStore.open(find_session(home / "data" / "sessions", "last"))
+    assert files_with(own_home, SECRET) == []
+    store = SessionStore.open(find_session(own_home / "data" / "sessions", "last"))
     again = Session(babbler(), saved_profile(store))
     resume_session(again, store)
     store.close()
@@ -142,16 +139,16 @@ def test_no_saved_file_has_erased_words_and_the_chat_resumes(home: Path) -> None
 
 
 @pytest.mark.parametrize("in_a_file", [True, False])
-def test_typed_lines_are_erased(home: Path, in_a_file: bool) -> None:
+def test_typed_lines_are_erased(own_home: Path, in_a_file: bool) -> None:
     history = input_history(print) if in_a_file else InMemory()
     for line in ("one", f"the {SECRET}\nin two lines", "three", f"/erase {SECRET}"):
         history.append_string(line)
     history.erase(lambda line: SECRET in line)
     assert history.get_strings() == ["one", "three"]
-    assert files_with(home, SECRET) == []
+    assert files_with(own_home, SECRET) == []
     history.append_string("four")
     if in_a_file:
-        path = home / "state" / "history"
+        path = own_home / "state" / "history"
         assert path.stat().st_mode & 0o777 == 0o600
         assert list(input_history(print).load_history_strings()) == ["four", "three", "one"]
         assert [path.name for path in path.parent.iterdir()] == ["history"]
@@ -164,28 +161,28 @@ def test_a_system_prompt_is_erased_with_its_turn() -> None:
     assert chat.profile.system is None
 
 
-def test_erase_finds_text_that_was_never_read(home: Path) -> None:
+def test_erase_finds_text_that_was_never_read(own_home: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
     list(chat.ask("red"))
     list(chat.ask("word " * 300 + SECRET, lambda: True))
     saving.update()
     assert SECRET not in everything_seen(chat)
-    assert files_with(home, SECRET)
+    assert files_with(own_home, SECRET)
     chat.erase(SECRET)
     saving.update()
-    assert files_with(home, SECRET) == []
+    assert files_with(own_home, SECRET) == []
     saving.close()
 
 
 @pytest.mark.slow
-def test_erase_at_the_prompt_leaves_the_words_in_no_file(home: Path) -> None:
-    with Terminal(home=home) as chat:
+def test_erase_at_the_prompt_leaves_the_words_in_no_file(own_home: Path) -> None:
+    with Terminal(home=own_home) as chat:
         chat.say(f"The secret word is {SECRET}.")
         chat.wait_prompt()
         chat.say("Tell me a joke.")
         chat.wait_prompt()
-        assert files_with(home, SECRET)
+        assert files_with(own_home, SECRET)
         chat.say(f"/erase {SECRET}")
         chat.wait("would erase")
         chat.wait_prompt()
@@ -194,10 +191,10 @@ def test_erase_at_the_prompt_leaves_the_words_in_no_file(home: Path) -> None:
         chat.wait_prompt()
         chat.say("Hello!")
         chat.wait_prompt()
-        assert files_with(home, SECRET) == []
+        assert files_with(own_home, SECRET) == []
         chat.say("/exit")
         assert chat.ended() == 0
-    assert files_with(home, SECRET) == []
+    assert files_with(own_home, SECRET) == []
 
 
 def test_a_replaced_system_prompt_is_erased_and_the_one_in_force_stays() -> None:

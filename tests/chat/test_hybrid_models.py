@@ -242,12 +242,6 @@ def test_how_much_attention_a_reply_paid_is_not_told(name: str) -> None:
     assert same(memory(talk), before)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path
-
-
 def resumed(talk: Session, **settings: Any) -> Session:
     """The same chat, saved and resumed."""
     saved = Autosave(talk)
@@ -262,7 +256,7 @@ def resumed(talk: Session, **settings: Any) -> Session:
 
 
 @kinds
-def test_a_resumed_chat_continues_from_the_same_state(name: str, home: Path) -> None:
+def test_a_resumed_chat_continues_from_the_same_state(name: str, own_home: Path) -> None:
     talk = chat(name, *SAYINGS[:3], save_kv="on")
     again = resumed(talk)
     assert same(memory(again), memory(talk))
@@ -273,7 +267,7 @@ def test_a_resumed_chat_continues_from_the_same_state(name: str, home: Path) -> 
 
 @pytest.mark.parametrize("name", ["lfm2", "jamba"])
 def test_without_saved_keys_the_whole_text_is_read_again_for_the_state(
-    name: str, home: Path
+    name: str, own_home: Path
 ) -> None:
     talk = chat(name, SAYINGS[0], save_kv="off")
     again = resumed(talk, save_kv="off")

@@ -22,14 +22,8 @@ from sirchat.cli.app import app
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--help",
-        "replay --help",
-        "bench --help",
-        "profiles list",
-        "models",
-        "models fit tiny",
-        "--version",
-        "--show-completion",
+        *("--help", "replay --help", "bench --help", "profiles list"),
+        *("models", "models fit tiny", "--version", "--show-completion"),
     ],
 )
 def test_help_and_lists_import_no_heavy_library(arguments: str) -> None:

@@ -252,12 +252,6 @@ def test_a_folder_that_cannot_be_written_is_named_and_nothing_is_lost(
 # In a chat.
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path
-
-
 def long_chat(turns: int = 4, **settings: Any) -> tuple[Session, list[str]]:
     """A chat of about 350 tokens for each turn, and the texts of its notices."""
     chat = session(babbler(), policy="sink", budget=64, recent=8, max_new_tokens=8, **settings)
@@ -268,10 +262,10 @@ def long_chat(turns: int = 4, **settings: Any) -> tuple[Session, list[str]]:
     return chat, notices
 
 
-def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram(home: Path) -> None:
+def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram(own_home: Path) -> None:
     (ram, _), (disk, notices) = long_chat(), long_chat(archive="disk")
     assert notices == []
-    assert list(home.rglob("*.safetensors"))
+    assert list(own_home.rglob("*.safetensors"))
     for chat in (ram, disk):
         list(chat.switch("/budget", budget=2000))
     assert ram.snapshot().rows == disk.snapshot().rows
@@ -282,7 +276,7 @@ def test_an_archive_on_disk_holds_the_same_rows_as_one_in_ram(home: Path) -> Non
         assert torch.equal(one, other)
 
 
-def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(home: Path) -> None:
+def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(own_home: Path) -> None:
     chat, _ = long_chat()
     archived = chat.ledger.archived_count
     list(chat.switch("/set", archive="disk"))
@@ -290,7 +284,7 @@ def test_switching_the_archive_in_a_chat_keeps_the_archived_rows(home: Path) -> 
     list(chat.switch("/set", archive_limit="2GiB"))
     list(chat.switch("/set", archive="ram"))
     assert chat.ledger.archived_count == archived
-    assert not list(home.rglob("*.safetensors"))
+    assert not list(own_home.rglob("*.safetensors"))
 
 
 def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
@@ -304,7 +298,7 @@ def test_a_full_archive_is_reported_once_and_the_chat_goes_on() -> None:
 
 @pytest.mark.parametrize("recall", ["off", "mips"])
 def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
-    home: Path, monkeypatch: pytest.MonkeyPatch, recall: str
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, recall: str
 ) -> None:
     """A search is undone, and what a switch restores is restored, from memory."""
     monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)
@@ -337,8 +331,8 @@ def test_a_disk_that_fails_while_rows_are_moved_loses_none_of_them(
     assert chats[0].ledger.archived_count == chats[1].ledger.archived_count
 
 
-def test_where_the_disk_cannot_be_written_the_archive_stays_in_memory(home: Path) -> None:
-    (home / "data").write_text("a file where a folder should be")
+def test_where_the_disk_cannot_be_written_the_archive_stays_in_memory(own_home: Path) -> None:
+    (own_home / "data").write_text("a file where a folder should be")
     (ram, _), (chat, notices) = long_chat(), long_chat(archive="disk")
     assert [text for text in notices if "can't be written to disk" in text] == notices
     assert len(notices) == 1

@@ -24,10 +24,7 @@ from sirchat.paths import compiled_dir
 SHAPE = HeadShape(9, 3, 64)
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 def of_times(monkeypatch: pytest.MonkeyPatch, bfloat16: float, float16: float) -> list[HeadShape]:
@@ -69,9 +66,9 @@ def test_another_processor_or_shape_is_measured_anew_but_not_another_number_of_t
 
 
 def test_where_nothing_can_be_written_it_is_measured_at_each_start(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (home / "state").touch()
+    (own_home / "state").touch()
     asked = of_times(monkeypatch, 1, 2)
     assert fastest_type(SHAPE) == fastest_type(SHAPE) == torch.bfloat16
     assert len(asked) == 2
@@ -112,7 +109,7 @@ def test_the_setting_reaches_the_cache_and_the_list_of_models(
 
 
 def test_products_are_measured_once_and_a_damaged_file_is_measured_anew(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Products("float32", few_4=64, few_8=32, few=32)
     monkeypatch.setattr(measuring, "measure_products", lambda: slow)

@@ -141,15 +141,8 @@ def test_sizes_without_sense_are_unknown_and_no_error(
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        "[]",
-        "3",
-        "[" * 100_000,
-        '{"model_type": 3}',
-        "{}",
-        "\x00",
-        '{"architectures": [1]}',
+        *("", "{", "[]", "3", "[" * 100_000, "{}", "\x00"),
+        *('{"model_type": 3}', '{"architectures": [1]}'),
     ],
     ids=lambda one: one[:12],
 )

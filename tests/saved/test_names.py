@@ -14,11 +14,7 @@ from sirchat.errors import SessionError, UsageError
 from sirchat.saved.session_list import LENGTH, find_session, list_sessions
 from sirchat.saved.store import SessionStore
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def test_a_name_finds_a_session_wherever_an_id_does(folder: Path) -> None:

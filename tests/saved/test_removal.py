@@ -12,11 +12,7 @@ from sirchat.saved.session_list import list_sessions
 from sirchat.ui.typed_input import input_history
 from terminal import Terminal
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def _typed(*lines: str) -> list[str]:

@@ -12,10 +12,7 @@ from command import run
 from sirchat.cli.app import _with_defaults
 from terminal import Terminal
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 @pytest.mark.slow

@@ -74,16 +74,8 @@ def test_text_of_any_language_is_found(tmp_path: Path, text: str, words: str, ma
 
 def test_words_are_never_taken_for_a_query_language(tmp_path: Path) -> None:
     path = new(tmp_path, 'NOT a "quoted" name:value* (x) AND ^this OR that NEAR here')
-    for words in (
-        '"quoted',
-        "name:value*",
-        "(x",
-        "NOT",
-        "AND ^this",
-        "NEAR(here",
-        "text:a",
-        "a\0b",
-    ):
+    asked = ('"quoted', "name:value*", "(x", "NOT", "AND ^this", "NEAR(here", "text:a", "a\0b")
+    for words in asked:
         assert found(tmp_path, words) in ([path], []), words
     assert found(tmp_path, 'not "quoted" NEAR') == [path]
     for words in ("", "  ", "?!", '"*"', "\0"):

@@ -38,10 +38,7 @@ MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
 KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    return tmp_path / "data" / "sessions"
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def talk(chat: Session, saving: Autosave | None, messages: list[str]) -> None:

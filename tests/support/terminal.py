@@ -352,6 +352,12 @@ class Shared:
         self._chat.ask("/reset")
         return self._chat
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the chat."""
         if self._chat is not None:

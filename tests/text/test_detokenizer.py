@@ -49,16 +49,9 @@ def test_half_a_character_is_not_joined_over_a_gap() -> None:
 @pytest.mark.parametrize(
     ("text", "ends"),
     [
-        ("Good night.", True),
-        ("Really?!", True),
-        ('He said "no."', True),
-        ("(Yes!)", True),
-        ("海は広い。", True),
-        ("नमस्ते।", True),
-        ("مرحبا؟", True),
-        ("a, b", False),
-        ("", False),
-        ('"', False),
+        *((text, True) for text in ("Good night.", "Really?!", 'He said "no."', "(Yes!)")),
+        *((text, True) for text in ("海は広い。", "नमस्ते।", "مرحبا؟")),
+        *((text, False) for text in ("a, b", "", '"')),
     ],
 )
 def test_a_sentence_ends_in_any_script(text: str, ends: bool) -> None:

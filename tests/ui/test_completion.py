@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,7 @@ from prompt_toolkit.document import Document
 
 from chatting import babbler, session
 from sirchat.ui.completion import SlashCompleter
-from terminal import Shared, Terminal
-
-
-@pytest.fixture(scope="module")
-def shared(home: Path) -> Iterator[Shared]:
-    chats = Shared(lambda: Terminal(home=home, rows=24, columns=120))
-    yield chats
-    chats.close()
-
-
-@pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    return shared.anew()
+from terminal import Terminal
 
 
 def _menu(chat: Terminal, typed: str, *patterns: str) -> None:

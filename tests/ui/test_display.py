@@ -24,9 +24,8 @@ _GAUGE = r"━+─* {2}[\d,]+/1,024 held"
 
 @pytest.fixture(scope="module")
 def shared(home: Path, endless: str) -> Iterator[Shared]:
-    chats = Shared(lambda: Terminal("--model", endless, home=home))
-    yield chats
-    chats.close()
+    with Shared(lambda: Terminal("--model", endless, home=home)) as chats:
+        yield chats
 
 
 @pytest.fixture

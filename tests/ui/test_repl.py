@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,7 @@ from sirchat.ui.commands import GROUPS, Commands, Leave
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.typed_input import InMemory
-from terminal import Shared, Terminal
-
-
-@pytest.fixture(scope="module")
-def shared(home: Path) -> Iterator[Shared]:
-    chats = Shared(lambda: Terminal(home=home, rows=24, columns=120))
-    yield chats
-    chats.close()
-
-
-@pytest.fixture
-def chat(shared: Shared) -> Terminal:
-    return shared.anew()
+from terminal import Terminal
 
 
 def _seen(chat: Terminal) -> int:

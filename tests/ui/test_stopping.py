@@ -24,9 +24,8 @@ def paged(home: Path) -> Path:
 @pytest.fixture(scope="module")
 def shared(home: Path, paged: Path, endless: str) -> Iterator[Shared]:
     environ = {"PAGER": pager_into(paged)}
-    chats = Shared(lambda: Terminal("--model", endless, home=home, environ=environ))
-    yield chats
-    chats.close()
+    with Shared(lambda: Terminal("--model", endless, home=home, environ=environ)) as chats:
+        yield chats
 
 
 @pytest.fixture

@@ -30,9 +30,8 @@ def shared(home: Path, endless: str) -> Iterator[Shared]:
     editor.write_text('#!/bin/sh\necho "and edited" >> "$1"\n', encoding="utf-8")
     editor.chmod(0o755)
     environ = {"EDITOR": str(editor), "VISUAL": ""}
-    chats = Shared(lambda: Terminal("--model", endless, home=home, environ=environ))
-    yield chats
-    chats.close()
+    with Shared(lambda: Terminal("--model", endless, home=home, environ=environ)) as chats:
+        yield chats
 
 
 @pytest.fixture
