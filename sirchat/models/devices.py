@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,8 +24,6 @@ Where = torch.device | str  # of a part of a model: a GPU, `CPU` or `DISK`
 Placement = dict[str, Where]  # by the name of a layer, or of a module outside the layers
 
 CPU, DISK = "cpu", "disk"
-
-Result = TypeVar("Result")
 
 _SYS = Path("/sys")
 
@@ -122,24 +118,6 @@ def memory_by_device(
         archived += archive.bytes_by_device()
     names = dict.fromkeys([*weights, *rows, *archived])
     return [DeviceMemory(name, weights[name], rows[name], archived[name]) for name in names]
-
-
-def in_ending_thread(work: Callable[[], Result]) -> Result:
-    """Call `work`, which loads a model, in a thread that then ends: another one will generate.
-
-    OpenMP gives each thread that computes its own workers until it ends. With more workers than
-    cores, they sleep when they wait for each other, and a token takes up to four times as long.
-    """
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future.result()
 
 
 def use_threads(count: int, environment: Mapping[str, str] = os.environ) -> None:

@@ -10,24 +10,21 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, nearest
+from sirchat.models.ending_thread import in_ending_thread
 from sirchat.models.names import cache_folder, locate, suggestion
 from sirchat.models.progress import Progress, bar_class, no_logs
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
-
-Answer = TypeVar("Answer")
 
 _SECONDS = 1.5  # the longest wait for the hub's answer, the look-up of its address included
 _LARGE = 8 * 2**20  # bytes; smaller files can be fetched again
@@ -64,6 +61,7 @@ def only_cached(name: str) -> bool:
 
     Raises ModelError if the model is not in the cache either.
     """
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
 
     try:
@@ -71,7 +69,7 @@ def only_cached(name: str) -> bool:
     except ModelError as error:
         if isinstance(error.__cause__, GatedRepoError):
             return False  # the error from loading the model says how to get access
-        if _is_cached(name):
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return True
         raise
     return False
@@ -87,8 +85,9 @@ def ask_hub(name: str, *, with_files: bool = False) -> ModelInfo:
     api = HfApi()
     get_session()  # loads certificates, which must not count as network time
     with explained(name):
-        return _within(
-            _SECONDS, lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files)
+        # The library's own limit does not include the look-up of the hub's address.
+        return in_ending_thread(
+            lambda: api.model_info(name, timeout=_SECONDS, files_metadata=with_files), _SECONDS
         )
 
 
@@ -152,27 +151,6 @@ def _unreachable(name: str, hint: str) -> ModelError:
         f"model {name!r} is not on this machine, and the hub can't be reached",
         hint=hint or suggestion(name),
     )
-
-
-def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Call `ask`; raises TimeoutError after `seconds`."""
-    # The time limits of the hub's library do not include the look-up of the hub's address.
-    future: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(ask())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future.result(seconds)
-
-
-def _is_cached(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _chosen(name: str, info: ModelInfo, file: str | None) -> list[tuple[str, int]]:

@@ -24,7 +24,7 @@ from sirchat.config.profile import Profile
 from sirchat.config.profile_files import resolve
 from sirchat.errors import UsageError, format_value
 from sirchat.memory.archive_folder import sweep
-from sirchat.models.devices import in_ending_thread
+from sirchat.models.ending_thread import in_ending_thread
 from sirchat.models.load import load_model_of
 from sirchat.paths import archives_dir, served_dir
 from sirchat.server.access import read_body, show_error

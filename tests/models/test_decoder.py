@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -161,16 +159,6 @@ def test_the_config_says_what_that_of_transformers_says(case: str, folder: Path)
         assert (one.key.interleaved, one.key.offset, one.value) == (False, 0, None)
 
 
-@pytest.mark.parametrize(
-    "odd", [{"num_key_value_heads": 3}, {"head_dim": 17}, {"rms_norm_eps": None}]
-)
-def test_what_it_can_not_compute_is_left_to_transformers(odd: dict[str, Any], folder: Path) -> None:
-    values = config_values(parse_gguf(file_of("llama", folder)))
-    assert values is not None
-    assert DecoderConfig.can_read(values)
-    assert not DecoderConfig.can_read({**values, **odd})
-
-
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "kvzip"])
 def test_a_policy_that_needs_attention_can_be_switched_to_in_a_chat(
     policy: str, folder: Path
@@ -245,18 +233,3 @@ def test_a_vocabulary_of_byte_pairs_is_the_one_that_transformers_makes(
     assert found.special_tokens_map == wanted.special_tokens_map
     assert (len(found), found.vocab_size) == (len(wanted), wanted.vocab_size)
     assert (found.bos_token_id, found.eos_token_id) == (1, 2)
-
-
-def test_a_question_to_a_gguf_model_is_answered_without_transformers(folder: Path) -> None:
-    path = write_gguf(folder / "asked.gguf", tiny(), "Q8_0")
-    program = (
-        "import sys; from sirchat.cli import main\n"
-        "try: main()\n"
-        "finally: print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
-        "if n in sys.modules], file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", program, "ask", "-m", str(path), "--max-new-tokens", "4", "hi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert done.stderr.splitlines()[-1] == "[]"

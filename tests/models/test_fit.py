@@ -15,7 +15,6 @@ from chatting import tiny
 from command import run
 from families import build
 from gguf_file import write_gguf
-from sirchat import paths
 from sirchat.config.profile import Profile
 from sirchat.errors import ModelError, UsageError
 from sirchat.models.device_map import GPU_RESERVE, Layout, layout_of, parse_devices
@@ -246,33 +245,3 @@ def test_sizes_that_a_config_does_not_state_are_unknown(tmp_path: Path) -> None:
     assert said.weights == fit(tiny_dir()).choices[0].weights
     assert set(said.caches.values()) == {None}
     assert said.largest_budget is None
-
-
-def test_a_model_is_found_by_each_of_its_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.chdir(tmp_path)
-    paths.models_dir().mkdir(parents=True, exist_ok=True)
-    write_gguf(paths.models_dir() / "small.gguf", tiny(), "Q4_1")
-    folder = tmp_path / "hub" / "models--me--cached"
-    snapshot = folder / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (snapshot / name).symlink_to(tiny_dir() / name)
-    for name in ("tiny", str(tiny_dir()), "small.gguf", "me/cached"):
-        found = find_model(name)
-        assert found.name == name
-        assert found.shape is not None
-        assert found.shape.context_length == 2048
-    with pytest.raises(ModelError, match=r"me/other.*not on this machine.*models pull me/other"):
-        find_model("me/other")
-    (snapshot / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"me/cached.*incomplete.*sirchat models pull me/cached"):
-        find_model("me/cached")
-    for number in (1, 2):
-        write_gguf(snapshot / f"{number}.gguf", tiny(), "Q4_1")
-    with pytest.raises(ModelError, match=r"several.*me/cached/1\.gguf, me/cached/2\.gguf"):
-        find_model("me/cached")
-    assert find_model("me/cached/2.gguf").size > 0

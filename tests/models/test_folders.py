@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from chatting import tiny
+from gguf_file import write_gguf
 from gguf_models import random_model
 from sirchat.errors import ModelError
 from sirchat.models.decoder import Decoder
@@ -99,6 +101,8 @@ def test_the_config_is_that_of_transformers(values: dict[str, Any], tmp_path: Pa
         {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
         {"pretraining_tp": 2},
         {"num_key_value_heads": 5},
+        {"head_dim": 17},
+        {"rms_norm_eps": None},
         {"eos_token_id": ...},
     ],
 )
@@ -138,14 +142,19 @@ def test_a_damaged_folder_is_left_to_transformers_which_says_what_is_wrong(tmp_p
     assert folder_parts(whole, torch.float32, None) is None
 
 
-def test_the_bundled_model_answers_without_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bundled", "GGUF"])
+def test_a_question_is_answered_without_transformers(kind: str, tmp_path: Path) -> None:
     program = (
-        "import sys; from sirchat.cli import main; sys.argv[1:] = ['ask', '-m', 'tiny', 'Hello']\n"
+        "import sys; from sirchat.cli import main\n"
         "try: main()\n"
-        "finally: print('transformers' in sys.modules, file=sys.stderr)"
+        "finally: print([n for n in ('transformers', 'accelerate', 'prompt_toolkit') "
+        "if n in sys.modules], file=sys.stderr)"
     )
+    name = "tiny"
+    if kind == "GGUF":
+        name = str(write_gguf(tmp_path / "asked.gguf", tiny(), "Q8_0"))
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, "ask", "-m", name, "--max-new-tokens", "4", "Hello"],
         capture_output=True,
         text=True,
         env={"SIRCHAT_HOME": str(tmp_path), "SIRCHAT_COMPILE": "off", "PATH": ""},
@@ -153,4 +162,4 @@ def test_the_bundled_model_answers_without_transformers(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.strip()
-    assert done.stderr.splitlines()[-1] == "False", done.stderr
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr

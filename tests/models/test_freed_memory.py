@@ -15,10 +15,6 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
-def test_it_can_be_called_anywhere() -> None:
-    trim_memory()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_small_pieces_left_is_given_back() -> None:
     pieces = [bytearray(50_000) for _ in range(4_000)]  # below the size that is mapped apart

@@ -12,7 +12,7 @@ from chatting import tiny
 from gguf_file import write_gguf
 from sirchat import paths
 from sirchat.errors import ModelError
-from sirchat.models.listing import FoundModel, find_models, model_names
+from sirchat.models.listing import FoundModel, find_model, find_models, model_names
 from sirchat.models.names import locate
 from sirchat.paths import tiny_dir
 
@@ -167,3 +167,25 @@ def test_folders_that_are_gone_or_endless_do_no_harm(places: Path) -> None:
     deep.mkdir(parents=True)
     (places / "deep" / "a" / "again").symlink_to(places / "deep")
     assert list(by_name(places / "nowhere", places / "deep")) == list(by_name())
+
+
+def test_a_model_is_found_by_each_of_its_names(places: Path) -> None:
+    paths.models_dir().mkdir(parents=True)
+    write_gguf(paths.models_dir() / "small.gguf", tiny(), "Q4_1")
+    folder = cached(places, "me/cached", "config.json", "model.safetensors")
+    for name in ("tiny", str(tiny_dir()), "small.gguf", "me/cached"):
+        model = find_model(name)
+        assert model.name == name
+        assert model.shape is not None
+        assert model.shape.context_length == 2048
+    with pytest.raises(ModelError, match=r"me/other.*not on this machine.*models pull me/other"):
+        find_model("me/other")
+    snapshot = folder / "snapshots" / COMMIT
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"me/cached.*incomplete.*sirchat models pull me/cached"):
+        find_model("me/cached")
+    for number in (1, 2):
+        write_gguf(snapshot / f"{number}.gguf", tiny(), "Q4_1")
+    with pytest.raises(ModelError, match=r"several.*me/cached/1\.gguf, me/cached/2\.gguf"):
+        find_model("me/cached")
+    assert find_model("me/cached/2.gguf").size > 0

@@ -32,33 +32,23 @@ def folder_with(path: Path, config: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", [name for name in HELD if name not in ALL_HEADS])
+FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}  # caches keys for all its heads
+MADE: dict[str, dict[str, Any]] = {
+    "falcon": FALCON,
+    **{name: HYBRIDS[name] for name in ("lfm2", "qwen3_next")},  # attention layers count only
+}
+
+
+@pytest.mark.parametrize("family", [*(name for name in HELD if name not in ALL_HEADS), *MADE])
 def test_context_and_cache_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
-    model = loaded(family)
+    made = family in MADE
+    model = wrap_model(family, build(family, MADE[family]), None) if made else loaded(family)
     model.module.config.save_pretrained(tmp_path)
     cache = model.new_cache(24)
     model.forward([1], cache)
     shape = shape_of_folder(tmp_path)
     assert shape.context_length == model.context_length
     assert cache_bytes(shape, Profile(device="cpu"), 24) == cache.nbytes
-
-
-def test_falcon_with_grouped_heads_caches_keys_for_every_query_head(tmp_path: Path) -> None:
-    module = build("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2})
-    module.config.save_pretrained(tmp_path)
-    cache = (model := wrap_model("falcon", module, None)).new_cache(24)
-    model.forward([1], cache)
-    assert cache_bytes(shape_of_folder(tmp_path), Profile(device="cpu"), 24) == cache.nbytes
-
-
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
-def test_the_size_of_a_hybrid_model_counts_its_attention_layers(name: str, tmp_path: Path) -> None:
-    module = build(name, HYBRIDS[name])
-    module.config.save_pretrained(tmp_path)
-    model = wrap_model(name, module, None)
-    cache = model.new_cache(24)
-    model.forward([0] * 24, cache)
-    assert cache_bytes(shape_of_folder(tmp_path), Profile(device="cpu"), 24) == cache.nbytes
 
 
 @pytest.mark.parametrize("family", [name for name in REFUSED if name != "bart-decoder"])

@@ -12,12 +12,12 @@ import torch
 from sirchat.models.devices import (
     cpu_quota,
     free_threads,
-    in_ending_thread,
     physical_cores,
     threads_for,
     threads_in_words,
     use_threads,
 )
+from sirchat.models.ending_thread import in_ending_thread
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_thread_that_has_ended_keeps_no_workers() -> None:
     """Workers of a thread that only waits slow down the workers of the one that generates."""
     script = (
         "import sys, threading, time; from pathlib import Path; import torch\n"
-        "from sirchat.models.devices import in_ending_thread\n"
+        "from sirchat.models.ending_thread import in_ending_thread\n"
         "torch.set_num_threads(3)\n"
         "count = lambda: len(list(Path('/proc/self/task').iterdir()))\n"
         "before = count()\n"

@@ -1,0 +1,27 @@
+"""Calls a function in a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def in_ending_thread(work: Callable[[], Result], seconds: float | None = None) -> Result:
+    """Call `work` in a thread that then ends; raises TimeoutError after `seconds`."""
+    # A model is loaded so, because another thread will generate: OpenMP gives each thread that
+    # computes its own workers until it ends. With more workers than cores, they sleep when they
+    # wait for each other, and a token takes up to four times as long.
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future.result(seconds)
