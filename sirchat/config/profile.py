@@ -15,6 +15,8 @@ from sirchat.memory.registry import BEST_RETRIEVER, RETRIEVERS
 _MIN_EVICTABLE = 16  # least number of cache slots beside the sinks
 _MANY = 10**9  # more tokens than any conversation has
 _MOST_BYTES = 2**62
+_Count = Annotated[int, Field(ge=0, le=_MANY)]
+_AtLeastOne = Annotated[int, Field(ge=1, le=_MANY)]
 
 # The settings that can't change during a conversation.
 FIXED = (
@@ -115,17 +117,11 @@ class Profile(BaseModel):
         description="Maximum number of tokens in the cache, sinks included. If not set, a chat "
         "takes half of the model's context length, but at least 1,024 and at most 4,096.",
     )
-    sinks: int = Field(
-        default=4,
-        ge=0,
-        le=_MANY,
-        description="How many of the first tokens of the conversation are never evicted.",
+    sinks: _Count = Field(
+        default=4, description="How many of the first tokens of the conversation are never evicted."
     )
-    recent: int = Field(
-        default=32,
-        ge=0,
-        le=_MANY,
-        description="How many of the newest tokens the policy always keeps.",
+    recent: _Count = Field(
+        default=32, description="How many of the newest tokens the policy always keeps."
     )
     decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
         default=1.0,
@@ -146,8 +142,8 @@ class Profile(BaseModel):
         description="How random the sampling is; 0 always takes the most likely token. If "
         "nothing is set, a chat uses the model's own generation settings, or 0.2.",
     )
-    top_k: int | None = Field(
-        default=None, ge=1, le=_MANY, description="Sample only among this many most likely tokens."
+    top_k: _AtLeastOne | None = Field(
+        default=None, description="Sample only among this many most likely tokens."
     )
     top_p: float | None = Field(
         default=None,
@@ -168,17 +164,12 @@ class Profile(BaseModel):
         le=10,
         description="Factor that makes tokens that appeared before less likely; 1 has no effect.",
     )
-    repetition_window: int = Field(
+    repetition_window: _Count = Field(
         default=64,
-        ge=0,
-        le=_MANY,
         description="How many of the newest tokens in the cache the penalty counts; 0 counts all.",
     )
-    max_new_tokens: int = Field(
-        default=512,
-        ge=1,
-        le=_MANY,
-        description="Maximum number of tokens in one reply; a longer reply is cut.",
+    max_new_tokens: _AtLeastOne = Field(
+        default=512, description="Maximum number of tokens in one reply; a longer reply is cut."
     )
     lookup: bool = Field(
         default=True,
@@ -210,7 +201,7 @@ class Profile(BaseModel):
         f"on means {BEST_RETRIEVER}, off restores none. If not set, a chat with a real model uses "
         f"{BEST_RETRIEVER}.",
     )
-    recall_n: Annotated[int, Field(ge=1, le=_MANY)] | Literal["auto"] = Field(
+    recall_n: _AtLeastOne | Literal["auto"] = Field(
         default="auto",
         description="How many tokens of the budget are reserved for restored tokens; auto chooses "
         "by the budget, and words and bm25 then leave out turns that fit much less well than the "
