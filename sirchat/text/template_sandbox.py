@@ -99,17 +99,7 @@ class _TemplateDict:
         return dict.fromkeys(*args)
 
 
-def own_names() -> dict[str, Any]:
-    """By name, the functions that a chat template can call in addition to those of jinja."""
-    return {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
-        "dict": _TemplateDict(),
-        "namespace": _TemplateNamespace,
-    }
-
-
-def to_json(
+def _to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
@@ -152,8 +142,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             optimized=False,  # a template's constants are not computed while it is compiled
             finalize=self._shown,
         )
-        self.globals |= own_names()
-        filters = {**self.filters, "tojson": to_json}
+        self.globals |= {
+            "raise_exception": _refuse,
+            "strftime_now": _now,
+            "dict": _TemplateDict(),
+            "namespace": _TemplateNamespace,
+        }
+        filters = {**self.filters, "tojson": _to_json}
         self.filters = {
             name: self._limited(name, function)
             for name, function in filters.items()
