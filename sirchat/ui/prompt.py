@@ -275,18 +275,14 @@ class Prompt:
         keys = KeyBindings()
         typing = has_focus("DEFAULT_BUFFER") & ~is_searching
 
-        @keys.add("enter", filter=typing)
-        def _enter(event: KeyPressEvent) -> None:
-            self._enter(event.current_buffer)
+        keys.add("enter", filter=typing)(self._enter)
+        keys.add("c-c", filter=typing)(self._cancel)
+        keys.add(Keys.BracketedPaste, filter=typing)(self._paste)
 
         @keys.add("escape", "enter", filter=typing)
         @keys.add("c-j", filter=typing)
         def _new_line(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
-
-        @keys.add("c-c", filter=typing)
-        def _cancel(event: KeyPressEvent) -> None:
-            self._cancel(event)
 
         @keys.add("<sigint>")
         def _signal(event: KeyPressEvent) -> None:
@@ -302,14 +298,11 @@ class Prompt:
         def _no_mouse(event: KeyPressEvent) -> None:
             """Ignore what looks like a mouse event: it is part of a typed escape sequence."""
 
-        @keys.add(Keys.BracketedPaste, filter=typing)
-        def _paste(event: KeyPressEvent) -> None:
-            self._paste(event.current_buffer, event.data)
-
         return keys
 
-    def _enter(self, buffer: Buffer) -> None:
+    def _enter(self, event: KeyPressEvent) -> None:
         """Enter the typed text or the suggested line; behind `\\` or in open quotes, a new line."""
+        buffer = event.current_buffer
         if not buffer.text and self._suggested:
             buffer.insert_text(self._suggested)
         text = buffer.text
@@ -334,8 +327,8 @@ class Prompt:
         self._pasted = None
         self._signs.begin()
 
-    def _paste(self, buffer: Buffer, data: str) -> None:
-        data = data.replace("\r\n", "\n").replace("\r", "\n")
+    def _paste(self, event: KeyPressEvent) -> None:
+        buffer, data = event.current_buffer, event.data.replace("\r\n", "\n").replace("\r", "\n")
         begins = not buffer.text.strip() and bool(data)
         if begins:
             buffer.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -25,6 +25,18 @@ from sirchat.ui.theme import ROLE_NAMES, Theme
 
 NOTHING_HELD: Final = "·"  # the sign of a turn of which no word is held
 
+# The cells of a table's columns, by their titles; columns of text are aligned on the left.
+Columns = dict[str, Sequence[str] | Sequence[str | Text]]
+
+_TEXTS: Final[dict[str, dict[str, Any]]] = {
+    "role": {},
+    "is": {},
+    "token": {"min_width": 8},
+    "flags": {},
+    "by the words": {"min_width": 12},
+    "recalled text": {"ratio": 1},
+    "words that were evicted": {"ratio": 1},
+}
 _SHARES: Final = "▁▂▃▄▅▆▇"
 _RANKING_WIDTH = 60  # most columns of a ranking, so that a token is near its numbers
 
@@ -34,15 +46,15 @@ def draw_tokens(rows: Sequence[TokenRow], theme: Theme, width: int | None = None
 
     If the flags don't fit into `width` cells, they go into a second table below.
     """
+    tracked = any(row.attention is not None for row in rows)
+    titles = ["position", "turn", "role", "token", "id", "surprisal", "score"]
+    titles += ["attention"] * tracked
     flagged = [row for row in rows if row.flags]
-    table = _token_table(rows, theme, has_flags=bool(flagged))
+    table = _table(theme, _columns(rows, theme, *titles, *["flags"] * bool(flagged)))
     if not flagged or width is None or _width(table) <= width:
         return table
-    below = _table(theme, "position", token=8)
-    below.add_column("flags", no_wrap=True, overflow="ellipsis")
-    for row in flagged:
-        below.add_row(str(row.position), _token(row, theme), " ".join(row.flags))
-    return Group(_token_table(rows, theme, has_flags=False), below)
+    below = _columns(flagged, theme, "position", "token", "flags")
+    return Group(_table(theme, _columns(rows, theme, *titles)), _table(theme, below))
 
 
 def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int) -> RenderableType:
@@ -50,27 +62,30 @@ def draw_token_ranks(token_ranks: Sequence[TokenRank], theme: Theme, width: int)
 
     Columns that don't fit into `width` cells go into further tables below.
     """
+    rows = [rank.row for rank in token_ranks]
     factors = list(token_ranks[0].factors) if token_ranks else []
     numbers = {
-        "surprisal": [nats(rank.row.surprisal) for rank in token_ranks],
+        **_columns(rows, theme, "surprisal"),
         "faded to": [f"{rank.decayed_to:.0%}" for rank in token_ranks],
         **{name: [significant(rank.factors[name]) for rank in token_ranks] for name in factors},
-        "score": [score_text(rank.row.score) for rank in token_ranks],
+        **_columns(rows, theme, "score"),
         "rank": ["-" if x.rank is None else f"{x.rank:,} of {x.held:,}" for x in token_ranks],
     }
     if any(rank.threshold is not None for rank in token_ranks):
         numbers["needs"] = [score_text(rank.threshold) for rank in token_ranks]
+    states = [
+        ", ".join([rank.state, *(flag for flag in rank.row.flags if flag in ("sink", "pinned"))])
+        for rank in token_ranks
+    ]
+    columns = _columns(rows, theme, "position", "turn", "token") | {"is": states}
     tables: list[Table] = []
-    columns: dict[str, Sequence[str]] = {}
     for name, texts in numbers.items():
-        wider = columns | {name: texts}
-        is_first = not tables
-        if columns and _width(_rank_table(token_ranks, theme, wider, is_first=is_first)) > width:
-            tables.append(_rank_table(token_ranks, theme, columns, is_first=is_first))
-            wider = {name: texts}
-        columns = wider
-    tables.append(_rank_table(token_ranks, theme, columns, is_first=not tables))
-    return Group(*tables)
+        is_wide = _width(_table(theme, columns | {name: texts})) > width
+        if is_wide and name != "surprisal":  # each table has at least one number
+            tables.append(_table(theme, columns))
+            columns = _columns(rows, theme, "position", "token")
+        columns[name] = texts
+    return Group(*tables, _table(theme, columns))
 
 
 def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: Theme) -> Table:
@@ -78,26 +93,23 @@ def draw_recalled(rows: Sequence[TokenRow], scores: Mapping[int, float], theme: 
 
     `scores` says how well they fit, by stream position.
     """
-    table = _table(theme, "position", "turn", token=8)
-    _add_numbers(table, "surprisal", "fits")
-    for row in sorted(rows, key=lambda row: -scores[row.position]):
-        numbers = nats(row.surprisal), f"{scores[row.position]:.3g}"
-        table.add_row(str(row.position), str(row.turn), _token(row, theme), *numbers)
-    return table
+    rows = sorted(rows, key=lambda row: -scores[row.position])
+    columns = _columns(rows, theme, "position", "turn", "token", "surprisal")
+    return _table(theme, columns | {"fits": [f"{scores[row.position]:.3g}" for row in rows]})
 
 
 def draw_recalled_turns(
     rows: Sequence[TokenRow], turns: Sequence[RecalledTurn], theme: Theme
 ) -> Table:
     """Draw a table of the turns with recalled tokens, the words that found them, and the text."""
-    table = _table(theme, "turn", "tokens")
-    table.add_column("by the words", no_wrap=True, overflow="ellipsis", min_width=12)
-    table.add_column("recalled text", no_wrap=True, overflow="ellipsis", ratio=1)
-    for turn in turns:
-        text = "".join(row.text for row in rows if row.turn == turn.turn)
-        words = displayable_line(", ".join(turn.words))
-        table.add_row(str(turn.turn), f"{turn.tokens:,}", words, displayable_line(text))
-    return table
+    texts = ["".join(row.text for row in rows if row.turn == turn.turn) for turn in turns]
+    columns: Columns = {
+        "turn": [str(turn.turn) for turn in turns],
+        "tokens": [f"{turn.tokens:,}" for turn in turns],
+        "by the words": [displayable_line(", ".join(turn.words)) for turn in turns],
+        "recalled text": list(map(displayable_line, texts)),
+    }
+    return _table(theme, columns)
 
 
 def draw_ranking(
@@ -107,48 +119,43 @@ def draw_ranking(
 
     If `scores` is empty, there is no such column.
     """
-    table = _table(theme, "position", "turn")
-    table.width = min(width, _RANKING_WIDTH)
-    table.add_column("token", no_wrap=True, overflow="ellipsis", ratio=1)
-    _add_numbers(table, "surprise", *[name] * bool(scores))
-    for row in rows:
-        known = [scores.get(row.position, "-")] if scores else []
-        place = str(row.position), str(row.turn)
-        table.add_row(*place, _token(row, theme), nats(row.surprisal), *known)
+    columns = _columns(rows, theme, "position", "turn", "token", "surprise")
+    if scores:
+        columns[name] = [scores.get(row.position, "-") for row in rows]
+    table = _table(theme, columns, width=min(width, _RANKING_WIDTH))
+    table.columns[2].ratio = 1
     return table
 
 
 def draw_turns(turns: Sequence[HeldShare], theme: Theme) -> RenderableType:
     """Draw a table of all turns: number of tokens, tokens in the cache, mean surprisal in nats."""
-    table = _table(theme, "turn")
-    table.add_column("role", no_wrap=True)
-    _add_numbers(table, "tokens", "held", "share", "mean surprise")
-    for turn in turns:
-        share = f"{turn.held / turn.tokens:.0%}" if turn.tokens else "-"
-        table.add_row(
-            str(turn.index),
-            _role(turn.role, theme),
-            f"{turn.tokens:,}",
-            f"{turn.held:,}",
-            Text.assemble(f"{share} ", (share_glyph(turn), theme.role(turn.role))),
-            nats(turn.surprisal),
-            style=None if turn.held else theme.quiet,
-        )
+    shares = [f"{turn.held / turn.tokens:.0%}" if turn.tokens else "-" for turn in turns]
+    columns: Columns = {
+        "turn": [str(turn.index) for turn in turns],
+        "role": [_role(turn.role, theme) for turn in turns],
+        "tokens": [f"{turn.tokens:,}" for turn in turns],
+        "held": [f"{turn.held:,}" for turn in turns],
+        "share": [
+            Text.assemble(f"{share} ", (share_glyph(turn), theme.role(turn.role)))
+            for share, turn in zip(shares, turns, strict=True)
+        ],
+        "mean surprise": [nats(turn.surprisal) for turn in turns],
+    }
+    table = _table(theme, columns)
+    for row, turn in zip(table.rows, turns, strict=True):
+        row.style = None if turn.held else theme.quiet
     return table
 
 
 def draw_evicted(turns: Sequence[EvictedText], theme: Theme, width: int) -> RenderableType:
     """Draw a table with a row per turn: its number of evicted tokens, and the words that fit."""
-    table = _table(theme, "turn")
-    table.width = width
-    table.add_column("role", no_wrap=True)
-    _add_numbers(table, "evicted")
-    table.add_column("words that were evicted", no_wrap=True, overflow="ellipsis", ratio=1)
-    for turn in turns:
-        words = Text(", ".join(displayable_line(word) for word in turn.words))
-        count = f"{turn.tokens - turn.held:,} of {turn.tokens:,}"
-        table.add_row(str(turn.index), _role(turn.role, theme), count, words)
-    return table
+    columns: Columns = {
+        "turn": [str(turn.index) for turn in turns],
+        "role": [_role(turn.role, theme) for turn in turns],
+        "evicted": [f"{turn.tokens - turn.held:,} of {turn.tokens:,}" for turn in turns],
+        "words that were evicted": [", ".join(map(displayable_line, turn.words)) for turn in turns],
+    }
+    return _table(theme, columns, width=width)
 
 
 def draw_histogram(
@@ -216,22 +223,43 @@ def significant(number: float) -> str:
     return f"{float(text):,.0f}" if "e+" in text and abs(number) < 1e9 else text
 
 
-def _table(theme: Theme, *numbers: str, token: int = 0) -> Table:
-    """A table with columns of numbers and, if `token` is not 0, one of tokens, at least as wide."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=theme.quiet)
-    _add_numbers(table, *numbers)
-    if token:
-        table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=token)
+def _table(theme: Theme, columns: Columns, width: int | None = None) -> Table:
+    """A table; in a window that is too narrow for it, words are cut, and no number."""
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=theme.quiet, width=width
+    )
+    for name, cells in columns.items():
+        if name in _TEXTS:
+            table.add_column(name, no_wrap=True, **_TEXTS[name])
+        else:
+            longest = max(cell_len(str(cell)) for cell in [name, *cells])
+            table.add_column(name, justify="right", no_wrap=True, min_width=longest)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
-def _add_numbers(table: Table, *names: str) -> None:
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+def _columns(rows: Sequence[TokenRow], theme: Theme, *titles: str) -> Columns:
+    """Columns with facts of tokens."""
+    return {title: [_cell(row, title, theme) for row in rows] for title in titles}
 
 
-def _token(row: TokenRow, theme: Theme) -> Text:
-    return Text(quoted(row.text), theme.token(row))
+def _cell(row: TokenRow, title: str, theme: Theme) -> str | Text:
+    match title:
+        case "role":
+            return _role(row.role, theme)
+        case "token":
+            return Text(quoted(row.text), theme.token(row))
+        case "surprisal" | "surprise":
+            return nats(row.surprisal)
+        case "score":
+            return score_text(row.score)
+        case "attention":
+            return significant(row.attention or 0.0)
+        case "flags":
+            return " ".join(row.flags)
+        case _:
+            return str(getattr(row, title))
 
 
 def _role(role: str, theme: Theme) -> Text:
@@ -242,54 +270,6 @@ def _width(table: Table) -> int:
     """Width of a table in cells, if nothing is cut."""
     console = Console(width=1000)
     return Measurement.get(console, console.options, table).maximum
-
-
-def _token_table(rows: Sequence[TokenRow], theme: Theme, *, has_flags: bool) -> Table:
-    tracked = any(row.attention is not None for row in rows)
-    table = _table(theme, "position", "turn")
-    table.add_column("role", no_wrap=True)
-    table.add_column("token", no_wrap=True, overflow="ellipsis", min_width=8)
-    _add_numbers(table, "id", "surprisal", "score", *["attention"] * tracked)
-    if has_flags:
-        table.add_column("flags", no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(
-            str(row.position),
-            str(row.turn),
-            _role(row.role, theme),
-            _token(row, theme),
-            str(row.id),
-            nats(row.surprisal),
-            score_text(row.score),
-            *[significant(row.attention or 0.0)] * tracked,
-            *[" ".join(row.flags)] * has_flags,
-        )
-    for column in table.columns:  # where the window is narrow, words are cut, and no number
-        if column.justify == "right":
-            column.min_width = max(len(str(cell)) for cell in [column.header, *column.cells])
-    return table
-
-
-def _rank_table(
-    token_ranks: Sequence[TokenRank],
-    theme: Theme,
-    columns: Mapping[str, Sequence[str]],
-    *,
-    is_first: bool,
-) -> Table:
-    """A table of ranked tokens with `columns`; the first table has their turns and states, too."""
-    table = _table(theme, "position", *["turn"] * is_first, token=8)
-    if is_first:
-        table.add_column("is", no_wrap=True)
-    _add_numbers(table, *columns)
-    for at, rank in enumerate(token_ranks):
-        row = rank.row
-        flags = [flag for flag in row.flags if flag in ("sink", "pinned")]
-        place = [str(row.position), *[str(row.turn)] * is_first]
-        state = [", ".join([rank.state, *flags])] * is_first
-        numbers = (texts[at] for texts in columns.values())
-        table.add_row(*place, _token(row, theme), *state, *numbers)
-    return table
 
 
 def _bin(name: str, held: str, evicted: str) -> str:
