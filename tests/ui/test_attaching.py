@@ -10,7 +10,7 @@ import pytest
 from chatting import hub_tokenizer, session
 from command import run
 from sirchat.errors import UsageError
-from sirchat.ui.attaching import describe_size, first_name, open_mention, with_file, with_files
+from sirchat.ui.attaching import describe_size, with_file, with_files
 from terminal import Terminal
 
 NOTES = "```notes.txt\nbuy milk\n```"
@@ -124,12 +124,6 @@ def test_read_refuses_what_it_can_not_read(rest: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_first_name_may_be_in_quotes() -> None:
-    assert first_name('a "b c"') == ("a", '"b c"')
-    assert first_name('"b c"  d') == ("b c", "d")
-    assert first_name("") == ("", "")
-
-
 @pytest.mark.parametrize(
     "arguments", [("replay", "-"), ("ask",), ("ask", "and @notes.txt?")], ids=str
 )
@@ -189,28 +183,8 @@ def test_the_tokens_told_are_those_that_are_read(folder: Path) -> None:
     list(chat.read_user(text))
     read = sum(row.role == "user" for row in chat.snapshot().rows)
     assert said == f"n.txt: {read:,} tokens; the budget is 1,024 tokens"
-
-
-def test_several_files_share_one_line(folder: Path) -> None:
-    _, files = with_files("@notes.txt @Makefile", print)
-    line = describe_size(files, session())
-    assert line.startswith("notes.txt: ")
-    assert ", Makefile: " in line
-    assert line.endswith(" tokens; the budget is 1,024 tokens")
-
-
-@pytest.mark.parametrize(
-    ("before", "begun"),
-    [
-        ("@", ""),
-        ("see @no", "no"),
-        ('see @"a b', '"a b'),
-        ("see @docs/", "docs/"),
-        *(("a@b", None), (r"\@no", None), ("@no x", None), ('@"a b" ', None), ("", None)),
-    ],
-)
-def test_a_file_name_under_way_is_known(before: str, begun: str | None) -> None:
-    assert open_mention(before) == begun
+    _, files = with_files("@n.txt @Makefile", print)
+    assert describe_size(files, chat).startswith(f"n.txt: {read:,} tokens, Makefile: ")
 
 
 @pytest.mark.slow

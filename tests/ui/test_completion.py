@@ -113,7 +113,8 @@ def _completed(text: str) -> set[str]:
         ("/export md no", {"/export md notes.txt"}),
         ("/export ", {"/export md", "/export html", "/export json", "/export svg"}),
         ("/copy ", {"/copy code", "/copy --osc52"}),
-        *((text, set()) for text in ("a@no", r"\@no", "@none", "@no x", "/read notes.txt no")),
+        *((text, set()) for text in ("a@no", r"\@no", "@none", "@no x", '@"a b.md" ')),
+        ("/read notes.txt no", set()),
         *((text, set()) for text in ("/set @no", "/export txt no", "/save no")),
     ],
 )

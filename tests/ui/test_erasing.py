@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import _lru_cache_wrapper
 from pathlib import Path
 
@@ -108,50 +108,37 @@ def test_no_cache_of_the_process_keeps_what_was_drawn_and_erased(chat: Chat) -> 
     assert not [text for text in cached_texts() if len(text) > 1 and re.search("[üàä洋⟨]", text)]
 
 
-def failing(error: Exception) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise error
-
-    return fail
-
-
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        (["sirchat.ui.typed_input.InMemory.erase"], "the typed lines could not be erased from"),
+        (
+            [f"sirchat.ui.typed_input.InMemory.{name}" for name in ("lines", "erase")],
+            "the typed lines could not be erased from",
+        ),
+        (["sirchat.saved.autosave.Autosave.update"], ".sqlite"),
+    ],
+    ids=["history", "unreadable history", "saved chat"],
+)
 def test_what_cant_be_erased_is_named_after_all_else_is_gone(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, broken: list[str], named: str
 ) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("read-only")
+
     chat.do("/save")
-    monkeypatch.setattr(chat.history, "erase", failing(OSError("read-only")))
-    shown = do(chat, "/erase --yes Marmalade")
-    assert "tokens erased" in shown
-    assert "the typed lines could not be erased from" in shown
-    assert "read-only" in shown
-    assert "Marmalade" not in chat.texts[0]
-    files = [file for file in sessions_dir().iterdir() if file.is_file()]
-    assert files
-    assert not any(b"Marmalade" in file.read_bytes() for file in files)
-
-
-def test_a_history_that_cannot_be_read_keeps_nothing_else_from_being_erased(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("lines", "erase"):
-        monkeypatch.setattr(chat.history, name, failing(IsADirectoryError("a directory")))
+    for method in broken:
+        monkeypatch.setattr(method, fail)
     assert "would erase" in do(chat, "/erase Marmalade")
     shown = do(chat, "/erase --yes")
     assert "tokens erased" in shown
-    assert "the typed lines could not be erased from" in shown
+    assert "could not be erased from" in shown
+    assert named in shown
     assert "Marmalade" not in chat.texts[0]
-
-
-def test_a_saved_chat_that_cannot_be_written_is_named(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat.do("/save")
-    monkeypatch.setattr("sirchat.saved.autosave.Autosave.update", failing(OSError("no space")))
-    shown = do(chat, "/erase --yes Marmalade")
-    assert "tokens erased" in shown
-    assert "the saved text could not be erased from" in shown
-    assert ".sqlite" in shown
-    assert "Marmalade" not in chat.texts[0]
+    files = [file for file in sessions_dir().iterdir() if file.is_file()]
+    if named != ".sqlite":
+        assert files
+        assert not any(b"Marmalade" in file.read_bytes() for file in files)
 
 
 def test_a_link_that_was_planted_beside_the_history_is_not_followed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from sirchat.models.load import load_model
 from terminal import Terminal
 from warm_python import warm_python
 
-EventBuilder = list[tuple[str, int, int | None]]
-
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -30,43 +27,22 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny())
 
 
-def python(
-    *arguments: str, text: str = "", program: tuple[str, ...] = (sys.executable,)
-) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
-    return subprocess.run(
-        [*program, *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        env=environ,
-    )
-
-
-def load_reporting(name: str) -> EventBuilder:
-    reports: EventBuilder = []
+def load_reporting(name: str) -> list[tuple[str, int, int | None]]:
+    reports: list[tuple[str, int, int | None]] = []
     load_model(
         name, device="cpu", progress=lambda what, done, total: reports.append((what, done, total))
     )
     return reports
 
 
-def test_loading_reports_its_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_reports_its_progress_and_draws_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = str(save_babbler(tmp_path))
     capfd.readouterr()
     what, done, total = load_reporting(folder)[-1]
     assert what == "Reading weights"
     assert done == total
-    assert capfd.readouterr() == ("", "")
-
-
-def test_without_a_progress_callback_nothing_is_drawn_either(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(save_babbler(tmp_path))
-    capfd.readouterr()
     load_model(folder, device="cpu")
     assert capfd.readouterr() == ("", "")
 
@@ -104,16 +80,12 @@ def test_what_libraries_say_while_loading_is_not_shown(
 
 
 @pytest.mark.slow
-def test_a_gguf_file_loads_silently_in_a_process_of_its_own(gguf: Path) -> None:
-    load = "import sys; from sirchat.models.load import load_model; load_model(sys.argv[1])"
-    done = python("-c", load, str(gguf))
-    assert (done.stdout, done.stderr) == ("", "")
-
-
-@pytest.mark.slow
 def test_a_pipe_gets_nothing_but_our_own_lines(gguf: Path) -> None:
-    command = ("-m", "sirchat", "--device", "cpu", "--model", str(gguf))
-    done = python(*command, text="hello", program=warm_python())
+    command = [*warm_python(), "-m", "sirchat", "--device", "cpu", "--model", str(gguf)]
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        command, input="hello", capture_output=True, text=True, check=True, timeout=120, env=environ
+    )
     assert done.stdout.startswith("USER: hello\nASSISTANT: ")
     assert [line.split()[0] for line in done.stderr.splitlines()] == ["turn", "turn"]
 

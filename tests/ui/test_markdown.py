@@ -55,27 +55,19 @@ def _shown(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize(("panel", "count"), [("off", DOCUMENTS), ("live", 20)])
 def test_what_was_streamed_is_the_document_rendered_at_once(
-    terminal: FakeTerminal, columns: int
+    terminal: FakeTerminal, columns: int, panel: str, count: int
 ) -> None:
-    for number, document in enumerate(documents(DOCUMENTS, seed=WIDTHS.index(columns))):
-        _shown(terminal, [document], "off", columns)
+    for number, document in enumerate(documents(count, seed=WIDTHS.index(columns))):
+        _shown(terminal, [document], panel, columns)
         at_once = _cells(terminal)
-        _shown(terminal, pieces(document, number), "off", columns)
+        _shown(terminal, pieces(document, number), panel, columns)
         assert _cells(terminal) == at_once, number
-        rows = _LAYOUT.rows(document, columns, soft=True)
-        shown = [unicodedata.normalize("NFC", row.text).rstrip() for row in rows]
-        assert shown == lines_of(terminal.screen)[: len(rows)], number
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [60, 100, 160])
-def test_above_the_live_panel_it_is_the_same(terminal: FakeTerminal, columns: int) -> None:
-    for number, document in enumerate(documents(20, seed=1)):
-        _shown(terminal, [document], "live", columns)
-        at_once = _cells(terminal)
-        _shown(terminal, pieces(document, number), "live", columns)
-        assert _cells(terminal) == at_once, number
+        if panel == "off":
+            rows = _LAYOUT.rows(document, columns, soft=True)
+            shown = [unicodedata.normalize("NFC", row.text).rstrip() for row in rows]
+            assert shown == lines_of(terminal.screen)[: len(rows)], number
 
 
 TOKEN = 6  # characters of a model's longest usual token
