@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -31,26 +31,34 @@ from sirchat.ui.text import displayable_line, shorten
 # A value that completion offers, and its meaning, which is shown as help.
 Selection = tuple[str, str]
 
-_PANEL = (
-    ("full", "show all held tokens now"),
-    ("live", "show some held tokens while the model writes"),
-    ("turn", "show some held tokens after each reply"),
-    ("on", "another name for live"),
-    ("off", "never show the panel"),
-)
-_TOKENS = (
-    ("all", "all held tokens"),
-    ("turn", "the held tokens of one message: turn N"),
-    ("top", "the held tokens of highest score: top N"),
-    ("next", "the tokens that will be evicted next"),
-)
+# What can follow a command, if it is always the same.
+_VALUES: Mapping[str, Collection[Selection]] = {
+    "panel": (
+        ("full", "show all held tokens now"),
+        ("live", "show some held tokens while the model writes"),
+        ("turn", "show some held tokens after each reply"),
+        ("on", "another name for live"),
+        ("off", "never show the panel"),
+    ),
+    "tokens": (
+        ("all", "all held tokens"),
+        ("turn", "the held tokens of one message: turn N"),
+        ("top", "the held tokens of highest score: top N"),
+        ("next", "the tokens that will be evicted next"),
+    ),
+    "copy": (
+        ("code", "the last code block of the last reply"),
+        ("--osc52", "let the terminal copy; also works over ssh"),
+    ),
+    "summarize": WAYS.items(),
+    "export": FORMATS.items(),
+    **dict.fromkeys(
+        ("pin", "unpin", "why", "erase"),
+        (("last", "your last message"), ("turn", "all of one turn: turn N")),
+    ),
+}
 _RETRIES = (("full", "once with everything held"), ("recall", "once with recall on"))
-_COPIED = (
-    ("code", "the last code block of the last reply"),
-    ("--osc52", "let the terminal copy; also works over ssh"),
-)
 _BEFORE_PATH = re.compile(rf"/(?:read|export +(?:{'|'.join(FORMATS)})) +")
-_TARGETS = (("last", "your last message"), ("turn", "all of one turn: turn N"))
 
 
 class SlashCompleter(Completer):
@@ -105,18 +113,8 @@ class SlashCompleter(Completer):
                 yield from _RETRIES
                 for name in SAMPLING_PARAMETERS:
                     yield f"--{name.replace('_', '-')}", _description(name)
-            case ["summarize"]:
-                yield from WAYS.items()
-            case ["panel"]:
-                yield from _PANEL
-            case ["tokens"]:
-                yield from _TOKENS
-            case ["copy"]:
-                yield from _COPIED
-            case ["export"]:
-                yield from FORMATS.items()
-            case ["pin" | "unpin" | "why" | "erase"]:
-                yield from _TARGETS
+            case [name] if name in _VALUES:
+                yield from _VALUES[name]
             case ["show" | "set"]:
                 yield from self._settings()
             case ["recall" | "decay" | "thinking" as name] | ["set", name]:

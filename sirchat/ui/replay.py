@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -32,16 +32,7 @@ def replay(
 
     Raises TranscriptError for a turn in the wrong place, and KeyboardInterrupt after Ctrl-C.
     """
-    play(session, turns, screen.json if options.json else _Dialogue(screen, session).show, options)
-
-
-def play(
-    session: Session,
-    turns: Iterable[TranscriptTurn],
-    show: Callable[[Event], None],
-    options: ReplayOptions,
-) -> None:
-    """Replay a transcript, as `replay` does, and call `show` with each event, start and end too."""
+    show = screen.json if options.json else _Dialogue(screen, session).show
     for event in session.start():
         show(event)
     try:
@@ -152,7 +143,6 @@ class _Dialogue:
             self._is_replying = False
         elif not self._screen.is_quiet:
             self._screen.line(f"{turn.role.upper()}: {turn.text}")
-        if excess := describe_excess(turn, self._session, "--budget"):
-            self._screen.note(excess)
+        self._screen.note(describe_excess(turn, self._session, "--budget"))
         recalled = self._session.recall.turns if turn.role == "user" else ()
         self._screen.remark(describe_turn(turn, self._session.budget, recalled))

@@ -105,9 +105,6 @@ class SavedChat:
             self._saving.update()
         else:
             self._saving.begin()
-        self._note_recovery()
-
-    def _note_recovery(self) -> None:
         if self._failure:
             self._failure = ""
             self._screen.note("the chat is saved again")
@@ -205,8 +202,7 @@ class SavedChat:
         if back and rewind(self._session, back):
             self._saving.follow()
             self._screen.note(f"the chat was read again: {self._session.seen:,} tokens")
-            if pins := pins_note(self._session):
-                self._screen.note(pins)
+            self._screen.note(pins_note(self._session))
 
     def switch(self, ident: str) -> Session | None:
         """Switch to a branch, by id, name or "main" (the original); None if it is open already.
@@ -327,7 +323,7 @@ class SavedChat:
             old.abandon()
             self._saving = new
             self._screen.note(f"cannot write {old.id}; continuing in a new file")
-            self._note_recovery()
+            self._write_new()
 
     @property
     def _handle(self) -> str:
@@ -390,8 +386,7 @@ def greet_again(session: Session, screen: Screen) -> None:
         f"the chat goes on after {len(session.turns):,} messages: {session.seen:,} tokens read, "
         f"{session.resident:,} held"
     )
-    if pins := pins_note(session):
-        screen.note(pins)
+    screen.note(pins_note(session))
     usual = with_model_defaults(Profile(), session.model)
     changed = [
         f"{name} {as_typed(getattr(session.profile, name))}"

@@ -124,8 +124,9 @@ class Screen:
         self.console.clear()
 
     def note(self, text: str) -> None:
-        """Print `text` to stderr as one dim line, without control characters."""
-        self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
+        """Print `text`, if there is any, to stderr as one dim line, without control characters."""
+        if text:
+            self.notes.print(Text(displayable_line(text), style=self.theme.quiet))
 
     def remark(self, text: str) -> None:
         """Unless `is_quiet`, print a note that nobody asked for, such as a status line."""

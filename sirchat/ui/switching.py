@@ -295,8 +295,7 @@ class ModelSwitching:
         ]
         if changed:
             self._screen.note(f"using {now.model.name}'s defaults: {', '.join(changed)}")
-        if pins := pins_note(now):
-            self._screen.note(pins)
+        self._screen.note(pins_note(now))
         for event in now.start():
             if isinstance(event, Notice):
                 self._screen.note(event.text)

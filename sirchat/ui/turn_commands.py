@@ -188,8 +188,7 @@ def _read_anew(
     with Interrupt():  # Ctrl-C does not stop it halfway
         saved_chat.replace_session(again)
     say(again)
-    if pins := pins_note(again):
-        screen.note(pins)
+    screen.note(pins_note(again))
     return again
 
 
