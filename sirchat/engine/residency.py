@@ -255,8 +255,7 @@ class Residency:
         self._at_last_pass = None
         if not keep_pins:
             self._ledger.pin_only(to.pinned)
-        added = np.setdiff1d(self._ledger.pinned_positions, to.pinned, assume_unique=True)
-        if not self._fits() or not np.isin(added, to.held).all():
+        if not self._fits() or not self._holds_pins(self.selection):
             return self._hold(self._choice())
         return []
 
@@ -294,6 +293,13 @@ class Residency:
         division = self.divide()
         return self.recalled <= division.reserve and division.policy_rows <= division.policy_bound
 
+    def _holds_pins(self, selection: Selection) -> bool:
+        """Whether all pinned tokens that can be held are, and not for recall, which evicts them."""
+        reachable = self._store.reachable()
+        pinned = reachable[is_pinned(self.settings, self._ledger, reachable)]
+        held = np.setdiff1d(selection.held, selection.recalled, assume_unique=True)
+        return bool(np.isin(pinned, held).all())
+
     def _pass(self) -> tuple[CacheSettings, Selection, int] | None:
         """`_at_last_pass`, if nothing was read since."""
         last = self._at_last_pass
@@ -301,12 +307,14 @@ class Residency:
 
     def _after_switch(self, old: CacheSettings) -> Selection:
         """What the cache must hold, after the settings have changed from `old`."""
-        new, last = self.settings, self._pass()
-        if last is not None and last[0] == new and self._store.has(last[1].held):
-            return last[1]
+        new, selection = self.settings, self.selection
+        last, held_then, _ = self._pass() or (None, selection, 0)
+        if last == new and self._store.has(held_then.held) and self._holds_pins(held_then):
+            return held_then
         is_same = (old.policy, old.budget, old.sinks) == (new.policy, new.budget, new.sinks)
-        if is_same and self._fits() and (old.recall is None) == (new.recall is None):
-            return self.selection
+        is_same &= (old.recall is None) == (new.recall is None)
+        if is_same and self._fits() and self._holds_pins(selection):
+            return selection
         return self._choice()
 
     def _choice(self) -> Selection:
