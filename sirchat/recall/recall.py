@@ -165,6 +165,8 @@ def search(
     if recall is None or not reserve:
         return None
     needs = retriever(recall.retriever)
+    if needs.needs_words and not len(words):
+        raise ValueError("this retriever needs a score for each turn by its words")
     if isinstance(needs, WordRetriever):
         return best_turns(engine, words, is_auto=recall.n is None)
     longest = engine.budget - reserve  # of a longer turn only the end is read
