@@ -1,4 +1,4 @@
-"""`sirchat ask`: one question from the shell, and nothing but the reply on standard output."""
+"""`sirchat ask`: one question from the shell, answered here or by a server; only the reply."""
 
 from __future__ import annotations
 
@@ -6,24 +6,38 @@ import json
 import os
 import re
 import signal
+import socket
+import stat
 import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
-from chatting import tiny
-from command import run
+from chatting import babbler, tiny
+from command import Done, refused, run
+from serving import Served, served
+from sirchat.cli.serve import private_socket
 from sirchat.engine.sampling import Sampler
+from sirchat.paths import server_socket
 from speaking import saying
 from terminal import Terminal
 from warm_python import warm_python
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a short path, as that of a Unix socket must be."""
+    folder = tmp_path_factory.mktemp("h")
+    monkeypatch.setenv("SIRCHAT_HOME", str(folder))
     monkeypatch.setenv("SIRCHAT_MODEL", "tiny")
+    return folder
 
 
 def test_only_the_reply_is_printed() -> None:
@@ -129,32 +143,15 @@ def test_flags_may_stand_before_and_after(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text", "words"),
-    [
-        (["ask"], "", ["no question", "sirchat ask"]),
-        (["ask", "  "], "\n\n", ["no question"]),
-        (["ask", "hi", "--resume", "none"], "", ["none"]),
-        (["ask", "--budget", "3", "hi"], "", ["--budget"]),
-        (["ask", "hi"], "\udcff\udcfe", ["UTF-8"]),
-        (["--feed", "ask", "hi"], "", ["--feed", "ask"]),
-        (["hello"], "", ['"hello"', 'sirchat ask "hello"']),
-        (["what is up?"], "", ['sirchat ask "what is up?"']),
-        (["sesions"], "", ["sirchat sessions"]),
-    ],
+    ("text", "problem"), [("\n\n", "there is no question"), ("\udcff\udcfe", "is not UTF-8")]
 )
-def test_what_cannot_be_asked_gets_one_line(
-    arguments: list[str], text: str, words: list[str]
-) -> None:
-    done = run(*arguments, text=text)
-    assert done.returncode != 0
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr
+def test_input_that_is_no_question_is_refused(text: str, problem: str) -> None:
+    assert problem in refused("ask", text=text)[1]
 
 
 @pytest.mark.slow
-def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on(tmp_path: Path) -> None:
-    with Terminal(home=tmp_path) as chat:
+def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on(home: Path) -> None:
+    with Terminal(home=home) as chat:
         chat.say("My name is Anna.")
         chat.wait_prompt()
         chat.say("/save holiday")
@@ -170,8 +167,8 @@ def test_a_saved_chat_is_asked_in_its_own_memory_and_goes_on(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_with_130(tmp_path: Path) -> None:
-    text = tmp_path / "long.txt"
+def test_ctrl_c_ends_it_with_130(home: Path) -> None:
+    text = home / "long.txt"
     text.write_text("What a lovely day it is. " * 40_000, encoding="utf-8")
     with text.open("rb") as stdin:
         process = subprocess.Popen(
@@ -179,7 +176,7 @@ def test_ctrl_c_ends_it_with_130(tmp_path: Path) -> None:
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"SIRCHAT_HOME": str(tmp_path)},
+            env=os.environ | {"SIRCHAT_HOME": str(home)},
         )
     assert process.stdout is not None
     first = json.loads(process.stdout.readline())
@@ -189,3 +186,200 @@ def test_ctrl_c_ends_it_with_130(tmp_path: Path) -> None:
     last = json.loads(rest.splitlines()[-1])
     assert (first["event"], last["event"]) == ("session", "end")
     assert process.returncode == 130
+
+
+JOKE = "Tell me a joke."
+ANSWERED = ["POST /v1/chat/completions 200"]
+
+
+@pytest.fixture
+def asked(home: Path) -> Iterator[list[str]]:
+    """What a running server for `tiny`, with a key and with other settings, was asked for."""
+    with listening("tiny", tiny(), policy="sink", budget=64, max_new_tokens=5) as (asked, _):
+        yield asked
+
+
+@contextmanager
+def listening(name: str, model: Any, **settings: Any) -> Iterator[tuple[list[str], Served]]:
+    asked: list[str] = []
+    with (
+        served(model, key="secret", name=name, compile="off", **settings) as server,
+        private_socket(name) as private,
+    ):
+        assert private is not None
+        private.listen()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            async def noting(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    asked.append(f"{scope['method']} {scope['path']} {message['status']}")
+                await send(message)
+
+            await server.server.app(scope, receive, noting)
+
+        running = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [private]})
+        thread.start()
+        try:
+            yield asked, server
+        finally:
+            running.should_exit = True
+            thread.join()
+
+
+def both(*arguments: str, text: str = "") -> tuple[Done, Done]:
+    """What `ask` does by a server, and without one."""
+    return tuple(run("ask", *arguments, "--server", how, text=text) for how in ("auto", "off"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([JOKE], ""),
+        ([JOKE, "--max-new-tokens", "3", "--policy", "sink"], ""),
+        ([JOKE, "--temperature", "2", "--seed", "7", "--system", "Be kind."], ""),
+        (["Who has it?"], "Anna has a red bicycle. " * 100),
+        (["Who has it?", "--budget", "64"], "Anna has a red bicycle. " * 20),
+        ([JOKE, "--policy", "sink", "--budget", "3"], ""),
+    ],
+)
+def test_output_errors_and_exit_code_are_those_without_a_server(
+    asked: list[str], arguments: list[str], text: str
+) -> None:
+    by_server, without = both(*arguments, text=text)
+    assert by_server == without
+    assert asked == ANSWERED or without.returncode == 2
+
+
+@pytest.mark.parametrize("thinking", ["show", "fold", "hide"])
+def test_reasoning_is_as_without_a_server(
+    asked: list[str], thinking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+    by_server = run("ask", JOKE, "--thinking", thinking)
+    monkeypatch.setattr(Sampler, "pick", saying("<think>Anna?</think>\n\nHello."))
+    assert by_server == run("ask", JOKE, "--thinking", thinking, "--server", "off")
+    assert asked == ANSWERED
+
+
+def test_what_the_server_can_not_answer_is_answered_without_it(asked: list[str]) -> None:
+    assert run("ask", JOKE, "--model", "tiny-anchor").stdout
+    assert run("ask", JOKE, "--policy", "sirchat.memory.policies.sink:Sink").returncode in (0, 1, 2)
+    assert run("ask", JOKE, "--json").stdout.startswith("{")
+    assert not asked
+    assert run("ask", JOKE, "--dtype", "float32").stdout
+    by_server, without = both("Go.", "--policy", "full", text="one two three " * 3000)
+    assert by_server == without
+    assert asked == [f"POST /v1/chat/completions {status}" for status in (409, 400)]
+
+
+def test_nothing_of_a_question_is_kept(tmp_path: Path) -> None:
+    with listening("tiny", tiny(), folder=tmp_path) as (asked, server):
+        assert run("ask", JOKE).stdout
+        assert asked == ANSWERED
+        key = {"Authorization": "Bearer secret"}
+        assert server.client.get("/v1/sirchat/sessions", headers=key).json()["data"] == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_socket_that_a_killed_server_left_is_no_obstacle() -> None:
+    path = server_socket("tiny")
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    assert run("ask", JOKE).returncode == 0
+    with private_socket("tiny") as mine:
+        assert mine is not None
+        mine.listen()
+        with private_socket("tiny") as second:
+            assert second is None
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_a_server_that_ends_in_mid_reply_is_said_and_the_reply_not_repeated() -> None:
+    said = b'data: {"choices": [{"delta": {"content": "Half a"}}]}\n\n'
+    with private_socket("tiny") as private:
+        assert private is not None
+        private.listen()
+
+        def answer() -> None:
+            client, _ = private.accept()
+            body = b""
+            while not body.endswith(b"}"):  # what is unread would reset the connection
+                body += client.recv(65536)
+            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n" + said)
+            client.close()
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        done = run("ask", JOKE)
+        answering.join()
+    assert (done.returncode, done.stdout) == (1, "Half a")
+    assert done.stderr == "sirchat: the server ended before the reply was complete\n"
+
+
+def test_only_the_user_can_open_the_socket() -> None:
+    with private_socket("tiny"):
+        path = server_socket("tiny")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ["ask", "--server", "nonsense", JOKE],
+            2,
+            '--server can\'t be "nonsense"; allowed: auto, off, or a URL',
+        ),
+        (["ask", "--server", "http://127.0.0.1:9", JOKE], 1, "can't be asked: "),
+        (["ask", "--server", "http://h", "--resume", "last", JOKE], 2, "no effect with --resume"),
+        (["ask", "--server", "http://h", "--json", JOKE], 2, "--server has no effect with --json"),
+        (["--server", "http://h"], 2, "no longer opens a chat (sirchat opens one here; "),
+        (["--server", "auto", "ask", JOKE], 2, "put --server after ask"),
+    ],
+)
+def test_a_wrong_server_is_refused_in_one_line(words: list[str], code: int, message: str) -> None:
+    ended, error = refused(*words)
+    assert ended == code
+    assert message in error
+
+
+def test_ctrl_c_ends_the_reply_here_and_on_the_server(
+    monkeypatch: pytest.MonkeyPatch, endless: str
+) -> None:
+    monkeypatch.setenv("SIRCHAT_MODEL", endless)
+    flags = ("ask", "--max-new-tokens", "1000000", "--temperature", "0", "Hello.")
+    with listening(endless, babbler()) as (asked, server):
+        killing = threading.Thread(target=_interrupt_once, args=(asked,))
+        killing.start()
+        done = run(*flags)
+        killing.join()
+        key = {"Authorization": "Bearer secret"}
+        while server.client.get("/v1/sirchat/sessions", headers=key).json()["data"]:
+            time.sleep(0.01)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert len(done.stdout.split()) > 1
+    assert done.stdout.endswith("\n")
+
+
+def _interrupt_once(asked: list[str]) -> None:
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_client_imports_no_heavy_library(asked: list[str]) -> None:
+    code = (
+        "import sys; sys.argv = ['sirchat', 'ask', 'Tell me a joke.']\n"
+        "from sirchat.cli import main\n"
+        "try: main()\n"
+        "finally: print([n for n in ('torch', 'transformers', 'openai', 'numpy', 'prompt_toolkit')"
+        " if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.startswith(run("ask", JOKE, "--server", "off").stdout)

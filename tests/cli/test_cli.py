@@ -14,7 +14,7 @@ import pytest
 from typer import Context
 from typer.main import get_group
 
-from command import run
+from command import refused, run
 from sirchat.cli.app import app
 
 
@@ -89,6 +89,15 @@ def test_a_group_that_is_loaded_when_asked_for_has_its_commands(group: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["ask"], ["no question", "sirchat ask"]),
+        (["ask", "  "], ["no question"]),
+        (["ask", "hi", "--resume", "none"], ["none"]),
+        (["ask", "--budget", "3", "hi"], ["--budget"]),
+        (["--feed", "ask", "hi"], ["--feed", "ask"]),
+        (["hello"], ['"hello"', 'sirchat ask "hello"']),
+        (["what is up?"], ['sirchat ask "what is up?"']),
+        (["sesions"], ["sirchat sessions"]),
+        (["completion", "tcsh"], ["no completion for 'tcsh'; allowed: bash, zsh, fish"]),
         (["--policy", "entropie"], ["--policy", "entropie", "entropy"]),
         (["--decay", "1.5"], ["--decay", "1.5", "at most 1"]),
         (["--budget", "10"], ["--budget", "10", "20"]),
@@ -107,10 +116,9 @@ def test_a_group_that_is_loaded_when_asked_for_has_its_commands(group: str) -> N
     ids=lambda value: " ".join(value),
 )
 def test_a_wrong_word_gets_one_line_that_helps(arguments: list[str], words: list[str]) -> None:
-    done = run(*arguments)
-    assert done.returncode in (1, 2)
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert all(word in done.stderr for word in words), done.stderr
+    code, error = refused(*arguments)
+    assert code in (1, 2)
+    assert all(word in error for word in words), error
 
 
 def settings(*flags: str, **variables: str) -> Any:
@@ -218,8 +226,5 @@ def test_the_package_says_that_it_is_typed() -> None:
 
 @pytest.mark.parametrize("words", [["sessions"], ["paths"], ["-m", "tiny"], ["ask", "Hi"]])
 def test_a_home_of_a_user_that_does_not_exist_is_one_line(words: list[str]) -> None:
-    done = run(*words, SIRCHAT_HOME="~no-such-user/x")
-    assert done.returncode == 2
-    assert done.stderr == (
-        'sirchat: SIRCHAT_HOME "~no-such-user/x" names a user that does not exist\n'
-    )
+    error = 'sirchat: SIRCHAT_HOME "~no-such-user/x" names a user that does not exist\n'
+    assert refused(*words, SIRCHAT_HOME="~no-such-user/x") == (2, error)

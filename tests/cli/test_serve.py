@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from command import run
+from command import refused, run
 from import_graph import loaded_with, within
 from serving import serve_program
 from sirchat.cli.serve import load_server
@@ -34,19 +34,18 @@ from sirchat.config.profile import Profile
     ],
 )
 def test_a_wrong_flag_is_refused_in_one_line(flags: list[str], code: int, message: str) -> None:
-    done = run("serve", *flags)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    ended, error = refused("serve", *flags)
+    assert ended == code
+    assert message in error
 
 
 def test_a_port_that_is_in_use_is_refused_before_the_model_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = run("serve", "--port", str(port))
-    assert done.returncode == 1
-    assert f'sirchat: can\'t listen at "127.0.0.1", port {port}: ' in done.stderr
-    assert "(choose another --host or --port; --port 0 takes a free one)" in done.stderr
+        code, error = refused("serve", "--port", str(port))
+    assert code == 1
+    assert f'sirchat: can\'t listen at "127.0.0.1", port {port}: ' in error
+    assert "(choose another --host or --port; --port 0 takes a free one)" in error
 
 
 def test_the_api_key_may_be_in_the_environment() -> None:
@@ -58,9 +57,8 @@ def test_the_api_key_may_be_in_the_environment() -> None:
 
 def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sirchat.cli.serve.find_spec", lambda name: None)
-    done = run("serve")
-    assert done.returncode == 2
-    assert done.stderr == "sirchat: the server is not installed (pip install 'sirchat[server]')\n"
+    error = "sirchat: the server is not installed (pip install 'sirchat[server]')\n"
+    assert refused("serve") == (2, error)
 
 
 def test_its_packages_are_imported_only_when_it_runs() -> None:

@@ -55,3 +55,12 @@ def hostile_modules(folder: Path) -> None:
     """Modules in `folder` that write the file `ran` there when they are imported."""
     for name in ("pickle", "socket", "statistics"):
         (folder / f"{name}.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+
+
+def refused(*arguments: str, text: str = "", **variables: str) -> tuple[int, str]:
+    """The exit code and the error of a command that must print one line of error, and no more."""
+    done = run(*arguments, text=text, **variables)
+    assert done.stdout == ""
+    assert done.stderr.startswith("sirchat: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.returncode, done.stderr
