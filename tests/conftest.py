@@ -78,6 +78,14 @@ def chat(shared: Shared) -> Terminal:
 
 
 @pytest.fixture
+def open_umask() -> Iterator[None]:
+    """New files are for everybody, unless the program says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     from fake_terminal import fake_terminal  # it imports the screen
 

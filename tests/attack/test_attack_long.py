@@ -27,19 +27,7 @@ PARTS = 4
 _BYTES_A_TOKEN = 400  # most that the ledger, the texts, and the index of their words take
 
 _SLACK = 24 * 2**20
-WORDS = [
-    "Anna",
-    "Rome",
-    "green",
-    "violin",
-    "harbour",
-    "baker",
-    "Tuesday",
-    "lunch",
-    "my",
-    "is",
-    "was",
-]
+WORDS = ["Anna", "Rome", "green", "violin", "harbour", "baker", "Tuesday", "lunch", "my", "is"]
 
 
 def anonymous_bytes() -> int:
@@ -90,9 +78,7 @@ def test_memory_descriptors_and_threads_stay_as_they_are(
             say(chat, random)
             saving.update()
             assert chat.resident <= chat.budget
-        files = chat._engine.store.archive._files
-        assert files is not None
-        files.wait()
+        chat._engine.store.archive._files.wait()
         gc.collect()
         taken.append((anonymous_bytes(), descriptors(), threading.active_count()))
     saving.close()

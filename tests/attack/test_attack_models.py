@@ -11,10 +11,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from attacking import attack, mutated, odd_text
-from chatting import babbler, save_babbler
+from chatting import babbler, random_model, save_babbler
 from gguf_file import write_gguf
 from sirchat.errors import ModelError
 from sirchat.models.gguf.header import parse_gguf
@@ -23,6 +22,7 @@ from sirchat.models.load import load_model
 from sirchat.models.shape import shape_of_folder, shape_of_gguf
 from sirchat.paths import tiny_dir
 
+_OTHER_FILES = ["tokenizer_config.json", "generation_config.json"]
 _ODD_NUMBERS = [0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1, 13, 24]
 
 
@@ -94,15 +94,7 @@ def test_every_gguf_file_is_loaded_or_refused_in_one_line(tmp_path: Path, whole:
 @pytest.mark.slow
 def test_every_model_folder_is_loaded_or_refused_in_one_line(folder: Path) -> None:
     def load(random: Random) -> None:
-        name = random.choice(
-            [
-                "config.json",
-                "model.safetensors",
-                "tokenizer.json",
-                "tokenizer_config.json",
-                "generation_config.json",
-            ]
-        )
+        name = random.choice(["config.json", "model.safetensors", "tokenizer.json", *_OTHER_FILES])
         path = folder / name
         whole = data = path.read_bytes()
         if name == "model.safetensors":
@@ -132,15 +124,15 @@ def odd_config(random: Random, config: dict[str, object]) -> dict[str, object]:
     return config
 
 
+def change_json(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 PAST: dict[str, Callable[[Path], object]] = {
     "model.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-4000]),
     "tokenizer.json": lambda path: path.write_text("{}"),
-    "config.json": lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"})
-    ),
-    "tokenizer_config.json": lambda path: path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"pad_token": [[]]})
-    ),
+    "config.json": lambda path: change_json(path, hidden_size="wide"),
+    "tokenizer_config.json": lambda path: change_json(path, pad_token=[[]]),
 }
 
 
@@ -160,24 +152,14 @@ def test_what_a_library_quotes_of_a_file_makes_no_long_message(
     tmp_path: Path, folder: Path
 ) -> None:
     folder = shutil.copytree(folder, tmp_path / "model")
-    file = folder / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding": "a" * 5000}))
+    change_json(folder / "tokenizer.json", padding="a" * 5000)
     with pytest.raises(ModelError, match="cannot be loaded: invalid type") as caught:
         load_model(str(folder), device="cpu")
     assert len(str(caught.value)) == 1000
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_dir(), folder)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=100,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    ).save_pretrained(folder)
+    folder = shutil.copytree(tiny_dir(), tmp_path / "model")
+    random_model(100).save_pretrained(folder)
     with pytest.raises(ModelError, match="the model has 100 "):
         load_model(str(folder), device="cpu")

@@ -30,6 +30,7 @@ from saved_chats import Chat
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
+from sirchat.config.profile_files import load_profile
 from sirchat.errors import SettingError, SirchatError
 from sirchat.models.load import load_model
 from sirchat.saved.session_list import list_sessions
@@ -256,8 +257,6 @@ def test_a_model_folder_runs_no_code_and_asks_nobody(
     ],
 )
 def test_a_profile_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    from sirchat.config.profile_files import load_profile
-
     monkeypatch.chdir(tmp_path)
     write_code(tmp_path / "evil.py", tmp_path / "ran")
     (tmp_path / "sent.yaml").write_text(line + "\n", encoding="utf-8")
@@ -269,18 +268,16 @@ def test_a_profile_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 # Who can read what is written.
 
 
-@contextmanager
-def umask(mask: int) -> Iterator[None]:
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
+@pytest.fixture(params=[0o000, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o077])
+@pytest.mark.usefixtures("umask")
 def test_all_that_is_written_is_for_its_owner_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, here = tmp_path / "home", tmp_path / "here"
     here.mkdir()
@@ -294,27 +291,24 @@ def test_all_that_is_written_is_for_its_owner_alone(
                 modes[str(path.relative_to(tmp_path))] = stat.S_IMODE(path.lstat().st_mode)
 
     monkeypatch.setattr("sirchat.memory.archive.SEGMENT_ROWS", 32)
-    with umask(mask):
-        chat = Chat(archive="disk", budget=64, save_kv="on")
-        chat.say("Some words, and more of them. " * 9, "more")
-        files = chat.session._engine.store.archive._files
-        assert files is not None
-        files.wait()
-        chat.do("/save good")
-        for format in ("md", "html", "json", "svg"):
-            chat.do(f"/export {format} out.{format}")
-        chat.do("/branch other")
-        note()
-        chat.saved_chat.close()
-        for words in (
-            ("sessions", "export", "last", "out.jsonl"),
-            ("sessions", "search", "words"),
-            ("profiles", "init", "mine"),
-            ("models", "default", "tiny"),
-            ("ask", "Hello", "--max-new-tokens", "2"),
-        ):
-            assert run(*words).returncode == 0, words
-        note()
+    chat = Chat(archive="disk", budget=64, save_kv="on")
+    chat.say("Some words, and more of them. " * 9, "more")
+    chat.session._engine.store.archive._files.wait()
+    chat.do("/save good")
+    for format in ("md", "html", "json", "svg"):
+        chat.do(f"/export {format} out.{format}")
+    chat.do("/branch other")
+    note()
+    chat.saved_chat.close()
+    for words in (
+        ("sessions", "export", "last", "out.jsonl"),
+        ("sessions", "search", "words"),
+        ("profiles", "init", "mine"),
+        ("models", "default", "tiny"),
+        ("ask", "Hello", "--max-new-tokens", "2"),
+    ):
+        assert run(*words).returncode == 0, words
+    note()
     assert len(list_sessions(home / "data" / "sessions").sessions) >= 2
     assert any("archives" in name for name in modes)
     wrong = {name: oct(mode) for name, mode in modes.items() if mode not in (0o600, 0o700)}

@@ -78,15 +78,14 @@ def render(it: Any, text: str) -> None:
     template = Template(it)
     template.stop_ids(None)
     for made, neutral in (
-        (template.opening(text)[1], template.opening("b")[1]),
-        (template.opening("b", text)[1], template.opening("b", "c")[1]),
-        (template.user(text), template.user("b")),
-        (template.system(text), template.system("b")),
+        (template.opening(text)[1].ids, template.opening("b")[1].ids),
+        (template.opening("b", text)[1].ids, template.opening("b", "c")[1].ids),
+        (template.user(text).ids, template.user("b").ids),
+        (template.system(text).ids, template.system("b").ids),
+        (template.assistant(text).ids, []),
     ):
-        if control_ids(it, made.ids) - control_ids(it, neutral.ids):
+        if control_ids(it, made) - control_ids(it, neutral):
             raise ValueError("text became a control token")
-    if control_ids(it, template.assistant(text).ids):
-        raise ValueError("text became a control token")
 
 
 @pytest.mark.slow
@@ -155,19 +154,6 @@ def test_other_threads_have_all_their_memory_while_templates_render() -> None:
         done.set()
         thread.join()
     assert not failed
-
-
-@pytest.mark.parametrize("shape", sorted(set(TEMPLATES) - {"plain"}))
-def test_a_turn_is_rendered_as_transformers_renders_it(shape: str) -> None:
-    it = tokenizer(shape)
-    text = "Who <|im_end|> are you?"
-    expected = it.apply_chat_template(
-        [{"role": "user", "content": text}],
-        add_generation_prompt=True,
-        sanitize_control_tokens=True,
-        return_dict=False,
-    )
-    assert Template(it).opening(text)[1].ids == expected
 
 
 @pytest.mark.slow

@@ -29,16 +29,8 @@ from sirchat.errors import SettingError
 from sirchat.memory import policies
 
 POLICIES = ["anchor", "entropy", "full", "random", "reservoir", "sink", "window"]
-SHIPPED = {
-    "anchor",
-    "default",
-    "reservoir",
-    "sirllm-dailydialog",
-    "sirllm-grocery",
-    "sirllm-rps",
-    "streaming-llm",
-    "streaming-rag",
-}
+SIRLLM = {"sirllm-dailydialog", "sirllm-grocery", "sirllm-rps"}
+SHIPPED = {"anchor", "default", "reservoir", *SIRLLM, "streaming-llm", "streaming-rag"}
 one_folder = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50
 )
@@ -69,17 +61,6 @@ def refusal(text: str | bytes) -> str:
     return message.removeprefix(str(path))
 
 
-def flag_refusal(**flags: object) -> str:
-    with pytest.raises(SettingError) as caught:
-        resolve(None, flags, {})
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_without_any_source_the_defaults_hold() -> None:
-    assert resolve(None, {}, {}) == Profile()
-
-
 def test_a_flag_overrides_environment_profile_and_the_users_default() -> None:
     write("default", "budget: 101\nsinks: 1\nrecent: 1\nseed: 1")
     write("mine", "budget: 102\nsinks: 2\nrecent: 2")
@@ -92,7 +73,15 @@ def test_a_named_profile_overrides_the_one_of_the_environment() -> None:
     assert resolve("sirllm-rps", {}, {"SIRCHAT_PROFILE": "sirllm-dailydialog"}).decay == 0.9
 
 
-def test_unknown_empty_and_reserved_variables_are_ignored() -> None:
+def flag_refusal(**flags: object) -> str:
+    with pytest.raises(SettingError) as caught:
+        resolve(None, flags, {})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_unknown_empty_and_reserved_variables_leave_the_defaults() -> None:
+    assert resolve(None, {}, {}) == Profile()
     environ = {"SIRCHAT_NONSENSE": "1", "SIRCHAT_BUDGET": "", "SIRCHAT_DATA": "x", "BUDGET": "9"}
     assert resolve(None, {}, environ) == Profile()
 
@@ -252,8 +241,9 @@ def test_any_file_is_a_profile_or_refused(data: bytes) -> None:
 
 
 def test_a_profile_holds_only_the_keys_it_sets() -> None:
-    write("mine", "\ufeffbudget: 512\r\npanel: off\r\ndecay: 1e-1\r\n")
-    assert load_profile("mine") == {"budget": 512, "panel": "off", "decay": 0.1}
+    write("mine", "\ufeffbudget: 512\r\npanel: off\r\ndecay: 1e-1\r\nsystem: \uff11\r\n")
+    kept = {"budget": 512, "panel": "off", "decay": 0.1, "system": "\uff11"}
+    assert load_profile("mine") == kept
     write("empty", "# nothing\n")
     assert load_profile("empty") == {}
 
@@ -390,11 +380,6 @@ def test_a_file_that_would_take_all_memory_or_time_is_refused(text: str, problem
     with pytest.raises(SettingError, match=problem) as caught:
         resolve("bomb", {}, {})
     assert "\n" not in str(caught.value)
-
-
-def test_digits_of_other_scripts_are_text() -> None:
-    write("wide", "system: \uff11\uff12")
-    assert resolve("wide", {}, {}).system == "\uff11\uff12"
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")

@@ -143,12 +143,8 @@ def plant(path: Path, policy: str) -> None:
 
 @pytest.mark.parametrize("name", [".a:B", "..a:b", "a:b:c", ":"])
 def test_what_is_no_path_of_a_class_is_refused_in_one_line(here: Path, name: str) -> None:
-    for words in (
-        ["--policy", name],
-        ["policies", "check", name],
-        ["eval", "facts", "--policies", name],
-    ):
-        done = run(*words)
+    for words in (("--policy",), ("policies", "check"), ("eval", "facts", "--policies")):
+        done = run(*words, name)
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1
         assert "TypeError" not in done.stderr

@@ -161,13 +161,12 @@ def test_over_the_limit_the_segments_with_the_lowest_scores_are_dropped() -> Non
     check_fetched(archive, [*lost[:3], *kept])
 
 
-def test_fetching_rows_that_are_not_stored_is_an_error() -> None:
+@pytest.mark.parametrize("positions", [[1, 3], [10**6]])
+def test_fetching_rows_that_are_not_stored_is_an_error(positions: list[int]) -> None:
     archive = Archive()
     archive.add(rows([1, 2]))
     with pytest.raises(LookupError):
-        archive.fetch(np.array([1, 3]))
-    with pytest.raises(LookupError):
-        archive.fetch(np.array([10**6]))
+        archive.fetch(np.array(positions))
 
 
 def test_a_removed_row_is_overwritten() -> None:

@@ -93,21 +93,15 @@ def check(store: KeyValueStore, keys: Vectors, values: Vectors, at: list[int], r
 
 
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_of_held_rows_they_are_those_of_what_attention_reads(
+def test_of_held_rows_they_are_those_of_what_attention_reads_and_archived_ones_count_as_held(
     dtype: torch.dtype, rel: float
 ) -> None:
     store, keys, values = filled(dtype)
     check(store, keys, values, list(range(ROWS)), rel)
     stays = [0, 2, 3, 7, 8, 11]
     store.keep(torch.tensor(stays))
-    check(store, keys, values, stays, rel)
-
-
-def test_archived_rows_count_as_if_they_were_held() -> None:
-    store, keys, values = filled()
-    store.keep(torch.tensor([0, 2, 3, 7, 8, 11]))
-    check(store, keys, values, list(range(ROWS)), 1e-5)
-    check(store, keys, values, [1, 2, 4, 5, 11], 1e-5)
+    for at in (stays, list(range(ROWS)), [1, 2, 4, 5, 11]):
+        check(store, keys, values, at, rel)
 
 
 def test_they_are_the_same_wherever_the_rows_are() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatting import session
+from held_rows import append_rows
+from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, Ledger, Role, State
+from sirchat.memory.policies.scores import automatic_decay
 
 token = st.fixed_dictionaries(
     {
@@ -117,7 +122,7 @@ def test_a_long_stream_keeps_its_rows_and_costs_forty_bytes_a_token() -> None:
     ledger, count = Ledger(), 2**16
     for start in range(0, count, 100):
         ids = list(range(start, min(count, start + 100)))
-        append_ids(ledger, ids, [i / 8 for i in ids])
+        append_rows(ledger, [i / 8 for i in ids], ids=ids)
         ledger.keep(torch.arange(max(0, ledger.held_count - 50), ledger.held_count))
     assert ledger.column("token_id").tolist() == list(range(count))
     assert ledger.column("surprisal").tolist() == [i / 8 for i in range(count)]
@@ -128,42 +133,36 @@ def test_a_long_stream_keeps_its_rows_and_costs_forty_bytes_a_token() -> None:
 
 def test_arrival_keys_depend_on_seed_and_position_alone() -> None:
     at_once, one_by_one, other = Ledger(5), Ledger(5), Ledger(6)
-    append_ids(at_once, [7] * 40, [1.0] * 40)
-    append_ids(other, [7] * 40, [1.0] * 40)
+    append_rows(at_once, [1.0] * 40)
+    append_rows(other, [1.0] * 40)
     for i in range(40):
-        append_ids(one_by_one, [i], [2.0])
+        append_rows(one_by_one, [2.0], ids=[i])
         one_by_one.keep(torch.tensor([0]))
     keys = at_once.column("arrival_key").tolist()
     assert keys == one_by_one.column("arrival_key").tolist()
     assert not set(keys) & set(other.column("arrival_key").tolist())
 
 
-def test_a_first_token_has_no_surprisal_and_ranks_as_its_chunks_maximum() -> None:
+@pytest.mark.parametrize(
+    ("first", "ranks"), [([math.nan, 0.5, 2.5], [2.5, 0.5, 2.5]), ([math.nan], [4.0])]
+)
+def test_a_first_token_ranks_as_its_chunks_maximum_and_alone_by_unknown_surprisal(
+    first: list[float], ranks: list[float]
+) -> None:
     ledger = Ledger(unknown_surprisal=4.0)
-    append_ids(ledger, [1, 2], [math.nan, 0.5])
-    append_ids(ledger, [3], [2.5])
-    ledger.rank_first_token(3)
-    append_ids(ledger, [4], [9.0])
+    append_rows(ledger, first)
+    ledger.rank_first_token(len(first))
+    append_rows(ledger, [9.0])
     assert np.isnan(ledger.column("surprisal")[0])
-    assert scores(ledger) == [2.5, 0.5, 2.5, 9.0]
-
-
-def test_a_first_token_that_came_alone_ranks_by_unknown_surprisal() -> None:
-    ledger = Ledger(unknown_surprisal=4.0)
-    append_ids(ledger, [1], [math.nan])
-    ledger.rank_first_token(1)
-    append_ids(ledger, [4], [9.0])
-    assert scores(ledger) == [4.0, 9.0]
+    assert ledger.surprisal_of(ledger.held_positions).tolist() == [*ranks, 9.0]
 
 
 def test_decay_applies_to_the_closed_round_and_not_to_the_next() -> None:
     ledger = Ledger()
     for _ in range(3):
-        append_ids(ledger, [1], [8.0])
+        append_rows(ledger, [8.0])
         ledger.close_round(0.5)
-    assert ledger.held(
-        sinks=0, protected=np.zeros(3, bool)
-    ).log_decayed_surprisal.exp().tolist() == (pytest.approx([1.0, 2.0, 4.0]))
+    assert np.exp(ledger.log_decayed_surprisal_of(np.arange(3))) == pytest.approx([1.0, 2.0, 4.0])
 
 
 def append(ledger: Ledger, rows: list[dict[str, Any]], turn: int) -> None:
@@ -177,10 +176,78 @@ def append(ledger: Ledger, rows: list[dict[str, Any]], turn: int) -> None:
     )
 
 
-def append_ids(ledger: Ledger, ids: list[int], surprisal: list[float]) -> None:
-    nothing = [0] * len(ids)
-    ledger.append(ids, surprisal, turn=0, round=0, roles=nothing, flags=nothing)
+nats = st.floats(0, 12, width=16)
+rounds_of_nats = st.lists(st.lists(nats, min_size=1, max_size=12), max_size=20)
 
 
-def scores(ledger: Ledger) -> list[float]:
-    return [float(nats) for nats in ledger.surprisal_of(ledger.held_positions)]
+@given(rounds_of_nats)
+def test_what_was_before_fades_as_a_round_tells_more_than_usual(talk: list[list[float]]) -> None:
+    told = [sum(sorted(one)[-8:]) for one in talk]
+    wanted = 1.0
+    if len(told) > 4 and told[-1]:
+        before = told[-17:-1]
+        wanted = min(1, max(0.1, 1.5 * sum(before) / len(before) / told[-1]))
+    assert automatic_decay(*columns(talk)) == pytest.approx(wanted)
+
+
+def test_a_system_prompt_is_no_round_and_the_first_token_tells_nothing() -> None:
+    surprisal, rounds = columns([[99.0], *[[1.0]] * 4, [3.0]])
+    assert automatic_decay(surprisal, rounds - 1) == pytest.approx(0.5)
+    assert automatic_decay(surprisal[:-1], rounds[:-1] - 1) == 1
+    surprisal[1] = np.nan
+    assert automatic_decay(surprisal, rounds - 1) == pytest.approx(1.5 * 0.75 / 3)
+
+
+def test_few_of_many_tokens_are_looked_at() -> None:
+    looked: list[int] = []
+
+    class Rounds(Sequence[int]):
+        """The rounds of a thousand million tokens, eight a round."""
+
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, at: Any) -> Any:
+            looked.append(at)
+            return range(len(self))[at] // 8
+
+    class Surprisal:
+        """Nothing new in any round."""
+
+        def __getitem__(self, at: slice) -> np.ndarray[Any, Any]:
+            return np.ones(at.stop - at.start, np.float32)
+
+    assert automatic_decay(Surprisal(), Rounds()) == 1  # type: ignore[arg-type]
+    assert len(looked) < 1000
+
+
+def test_what_a_new_topic_tells_does_not_fade_with_what_was_before() -> None:
+    ledger = Ledger()
+    for number, score in ((1, 3.0), (2, 8.0)):
+        ledger.append([5], [score], turn=0, round=number, roles=[1], flags=[0])
+        looks = np.ones((1, number), np.float32)
+        ledger.attention.add(
+            np.arange(number), [PassAttention.from_weights(looks)], ledger.log_decay
+        )
+    ledger.close_round(0.25, spared=2)
+    at = np.arange(2)
+    assert np.exp(ledger.log_decayed_surprisal_of(at)) == pytest.approx([0.75, 8.0])
+    assert ledger.attention.totals(at, ledger.log_decay) == pytest.approx([0.5, 1.0])
+
+
+def test_a_chat_fades_when_something_new_is_told() -> None:
+    chat = session(policy="entropy", decay="auto")
+    for _ in range(6):
+        list(chat.ask("Tell me a joke."))
+    before = chat.ledger.log_decay
+    list(chat.ask("My name is Zebulon and my locker code is 8231, remember both."))
+    assert chat.ledger.log_decay < before - 0.3
+    list(chat.undo())
+    assert chat.ledger.log_decay == before
+
+
+def columns(talk: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Surprisal and round of each token; rounds are numbered from 1."""
+    rounds = [number for number, one in enumerate(talk, 1) for _ in one]
+    surprisal = [score for one in talk for score in one]
+    return np.array(surprisal, np.float32), np.array(rounds, np.int32)

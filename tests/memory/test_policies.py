@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,16 +16,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from held_rows import append_rows
+from sirchat.errors import SettingError
 from sirchat.memory.attention import PassAttention
 from sirchat.memory.ledger import Flag, HeldRows, Ledger, Role
 from sirchat.memory.policies import ALIASES, policy_class, policy_names
 from sirchat.memory.policies.base import ScorePolicy
+from sirchat.memory.policies.check import contract_violations
 from sirchat.memory.policies.entropy import Entropy
 from sirchat.memory.policies.h2o import H2o
 from sirchat.memory.policies.learned import Learned
 from sirchat.memory.policies.salience import Salience
+from sirchat.memory.policies.sink import Sink
 from sirchat.memory.random_numbers import Purpose, uniform
 
 SEED = 7
@@ -167,14 +172,8 @@ ORACLES: list[tuple[str, dict[str, Any], Callable[[Case], list[int]]]] = [
 ]
 
 
-STATS = (
-    "key_norm",
-    "key_similarity",
-    "value_norm",
-    "value_range",
-    "repeat_attention",
-    "learned_score",
-)
+STATS = ("key_norm", "key_similarity", "value_norm", "value_range", "repeat_attention",
+         "learned_score")  # fmt: skip
 
 
 def column(rows: list[Row], name: str) -> Any:
@@ -279,46 +278,47 @@ def beside(case: Case, row: Row, alone: Callable[[Row], float]) -> float:
     return max(alone(row), *shared, 0.0) if alone(row) else 0.0
 
 
+def age(case: Case, row: Row) -> int:
+    return case.held.seen - row.position
+
+
+def looked_at(row: Row) -> float:
+    """The attention on repeating, which `kvzip` ranks by."""
+    return float(row.stats["repeat_attention"])
+
+
+def predicted(row: Row) -> float:
+    """What the scorer predicts, which `learned` ranks by."""
+    return math.exp(row.stats["learned_score"])
+
+
+def by_token(alone: Callable[[Row], float], case: Case, row: Row) -> float:
+    """The score of the row alone, with the decays."""
+    return alone(row) * float(row.faded)
+
+
+def by_word(alone: Callable[[Row], float], case: Case, row: Row) -> float:
+    """The same added up over the row's word; 0 for the chat template."""
+    word = next(word for word in words(case.rows) if row in word)
+    return 0.0 if row.role is Role.TEMPLATE else sum(map(alone, word)) * float(row.faded)
+
+
 ALL = {"whole_words", "user_weight", "template", "neighbours"}
 SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
     ("h2o", {}, lambda case, row: float(row.attention)),
-    (
-        "h2o",
-        {"lifetime": True},
-        lambda case, row: float(row.attention) / (case.held.seen - row.position),
-    ),
+    ("h2o", {"lifetime": True}, lambda case, row: float(row.attention) / age(case, row)),
     ("h2o", {"values": True}, lambda case, row: float(row.attention * row.stats["value_norm"])),
     ("knorm", {}, lambda case, row: -float(row.stats["key_norm"])),
     ("keydiff", {}, lambda case, row: -float(row.stats["key_similarity"])),
     ("vase", {}, drawn_by_attention),
-    (
-        "kvzip",
-        {},
-        lambda case, row: of_words(looked_at, case, row, words_count=True, template_counts=False),
-    ),
-    (
-        "kvzip",
-        {"whole_words": False, "template": False},
-        lambda case, row: of_words(looked_at, case, row, words_count=False, template_counts=True),
-    ),
-    (
-        "learned",
-        {},
-        lambda case, row: of_words(predicted, case, row, words_count=True, template_counts=False),
-    ),
-    (
-        "learned",
-        {"whole_words": False, "template": False},
-        lambda case, row: of_words(predicted, case, row, words_count=False, template_counts=True),
-    ),
+    ("kvzip", {}, partial(by_word, looked_at)),
+    ("kvzip", {"whole_words": False, "template": False}, partial(by_token, looked_at)),
+    ("learned", {}, partial(by_word, predicted)),
+    ("learned", {"whole_words": False, "template": False}, partial(by_token, predicted)),
     (
         "learned",
         {"neighbours": True},
-        lambda case, row: beside(
-            case,
-            row,
-            lambda one: of_words(predicted, case, one, words_count=True, template_counts=False),
-        ),
+        lambda case, row: beside(case, row, partial(by_word, predicted, case)),
     ),
     ("tova", {}, lambda case, row: float(row.recent_attention)),
     ("snapkv", {}, lambda case, row: float(row.recent_attention)),
@@ -332,26 +332,6 @@ SCORES: list[tuple[str, dict[str, Any], Callable[[Case, Row], float]]] = [
         for off in sorted(ALL)
     ),
 ]
-
-
-def looked_at(row: Row) -> float:
-    """The attention on repeating, which `kvzip` ranks by."""
-    return float(row.stats["repeat_attention"])
-
-
-def predicted(row: Row) -> float:
-    """What the scorer predicts, which `learned` ranks by."""
-    return math.exp(row.stats["learned_score"])
-
-
-def of_words(
-    alone: Callable[[Row], float], case: Case, row: Row, *, words_count: bool, template_counts: bool
-) -> float:
-    """The score of the row alone, or added up over its word if words count, with the decays."""
-    word = next(word for word in words(case.rows) if row in word)
-    total = sum(map(alone, word if words_count else [row]))
-    left_out = row.role is Role.TEMPLATE and not template_counts
-    return 0.0 if left_out else total * float(row.faded)
 
 
 @pytest.mark.slow
@@ -369,38 +349,35 @@ def test_a_score_is_what_its_description_says(
     assert shown.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
+def all_held(ledger: Ledger) -> HeldRows:
+    return ledger.held(sinks=0, protected=np.zeros(ledger.seen, bool))
+
+
 def test_rows_without_tracked_attention_rank_in_the_middle() -> None:
     ledger = Ledger()
     append_rows(ledger, [1.0] * 4)
     looks = np.diag([4.0, 1.0, 2.0]).astype(np.float32)
     ledger.attention.add(np.arange(1, 4), [PassAttention.from_weights(looks)], 0.0)
-    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
-    kept = H2o(recent=0).keep(held, 3)
-    assert kept.tolist() == [0, 1, 3]
+    assert H2o(recent=0).keep(all_held(ledger), 3).tolist() == [0, 1, 3]
 
 
-def test_rows_read_without_a_scorer_rank_at_the_median_of_the_others() -> None:
+def test_rows_read_without_a_scorer_rank_at_the_median_of_the_others_or_by_position() -> None:
     ledger, zeros = Ledger(), [0] * 5
     scores = [math.nan, -1.0, -3.0, math.nan, -2.0]
     flags = {"turn": 0, "round": 0, "roles": [Role.USER] * 5, "flags": zeros}
     ledger.append(zeros, [1.0] * 5, learned_scores=scores, **flags)  # type: ignore[arg-type]
-    held = ledger.held(sinks=0, protected=np.zeros(5, bool))
     policy = Learned(recent=0, whole_words=False)
-    assert policy.score(held).tolist() == [-2.0, -1.0, -3.0, -2.0, -2.0]
-    assert policy.keep(held, 4).tolist() == [0, 1, 3, 4]
-
-
-def test_without_any_learned_score_the_newest_rows_stay() -> None:
-    ledger = Ledger()
-    append_rows(ledger, [1.0] * 4)
-    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
-    assert Learned(recent=0).keep(held, 2).tolist() == [2, 3]
+    assert policy.score(all_held(ledger)).tolist() == [-2.0, -1.0, -3.0, -2.0, -2.0]
+    assert policy.keep(all_held(ledger), 4).tolist() == [0, 1, 3, 4]
+    without_any = Ledger()
+    append_rows(without_any, [1.0] * 4)
+    assert policy.keep(all_held(without_any), 2).tolist() == [2, 3]
 
 
 def test_a_name_in_several_tokens_stays_whole_before_single_surprising_tokens() -> None:
     ledger, joined = Ledger(), int(Flag.CONTINUES)
     append_rows(ledger, [9.0, 2.0, 7.0, 4.0, 4.0, 4.0, 8.0], flags=[0, 0, 0, 0, joined, joined, 0])
-    held = ledger.held(sinks=0, protected=np.zeros(7, bool))
+    held = all_held(ledger)
     assert Salience(recent=0, neighbours=False).keep(held, 3).tolist() == [3, 4, 5]
     assert Entropy(recent=0).keep(held, 3).tolist() == [0, 2, 6]
 
@@ -410,7 +387,7 @@ def test_a_thousand_rounds_fade_and_salience_still_ranks_rightly() -> None:
     for number in range(1000):
         append_rows(ledger, [8.0, 3.0], number)
         ledger.close_round(0.4)
-    held = ledger.held(sinks=0, protected=np.zeros(2000, bool))
+    held = all_held(ledger)
     assert Salience(recent=0).keep(held, 3).tolist() == [1997, 1998, 1999]
     assert Salience(recent=0, neighbours=False).keep(held, 3).tolist() == [1996, 1998, 1999]
 
@@ -445,9 +422,39 @@ def test_two_thousand_halvings_still_rank_rightly() -> None:
         ledger.close_round(0.5)
         if number == 1997:
             append_rows(ledger, [3.0])
-    held = ledger.held(sinks=0, protected=np.zeros(4, bool))
+    held = all_held(ledger)
     assert [Entropy(recent=0).keep(held, n).tolist() for n in (1, 2, 3)] == [[3], [0, 3], [0, 2, 3]]
 
 
 def random_draw(purpose: Purpose, position: int, seen: int = 0) -> float:
     return float(uniform(SEED, purpose, np.array([position]), seen)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("entropi", "'entropi' is unknown; .*did you mean entropy"),
+        ("", "'' is unknown"),
+        ("base", "'base' is unknown"),
+        ("os:path", "os:path is not a sirchat policy"),
+        ("sirchat.nowhere:Policy", "cannot be imported"),
+    ],
+)
+def test_what_names_no_policy_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(SettingError, match=problem):
+        policy_class(name)
+
+
+@dataclass(frozen=True)
+class Odd(Sink):
+    """Returns one number for all rows together."""
+
+    def log_factors(self, rows: HeldRows) -> dict[str, Tensor]:
+        return {"odd": torch.zeros(())}
+
+
+def test_scores_and_factors_are_a_number_for_each_row() -> None:
+    assert not contract_violations(Sink())
+    assert contract_violations(Odd()) == [
+        "score() and log_factors() must return tensors with one number for each row"
+    ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from chatting import babbler, session
@@ -20,18 +18,32 @@ BY_WORDS = ["bm25", "hybrid", "words"]
 TOLD = "Our zebra is called Quixbert."
 
 
-def chat(retriever: str, **settings: Any) -> Session:
-    """A long chat whose second turn told something; it is no longer held."""
-    one = session(babbler(), policy="sink", budget=96, recall=retriever, recall_n=40, **settings)
-    for text in ("Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6):
+def tell(one: Session, *texts: str) -> None:
+    for text in texts:
         list(one.read_user(text))
         list(one.read_reply("Fine, thank you."))
+
+
+def chat(retriever: str) -> Session:
+    """A long chat whose second turn told something; it is no longer held."""
+    one = session(babbler(), policy="sink", budget=96, recall=retriever, recall_n=40)
+    tell(one, "Hello there.", TOLD, *["What a rainy day it is.", "Tell me a joke."] * 6)
     return one
+
+
+def roomy() -> Session:
+    """A chat with a reserve that is found by itself."""
+    return session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+
+
+def recalled(one: Session, text: str) -> Recalled:
+    (came,) = [event for event in one.read_user(text) if isinstance(event, Recalled)]
+    return came
 
 
 def ask(one: Session, text: str) -> str:
     """The text of what is recalled for a turn."""
-    (came,) = [event for event in one.read_user(text) if isinstance(event, Recalled)]
+    came = recalled(one, text)
     assert len(came.positions) == len(came.scores) <= 40
     assert one.resident <= 96
     return "".join(row.text for row in one.tokens(came.positions))
@@ -47,11 +59,7 @@ def test_what_was_told_is_restored_whole_for_a_question_with_its_word(retriever:
 @pytest.mark.parametrize("retriever", BY_WORDS)
 def test_it_is_said_of_which_turns_and_by_which_words(retriever: str) -> None:
     one = chat(retriever)
-    (came,) = [
-        event
-        for event in one.read_user("What is the zebra's name? Quixbert?")
-        if isinstance(event, Recalled)
-    ]
+    came = recalled(one, "What is the zebra's name? Quixbert?")
     assert came.turns == one.recall.turns
     assert sum(each.tokens for each in came.turns) == len(came.positions)
     assert [each.turn for each in came.turns] == sorted({each.turn for each in came.turns})
@@ -73,9 +81,7 @@ def test_a_correction_in_other_words_comes_back_with_what_it_corrects() -> None:
     one = session(babbler(), policy="sink", budget=256, recall="bm25")
     told, correction = "My train leaves at nine.", "Sorry, I was wrong: the train goes at ten."
     weather = ["What a rainy day it is.", "Tell me a joke.", "I like soup."] * 3
-    for text in (told, *weather, correction, *weather):
-        list(one.read_user(text))
-        list(one.read_reply("Fine, thank you."))
+    tell(one, told, *weather, correction, *weather)
     list(one.read_user("When does my train leave?"))
     assert {told, correction} <= {one.turns[each.turn].text for each in one.recall.turns}
 
@@ -106,7 +112,7 @@ def test_an_undone_recall_happens_again_as_it_was(retriever: str) -> None:
 
 
 def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all() -> None:
-    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    one = roomy()
     while one.seen + 40 < 256:
         list(one.read_user("My name is Anna."))
         assert one.resident == one.seen
@@ -116,7 +122,7 @@ def test_an_automatic_reserve_evicts_nothing_while_the_budget_has_room_for_all()
 
 
 def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
-    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    one = roomy()
     list(one.read_user("Our zebra is called Quixbert. " * 14))
     before = one.seen
     assert 120 < before < 200
@@ -128,12 +134,10 @@ def test_a_reserve_stays_one_though_all_that_was_evicted_is_recalled() -> None:
 
 
 def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
-    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    one = roomy()
     told = len(one.template.as_text("Our zebra is called Quixbert. " * 9))
     list(one.read_user("Our zebra is called Quixbert. " * 9))
-    while one.seen < 900:
-        list(one.read_user("Tell me a joke."))
-        list(one.read_reply("Fine."))
+    tell(one, *["Tell me a joke."] * 40)
     assert 256 - one.divide().reserve < told < 128, "half of the budget may be pinned"
     one.pin("turn 0")
     assert len(one.ledger.pinned_positions) >= told
@@ -142,7 +146,7 @@ def test_a_reserve_gives_way_to_pins_that_are_restored() -> None:
 
 
 def test_a_first_message_larger_than_the_budget_has_all_of_it_until_the_next_turn() -> None:
-    one = session(babbler(), policy="sink", budget=256, recall="words", recall_n="auto")
+    one = roomy()
     list(one.read_user("My name is Anna. " * 80))
     assert one.seen > 256 >= one.resident > 256 - 16, "evicted in small blocks"
     list(one.read_user("Tell me a joke."))

@@ -26,20 +26,12 @@ TEXTS = [
 ]
 
 turns = st.sampled_from(TEXTS).map(lambda text: ("say", text))
+settings_set = [{"budget": 64}, {"budget": 128}, {"policy": "reservoir"}, {"policy": "sink"}]
 others = st.sampled_from(
     [
-        ("undo", None),
-        ("retry", None),
-        ("pin", "zebra"),
-        ("pin", "Lisbon"),
-        ("unpin", "zebra"),
-        ("erase", "Lisbon"),
-        ("set", {"budget": 64}),
-        ("set", {"budget": 128}),
-        ("set", {"policy": "reservoir"}),
-        ("set", {"policy": "sink"}),
-        ("set", {"sinks": 1}),
-        ("resume", None),
+        *(("pin", "zebra"), ("pin", "Lisbon"), ("unpin", "zebra"), ("erase", "Lisbon")),
+        *(("undo", None), ("retry", None), ("resume", None)),
+        *(("set", updates) for updates in [*settings_set, {"sinks": 1}]),
     ]
 )
 recalls = st.sampled_from([*RETRIEVERS, "off"])
@@ -65,17 +57,12 @@ def act(chat: Session, what: str, value: Any) -> Session:
             case "set":
                 chat.switch("/set", **value)
             case "resume":
-                return resumed(chat)
+                other = Session(chat.model, chat.profile)
+                other.load(chat.save(), chat.state, chat.rows())
+                return other
     except SirchatError:
         pass
     return chat
-
-
-def resumed(chat: Session) -> Session:
-    """The chat, saved and loaded in another session."""
-    other = Session(chat.model, chat.profile)
-    other.load(chat.save(), chat.state, chat.rows())
-    return other
 
 
 def state(chat: Session) -> dict[str, Any]:

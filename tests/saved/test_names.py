@@ -68,23 +68,18 @@ def test_an_invalid_name_is_refused_and_nothing_is_saved(folder: Path, name: str
     assert not chat.session.profile.save
 
 
-def test_a_name_that_another_session_has_is_refused(folder: Path) -> None:
+def test_a_name_or_id_that_another_session_has_is_refused(folder: Path) -> None:
+    find_session(folder, saved(folder)).rename(folder / "copy.sqlite")
     ident = saved(folder, "trip")
     chat = Chat()
     chat.say(SAYINGS[3])
     error = refusal(chat, "/save Trip")
     assert f'{ident} is called "Trip"; allowed' in error
     assert f"sirchat sessions rm {ident}" in error
+    assert "no other session has" in refusal(chat, "/save copy")
     chat.do("/save tour")
     chat.do("/save Tour")  # its own, written in another way
     assert find_session(folder, "trip").stem == ident
-
-
-def test_a_session_that_has_an_id_of_its_own_kind_keeps_it(folder: Path) -> None:
-    find_session(folder, saved(folder)).rename(folder / "copy.sqlite")
-    chat = Chat()
-    chat.say(SAYINGS[0])
-    assert "no other session has" in refusal(chat, "/save copy")
 
 
 def test_two_sessions_of_one_name_are_distinguished_by_their_ids(folder: Path) -> None:

@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 from command import run
+from saved_chats import SAYINGS, Chat, saved
 from sirchat.cli.app import _with_defaults
+from sirchat.saved.session_list import list_sessions
+from sirchat.ui.typed_input import input_history
 from terminal import Terminal
 
-pytestmark = pytest.mark.usefixtures("own_home")
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.mark.slow
 def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
-        chat.say("My name is Anna.")
-        chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
+        chat.ask("My name is Anna.")
+        assert chat.leave() == 0
     listed = run("sessions", "list")
     assert "My name is Anna." in listed.stdout
     with Terminal("--resume", home=tmp_path) as chat:
@@ -29,20 +30,19 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
         assert "2 messages" in chat.text
         assert "you: My name is Anna." in chat.text
         assert "Anna" in chat.ask("What is my name?")
-        chat.say("/exit")
-        assert chat.ended() == 0
+        assert chat.leave() == 0
     shown = run("sessions", "show", "last").stdout
     assert shown.startswith("USER: My name is Anna.\nASSISTANT: ")
     assert "USER: What is my name?" in shown
     exported = run("sessions", "export", "last").stdout
     assert exported.count('"role": "user"') == 2
     file = tmp_path / "kept.jsonl"
-    file.write_text("mine", encoding="utf-8")
+    file.write_text("mine")
     refused = run("sessions", "export", "last", str(file))
-    assert (refused.returncode, file.read_text(encoding="utf-8")) == (2, "mine")
+    assert (refused.returncode, file.read_text()) == (2, "mine")
     assert "--force" in refused.stderr
     assert run("sessions", "export", "last", str(file), "--force").returncode == 0
-    assert file.read_text(encoding="utf-8") == exported
+    assert file.read_text() == exported
     assert run("sessions", "rm", "last", "--yes").returncode == 0
     assert "Anna" not in run("sessions", "list").stdout
 
@@ -51,17 +51,14 @@ def test_a_resumed_chat_remembers_and_the_session_commands_work(tmp_path: Path) 
 def test_flags_change_the_settings_of_a_resumed_chat(tmp_path: Path) -> None:
     with Terminal("--policy", "sink", "--budget", "64", "--recent", "8", home=tmp_path) as chat:
         for _ in range(2):
-            chat.say("Tell me a joke. " * 6)
-            chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
+            chat.ask("Tell me a joke. " * 6)
+        assert chat.leave() == 0
     flags = ("--budget", "512", "--top-k", "none", "--policy", "entropy")
     with Terminal("--resume", "last", *flags, home=tmp_path) as chat:
         stats = chat.ask("/stats")
         assert re.search(r"; ([\d,]+) of 512 held, 0 evicted", stats)
         assert "policy entropy" in stats
-        chat.say("/exit")
-        assert chat.ended() == 0
+        assert chat.leave() == 0
     again, bare = ("--resume", "last", "--compile", "auto"), {"CXX": "no-such-compiler"}
     with Terminal(*again, home=tmp_path, environ=bare) as chat:
         assert "compile is auto" in chat.ask("/set compile")
@@ -100,15 +97,12 @@ def test_resume_alone_means_the_last_session_but_not_after_a_command() -> None:
 @pytest.mark.slow
 def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
     with Terminal(home=tmp_path) as chat:
-        chat.say("Hello!")
-        chat.wait_prompt()
-        refused = run("sessions", "rm", "last", "--yes")
-        assert refused.returncode == 1
-        assert "open in another process" in refused.stderr
+        chat.ask("Hello!")
         (ident,) = re.findall(r"(?m)^ *(20\S+).*\(open\)", run("sessions", "list").stdout)
-        refused = run("sessions", "rm", ident, "--yes")
-        assert refused.returncode == 1
-        assert "in use" in refused.stderr
+        for name, told in (("last", "open in another process"), (ident, "in use")):
+            refused = run("sessions", "rm", name, "--yes")
+            assert refused.returncode == 1
+            assert told in refused.stderr
         with Terminal("--resume", home=tmp_path) as other:
             assert other.ended() == 1
             told = "".join(other.text.split())
@@ -126,8 +120,72 @@ def test_two_chats_never_write_one_session(tmp_path: Path) -> None:
 
 def test_no_save_leaves_no_file(tmp_path: Path) -> None:
     with Terminal("--no-save", home=tmp_path) as chat:
-        chat.say("Hello!")
-        chat.wait_prompt()
-        chat.say("/exit")
-        assert chat.ended() == 0
+        chat.ask("Hello!")
+        assert chat.leave() == 0
     assert not list((tmp_path / "data").glob("**/*"))
+
+
+def _typed(*lines: str) -> list[str]:
+    """The lines of the input history, after these were added."""
+    history = input_history(print)
+    for line in lines:
+        history.append_string(line)
+    return input_history(print).lines()
+
+
+def test_without_a_terminal_a_yes_is_needed(folder: Path) -> None:
+    ident = saved(folder, "my trip")
+    refused = run("sessions", "rm", "my trip")
+    told = f"sirchat: {ident} is not deleted: deleting needs a confirmation (add --yes)\n"
+    assert (refused.returncode, refused.stderr) == (2, told)
+    assert list_sessions(folder).sessions
+    done = run("sessions", "rm", "my trip", "-y")
+    assert (done.returncode, done.stderr) == (0, f"removed chat {ident}\n")
+    assert not list_sessions(folder).sessions
+
+
+def test_what_stays_of_it_is_said_and_its_typed_lines_are_erased_if_asked(folder: Path) -> None:
+    chat = Chat()
+    chat.say(*SAYINGS[:2])
+    chat.do("/save trunk")
+    chat.do("/branch twig")
+    chat.saved_chat.close()
+    _typed(SAYINGS[0], "something else", SAYINGS[1])
+    done = run("sessions", "rm", "twig", "--yes")
+    assert "2 lines typed in this chat stay in the input history, " in done.stderr
+    assert "1 other chat branched from the same first chat stays" in done.stderr
+    done = run("sessions", "rm", "trunk", "--yes", "--history")
+    assert done.stderr.endswith("\n2 lines erased from the input history\n")
+    assert _typed() == ["something else"]
+
+
+def test_no_history_is_made_for_it(folder: Path, tmp_path: Path) -> None:
+    saved(folder)
+    assert run("sessions", "rm", "last", "--yes", "--history").returncode == 0
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_damaged_chat_goes_too(folder: Path) -> None:
+    saved(folder)
+    (path,) = folder.glob("*.sqlite")
+    content = bytearray(path.read_bytes())
+    content[200:4000] = bytes(3800)
+    path.write_bytes(content)
+    assert run("sessions", "rm", path.stem, "--yes").returncode == 0
+    assert not path.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 100, 160])
+def test_at_a_terminal_it_says_which_chat_and_asks(folder: Path, columns: int) -> None:
+    ident, home = saved(folder, "my trip"), folder.parents[1]
+    command = ("python", "-m", "sirchat", "sessions", "rm", "last")
+    for answer, code, left in (("\r", 1, 1), ("n\r", 1, 1), ("y\r", 0, 0)):
+        with Terminal(*command, home=home, columns=columns) as rm:
+            rm.wait(r"delete this chat\? \[y/N\]")
+            asked = " ".join(rm.text.split())
+            assert f'{ident}, called "my trip": 4 messages, begins "{SAYINGS[0]}"' in asked
+            rm.send(answer)
+            assert rm.ended() == code
+            assert ("nothing is deleted" in rm.text) == bool(left)
+        assert len(list_sessions(folder).sessions) == left

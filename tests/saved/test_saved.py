@@ -136,9 +136,6 @@ def test_a_column_that_an_older_sirchat_did_not_save_is_unknown_and_saved_from_n
         assert columns(rows[list(ROW.names or ())]) == columns(rows_at(range(5)))
         session.truncate(1, 4, head_at(4))
         assert session.rows(WIDER)["more"][3:].tolist() == [2.5]
-
-
-def test_a_session_of_an_older_sirchat_can_be_replaced_by_wider_rows(tmp_path: Path) -> None:
     with SessionStore.open(new(tmp_path, "one")) as session:
         session.replace(said("two"), wider(rows_at(range(2)), 1.0), head_at(2))
         assert session.rows(WIDER)["more"].tolist() == [1.0, 1.0]
@@ -219,14 +216,10 @@ def test_keys_and_values_that_cannot_be_written_leave_the_old_ones(
         monkeypatch.setattr(keys_values, "sync", fail)
         assert "No space" in refusal(lambda: session.kv.save({"keys": torch.ones(3)}, "new"))
         assert session.kv.load("old") is not None
-    assert not list(tmp_path.glob("*.new"))
-
-
-def test_keys_and_values_that_a_crash_interrupted_are_deleted(tmp_path: Path) -> None:
-    path = new(tmp_path, "one")
-    unfinished = path.with_suffix(".safetensors.new")
-    unfinished.write_bytes(b"half")
-    SessionStore.open(path).close()
+    unfinished = session.path.with_suffix(".safetensors.new")
+    assert not unfinished.exists()
+    unfinished.write_bytes(b"half")  # as a crash leaves it
+    SessionStore.open(session.path).close()
     assert not unfinished.exists()
 
 
@@ -238,3 +231,109 @@ def test_a_link_that_was_planted_beside_a_session_is_not_followed(tmp_path: Path
         session.kv.save({"keys": torch.ones(3)}, "stamp")
         assert session.kv.load("stamp") is not None
     assert victim.read_text(encoding="utf-8") == "precious"
+
+
+SECRET = "correct horse battery staple"
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_folder_and_files_are_private_while_open_and_after(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "sessions"
+    with SessionStore.create(folder, {}) as session:
+        session.append(said("hi"), rows_at(range(3)), head_at(3))
+        session.kv.save({"keys": torch.ones(2)}, "stamp")
+        suffixes = {".sqlite", ".sqlite-journal", ".safetensors", ".open"}
+        assert {path.suffix for path in folder.iterdir()} == suffixes
+        assert modes(folder) == {0o600}
+        session.replace(said("ho"), rows_at(range(3)), head_at(3))
+        assert modes(folder) == {0o600}
+    assert [path.suffix for path in folder.iterdir()] == [".sqlite"]
+    assert modes(folder) == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o700}
+
+
+@pytest.mark.usefixtures("open_umask")
+@pytest.mark.parametrize("anew", [False, True])
+def test_keys_and_values_are_private_however_the_library_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    def write(tensors: object, path: Path, metadata: object) -> None:
+        if anew:
+            path.unlink()
+        path.write_bytes(b"")
+
+    monkeypatch.setattr("safetensors.torch.save_file", write)
+    with SessionStore.create(tmp_path / "saved", {}) as session:
+        session.kv.save({}, "stamp")
+        assert modes(tmp_path / "saved") == {0o600}
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"\n".join(path.name.encode() + path.read_bytes() for path in folder.iterdir())
+
+
+turns_and_kinds = st.lists(st.tuples(st.integers(0, 9000), st.booleans()), min_size=1, max_size=12)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(turns_and_kinds, st.integers(0, 3))
+@example([(5, True), (9000, True), (0, True), (4000, True)], 1)
+def test_erased_text_is_in_no_file(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, bool]], undone: int
+) -> None:
+    folder = tmp_path_factory.mktemp("saved")
+    texts = [f"{'a' * size}{SECRET if secret else ''}{'b' * (size // 2)}" for size, secret in plan]
+    with SessionStore.create(folder, {}) as session:
+        for index, text in enumerate(texts):
+            rows, head = rows_at(range(3 * index, 3 * index + 3)), head_at(3 * index + 3, text=text)
+            session.append(said(text, start=index), rows, head)
+            session.kv.save({"keys": torch.ones(2)}, text)
+        kept = max(0, len(texts) - undone)
+        session.truncate(kept, 3 * kept, head_at(3 * kept, text=SECRET))
+        assert SECRET.encode() in everything_in(folder)
+        clean = [text.replace(SECRET, "") for text in texts[:kept]]
+        session.replace(said(*clean), rows_at(range(3 * kept)), head_at(3 * kept))
+        assert SECRET.encode() not in everything_in(folder)
+        assert session.turns() == said(*clean)
+        assert session.kv.load(texts[-1]) is None
+    assert SECRET.encode() not in everything_in(folder)
+
+
+def test_undone_turns_are_overwritten(tmp_path: Path) -> None:
+    with SessionStore.open(new(tmp_path, "one")) as session:
+        session.append(said(SECRET, start=1), rows_at(range(3, 6)), head_at(6))
+        session.truncate(1, 3, head_at(3))
+        assert SECRET.encode() not in everything_in(tmp_path)
+
+
+def test_between_turns_everything_is_in_one_file(tmp_path: Path) -> None:
+    with SessionStore.create(tmp_path, {}) as session:
+        for index, text in enumerate([SECRET, "two", "three"]):
+            seen = 3 * index
+            session.append(
+                said(text, start=index), rows_at(range(seen, seen + 3)), head_at(seen + 3)
+            )
+            sizes = {path.suffix: path.stat().st_size for path in tmp_path.iterdir()}
+            assert sizes.pop(".sqlite")
+            assert sizes.pop(".open")
+            assert sizes == {".sqlite-journal": 0}
+
+
+def test_an_erasure_that_a_crash_interrupted_is_finished_when_the_session_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = new(tmp_path, *[f"{number} {SECRET}" * 100 for number in range(40)])
+    with monkeypatch.context() as patch, SessionStore.open(path) as session:
+        patch.setattr(SessionStore, "_finish_erasing", lambda _: None)
+        session.replace(said("clean"), rows_at(range(3)), head_at(3))
+    before = path.stat().st_size
+    for _ in range(2):
+        with SessionStore.open(path) as session:
+            assert session.turns() == said("clean")
+    assert path.stat().st_size < before / 4
+    assert SECRET.encode() not in everything_in(tmp_path)

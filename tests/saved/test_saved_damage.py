@@ -79,18 +79,17 @@ def interrupted(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_turn_that_a_crash_interrupted_is_rolled_back(interrupted: Path) -> None:
-    with SessionStore.open(interrupted) as session:
-        assert session.turns() == said("one")
-        assert columns(session.rows(ROW)) == columns(rows_at(range(3)))
-
-
-def test_a_session_that_a_crash_interrupted_is_listed_and_not_written_to(interrupted: Path) -> None:
+def test_a_session_that_a_crash_interrupted_is_listed_unwritten_and_opened_rolled_back(
+    interrupted: Path,
+) -> None:
     before = interrupted.read_bytes()
     sessions, refused = list_sessions(interrupted.parent)[:2]
     assert ([session.id for session in sessions], refused) == ([interrupted.stem], [])
     assert not sessions[0].in_use
     assert interrupted.read_bytes() == before
+    with SessionStore.open(interrupted) as session:
+        assert session.turns() == said("one")
+        assert columns(session.rows(ROW)) == columns(rows_at(range(3)))
 
 
 def test_a_disk_that_is_full_costs_the_turn_and_not_the_session(tmp_path: Path) -> None:
@@ -123,13 +122,11 @@ def cut_short(path: Path) -> None:
     path.write_bytes(whole[: len(whole) // 2])
 
 
+NONE = "is not a saved session of sirchat"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), "is not a saved session of sirchat"),
-    "text": (
-        lambda path: path.write_text("Dear diary\n" * 500),
-        "is not a saved session of sirchat",
-    ),
-    "foreign": (foreign_database, "is not a saved session of sirchat"),
+    "empty": (lambda path: path.write_bytes(b""), NONE),
+    "text": (lambda path: path.write_text("Dear diary\n" * 500), NONE),
+    "foreign": (foreign_database, NONE),
     "newer": (newer, f"has format {FORMAT + 1}, but this sirchat reads formats up to {FORMAT}"),
     "damaged": (cut_short, "is damaged"),
 }
@@ -198,16 +195,13 @@ def test_any_damage_is_harmless_or_refused_in_one_line(
     path.write_bytes(content)
     sessions, refused = list_sessions(path.parent)[:2]
     assert len(sessions) + len(refused) == 1
-    assert "\n" not in (problem_of(path) or "")
-
-
-def problem_of(path: Path) -> str | None:
+    problem = ""
     try:
         with SessionStore.open(path) as session:
             session.turns(), session.rows(ROW), session.head()
     except SessionError as error:
-        return str(error)
-    return None
+        problem = str(error)
+    assert "\n" not in problem
 
 
 def test_a_broken_session_can_be_removed_and_a_foreign_file_cannot(interrupted: Path) -> None:

@@ -74,8 +74,8 @@ def test_text_of_any_language_is_found(tmp_path: Path, text: str, words: str, ma
 
 def test_words_are_never_taken_for_a_query_language(tmp_path: Path) -> None:
     path = new(tmp_path, 'NOT a "quoted" name:value* (x) AND ^this OR that NEAR here')
-    asked = ('"quoted', "name:value*", "(x", "NOT", "AND ^this", "NEAR(here", "text:a", "a\0b")
-    for words in asked:
+    odd = ('"quoted', "name:value*", "(x", "NOT", "AND ^this", "NEAR(here", "text:a", "a\0b")
+    for words in odd:
         assert found(tmp_path, words) in ([path], []), words
     assert found(tmp_path, 'not "quoted" NEAR') == [path]
     for words in ("", "  ", "?!", '"*"', "\0"):
@@ -173,34 +173,14 @@ def test_saving_a_turn_does_not_touch_the_index(tmp_path: Path) -> None:
     assert (tmp_path / NAME).stat().st_mtime_ns == before.st_mtime_ns
 
 
+@pytest.mark.usefixtures("open_umask")
 def test_the_index_is_private_and_can_be_deleted(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        path = new(tmp_path, "rome")
-        assert found(tmp_path, "rome") == [path]
-    finally:
-        os.umask(before)
+    path = new(tmp_path, "rome")
+    assert found(tmp_path, "rome") == [path]
     index = tmp_path / NAME
     assert index.stat().st_mode & 0o777 == 0o600
     index.unlink()
     assert found(tmp_path, "rome") == [path]
-
-
-def damage_bytes(index: Path) -> None:
-    index.write_bytes(b"no database" * 1000)
-
-
-def damage_pages(index: Path) -> None:
-    content = index.read_bytes()
-    index.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
-
-
-def cut_short(index: Path) -> None:
-    index.write_bytes(index.read_bytes()[:5000])
-
-
-def empty(index: Path) -> None:
-    index.write_bytes(b"")
 
 
 def other_tables(index: Path) -> None:
@@ -210,7 +190,17 @@ def other_tables(index: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("damage", [damage_bytes, damage_pages, cut_short, empty, other_tables])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda index: index.write_bytes(b"no database" * 1000),
+        lambda index: index.write_bytes(index.read_bytes()[:4096] + b"\xff" * 20_000),
+        lambda index: index.write_bytes(index.read_bytes()[:5000]),
+        lambda index: index.write_bytes(b""),
+        other_tables,
+    ],
+    ids=["bytes", "pages", "cut short", "empty", "other tables"],
+)
 def test_a_damaged_index_is_built_anew(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     paths = [new(tmp_path, "rome", "x" * 5000), new(tmp_path, f"{SECRET} of rome")]
     assert set(found(tmp_path, "rome")) == set(paths)

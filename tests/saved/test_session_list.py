@@ -10,6 +10,7 @@ import sqlite3
 import time
 from contextlib import closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,15 @@ def test_sessions_are_listed_by_when_they_were_written_to(tmp_path: Path) -> Non
     assert find_session(tmp_path, "last") == paths[0]
 
 
-def test_an_empty_session_and_a_missing_folder_are_listed(tmp_path: Path) -> None:
+def test_an_empty_session_is_listed_and_an_empty_or_missing_folder_has_no_last_one(
+    tmp_path: Path,
+) -> None:
+    assert list_sessions(tmp_path / "missing") == ([], [], 0)
+    assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
+    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
     SessionStore.create(tmp_path, {}).close()
     (session,) = list_sessions(tmp_path).sessions
     assert (session.model, session.turns, session.first) == ("", 0, "")
-    assert list_sessions(tmp_path / "missing") == ([], [], 0)
 
 
 def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
@@ -125,20 +130,13 @@ def test_a_session_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
     assert find_session(tmp_path, "20261121-1432-aaaa") == paths[0]
     assert find_session(tmp_path, "20261121-1432-aab") == paths[1]
     assert find_session(tmp_path, "20261121-1432") == paths[2]
-    several = refusal(lambda: find_session(tmp_path, "20261121-1432-a"))
-    assert several.endswith(
-        f'"20261121-1432-a": {names[0]}, {names[1]} (give the id of one of them)'
-    )
-    assert "did you mean 20261121-1432-aabb?" in refusal(
-        lambda: find_session(tmp_path, "20261121-1432-abbb")
-    )
-    for unknown in ("", "x", "1432-aab", "../20261121", "*"):
-        assert "there is no saved session" in refusal(lambda i=unknown: find_session(tmp_path, i))  # type: ignore[misc]
-
-
-def test_there_is_no_last_session_in_an_empty_folder(tmp_path: Path) -> None:
-    assert refusal(lambda: find_session(tmp_path, "last")).endswith(f"session in {tmp_path}")
-    assert refusal(lambda: find_session(tmp_path, "x")).endswith("(no session is saved)")
+    for ident, told in (
+        ("20261121-1432-a", f"{names[0]}, {names[1]} (give the id of one of them)"),
+        ("20261121-1432-abbb", "did you mean 20261121-1432-aabb?"),
+        *((unknown, "there is no saved session") for unknown in ("", "x", "1432-aab", "*")),
+        ("../20261121", "there is no saved session"),
+    ):
+        assert told in refusal(partial(find_session, tmp_path, ident))
 
 
 def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
@@ -151,15 +149,13 @@ def test_the_last_session_that_is_whole_is_opened_and_damaged_ones_are_named(
             content = content.replace(b"Hello", b"Hellp")
         path.write_bytes(content[:5000] if path == short else content)
         os.utime(path, (n + 10, n + 10))
-    before = {path: path.read_bytes() for path in paths}
+    before = {path: path.read_bytes() for path in (old, flipped, short)}
     store, damaged = open_saved_file(tmp_path, "last")
     store.close()
     assert store.path == whole
     assert sorted(error.path for error in damaged) == sorted([flipped, short])
     assert f"sirchat sessions rm {short.stem}" in str(damaged[0])
-    assert {path: path.read_bytes() for path in paths if path != whole} == {
-        path: content for path, content in before.items() if path != whole
-    }
+    assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(SessionError, match=f"{flipped} is damaged"):
         open_saved_file(tmp_path, flipped.stem)
     whole.unlink()

@@ -35,9 +35,8 @@ from sirchat.saved.store import SessionStore
 
 SMALL: dict[str, Any] = {"budget": 96, "recent": 16, "max_new_tokens": 10, "decay": 0.9}
 MESSAGES = [f"{n} some words and {n * n} more of them " * 3 for n in range(12)]
+POLICIES = ["entropy", "reservoir", "random", "snapkv", "keydiff", "kvzip", "learned", "salience"]
 KILLS = int(os.environ.get("SIRCHAT_KILLS", "12"))
-
-
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -148,14 +147,7 @@ def test_a_chat_from_before_learned_scores_goes_on_and_its_new_tokens_have_some(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
-    [
-        *(
-            (name, "float32")
-            for name in ("entropy", "reservoir", "random", "snapkv", "keydiff", "kvzip", "learned")
-        ),
-        *(("salience", dtype) for dtype in ("float32", "bfloat16")),
-    ],
+    ("policy", "dtype"), [*((name, "float32") for name in POLICIES), ("salience", "bfloat16")]
 )
 def test_twelve_turns_equal_six_and_six_with_a_resume_between(
     folder: Path, policy: str, dtype: str
@@ -197,13 +189,13 @@ def test_a_resumed_chat_recalls_the_same_rows(folder: Path, scope: str) -> None:
     assert state(second) == state(straight)
 
 
-def test_pins_and_settings_are_as_they_were(folder: Path) -> None:
+def test_pins_and_settings_are_as_they_were_and_closing_saves_the_rest(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:3])
+    talk(chat, saving, MESSAGES[:2])
+    talk(chat, None, MESSAGES[2:3])
     list(chat.pin("turn 2"))
     list(chat.switch("/policy", policy="sink", budget=120))
-    saving.update()
     saving.close()
     again = resumed(folder, babbler())
     assert again.profile == chat.profile
@@ -224,15 +216,15 @@ def test_undone_turns_are_not_on_disk_and_the_new_ones_are(folder: Path) -> None
     saving.close()
     again = resumed(folder, babbler())
     assert state(again) == state(chat)
-    assert [turn.text for turn in again.turns if turn.role == "user"] == [
-        *MESSAGES[:2],
-        "something else",
-    ]
+    said = [turn.text for turn in again.turns if turn.role == "user"]
+    assert said == [*MESSAGES[:2], "something else"]
 
 
-def test_a_reset_begins_another_session(folder: Path) -> None:
+def test_a_reset_begins_another_session_and_one_without_turns_is_not_saved(folder: Path) -> None:
     chat = session(babbler(), **SMALL)
     saving = Autosave(chat)
+    saving.update()
+    assert not folder.exists() or not list(folder.iterdir())
     talk(chat, saving, MESSAGES[:2])
     chat.reset()
     saving.update()
@@ -240,13 +232,6 @@ def test_a_reset_begins_another_session(folder: Path) -> None:
     saving.close()
     found = list_sessions(folder).sessions
     assert sorted(one.turns for one in found) == [2, 4]
-
-
-def test_a_chat_without_turns_is_not_saved(folder: Path) -> None:
-    saving = Autosave(session(babbler(), **SMALL))
-    saving.update()
-    saving.close()
-    assert not folder.exists() or not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("settings", [{"save_kv": "off"}, {"archive": "off"}])
@@ -305,16 +290,6 @@ def test_a_summary_is_one_after_a_resume(folder: Path, is_old: bool, rebuild: bo
         resume_session(again, store, rebuild=rebuild)
     summaries = [turn.is_summary for turn in again.turns]
     assert summaries == [*(turn.is_summary for turn in chat.turns[:-1]), is_old]
-
-
-def test_closing_saves_the_rest(folder: Path) -> None:
-    chat = session(babbler(), **SMALL)
-    saving = Autosave(chat)
-    talk(chat, saving, MESSAGES[:1])
-    talk(chat, None, MESSAGES[1:2])
-    saving.close()
-    again = resumed(folder, babbler())
-    assert state(again) == state(chat)
 
 
 def test_too_many_keys_and_values_are_saved_for_the_held_rows_alone(

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from chatting import hub_tokenizer, tiny
 from sirchat.errors import ModelError
 from sirchat.memory.ledger import Role
 from sirchat.text.template import _PLAIN, ANSWER, QUESTION, Template, TurnIds
+from sirchat.text.template_sandbox import render
 from template_shapes import TEMPLATES, tokenizer
 
 _SHAPES = [*TEMPLATES, "tiny"]
@@ -74,12 +77,9 @@ def test_the_concatenated_turns_equal_the_whole_conversation(
 @pytest.mark.parametrize("shape", [s for s in _SHAPES if s != "gemma"])
 def test_the_concatenated_turns_with_a_system_prompt_equal_it_too(shape: str) -> None:
     contents = ["Hello there!", "I am fine.", "What was on my list?"]
-    messages = [
-        {"role": r, "content": c}
-        for r, c in zip(
-            ("system", "user", "assistant", "user"), ["Be brief.", *contents], strict=True
-        )
-    ]
+    roles = ("system", "user", "assistant", "user")
+    texts = ["Be brief.", *contents]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, texts, strict=True)]
     turns = _turn_by_turn(Template(_tokenizer(shape)), contents, "Be brief.")
     assert turns == _whole(shape, messages, prompt=True)
 
@@ -97,12 +97,12 @@ def test_a_template_without_system_role_gets_the_prompt_before_the_text() -> Non
 def test_every_added_token_typed_as_text_stays_text(shape: str) -> None:
     it = _tokenizer(shape)
     template = Template(it)
-    control = {i for i, t in it.added_tokens_decoder.items() if not t.content.isspace()}
+    control = {i: t.content for i, t in it.added_tokens_decoder.items() if not t.content.isspace()}
 
     def control_ids(turn: TurnIds) -> list[int]:
         return [i for i in turn.ids if i in control]
 
-    for token in (it.added_tokens_decoder[i].content for i in control):
+    for token in control.values():
         for text in (token, f"say {token} now", f"{token}{token}", f"x{token}\n"):
             assert control_ids(template.user(text)) == control_ids(template.user("x"))
             assert control_ids(template.opening(text)[1]) == control_ids(template.opening("x")[1])
@@ -126,18 +126,12 @@ def test_roles_separate_text_from_template(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
-def test_a_reply_ends_with_its_closing_ids(shape: str) -> None:
-    it = _tokenizer(shape)
-    template = Template(it)
-    assert it.eos_token_id in template.closing
-    assert it.eos_token_id in template.stop_ids(None)
-    assert {7, 9} <= template.stop_ids([7, 9])
-
-
-@pytest.mark.parametrize("shape", _SHAPES)
-def test_a_reply_ends_where_the_next_turn_would_begin(shape: str) -> None:
+def test_a_reply_ends_with_its_closing_ids_or_where_the_next_turn_would_begin(shape: str) -> None:
     it = _tokenizer(shape)
     template, control = Template(it), set(it.added_tokens_decoder)
+    assert it.eos_token_id in template.closing
+    assert {it.eos_token_id, 7, 9} <= template.stop_ids([7, 9])
+    assert it.eos_token_id in template.stop_ids(None)
     stops, turn = template.stop_ids(None), template.user("Hello there!")
     opener = next((i for i in turn.ids[: turn.content[0]] if i in control), None)
     assert opener is None or opener in stops
@@ -176,3 +170,58 @@ def test_a_turn_that_the_template_refuses_is_a_model_error() -> None:
 def test_an_empty_text_is_a_turn_too() -> None:
     template = Template(tokenizer("chatml"))
     assert template.user("").content[0] == template.user("").content[1]
+
+
+MESSAGES = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "Hello «there»!"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "How?"},
+]
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+SOURCES = [
+    "{{ messages | tojson }} {{ messages[0] | tojson(indent=2) }} {{ {'b': 1, 'a': 2} | tojson }}",
+    "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "{% set ns = namespace(count=0, self=1) %}{% for m in messages %}"
+    "{% set ns.count = ns.count + 1 %}{% endfor %}{{ ns.count }}",
+    "  {% if add_generation_prompt %}\n  yes\n  {% endif %}\n{{ dict(a=1)['a'] }}\n",
+    "{{ strftime_now('%Y') }} {{ dict.fromkeys('ab') | tojson }} {{ 'x' ~ 1 ~ bos_token }}",
+    *(source for source, _ in TEMPLATES.values()),
+]
+
+
+def theirs(source: str, messages: list[dict[str, str]]) -> Any:
+    (text,), _ = render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True, **NAMES
+    )
+    return text
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_template_is_rendered_as_by_transformers(source: str) -> None:
+    for messages in (MESSAGES, MESSAGES[1:], MESSAGES[1:2]):
+        try:
+            wanted = theirs(source, messages)
+        except TemplateError as error:
+            with pytest.raises(TemplateError, match=str(error)):
+                render(source, 100, messages=messages, add_generation_prompt=True, **NAMES)
+        else:
+            found = render(source, 100, messages=messages, add_generation_prompt=True, **NAMES)
+            assert found == wanted
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no') }}",
+        "{% set ns = namespace(_secret=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    ],
+)
+def test_what_transformers_refuses_is_refused(source: str) -> None:
+    for refuses in (theirs, lambda source, messages: render(source, 9, messages=messages)):
+        with pytest.raises(TemplateError):
+            refuses(source, MESSAGES)

@@ -7,9 +7,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sirchat.errors import UsageError
-from sirchat.text.text_file import MOST_FILE_BYTES, is_missing, load_text_file
+from sirchat.text.text_file import MOST_FILE_BYTES, fenced, is_missing, last_fenced, load_text_file
 
 
 def refused(path: Path | str) -> str:
@@ -25,16 +27,13 @@ def test_the_text_comes_without_mark_and_with_plain_line_ends(tmp_path: Path) ->
     assert load_text_file(str(file)) == "one\ntwo\nthree ä\n"
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder_and_a_link_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("at home", encoding="utf-8")
-    assert load_text_file("~/a.txt") == "at home"
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("here", encoding="utf-8")
     (tmp_path / "b").symlink_to(tmp_path / "a.txt")
-    assert load_text_file(str(tmp_path / "b")) == "here"
+    assert load_text_file("~/a.txt") == load_text_file(str(tmp_path / "b")) == "at home"
 
 
 def test_the_largest_file_is_read_and_one_byte_more_is_not(tmp_path: Path) -> None:
@@ -86,14 +85,6 @@ def test_a_pipe_that_takes_a_file_s_place_does_not_block(
     assert "not a regular file" in refused(pipe)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("x", encoding="utf-8")
-    file.chmod(0)
-    assert refused(file).endswith("a.txt can't be read: Permission denied")
-
-
 def test_a_file_that_may_not_be_opened_costs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,10 +105,34 @@ def test_a_name_of_nothing_is_missing(name: str) -> None:
 
 
 def test_a_mistyped_name_is_set_right(tmp_path: Path) -> None:
+    assert not is_missing(str(tmp_path))
     (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     assert "note.txt (did you mean notes.txt?)" in refused(tmp_path / "note.txt")
     assert "(a name with spaces goes in quotes: " in refused(tmp_path / "other")
 
 
-def test_what_is_there_is_not_missing(tmp_path: Path) -> None:
-    assert not is_missing(str(tmp_path))
+def test_a_text_stands_under_its_name_and_a_fence_in_it_does_not_end_the_block() -> None:
+    assert fenced("a.txt", "one\ntwo\n") == "```a.txt\none\ntwo\n```"
+    assert fenced("a.md", "```py\nx\n```\n") == "````a.md\n```py\nx\n```\n````"
+
+
+@given(st.text(st.sampled_from("`~ \tab\n"), max_size=40), st.text(st.sampled_from("`a ")))
+def test_what_is_fenced_is_found_again(text: str, name: str) -> None:
+    assert last_fenced(fenced(name, f"x{text}")) == f"x{text}".rstrip()
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("none", None),
+        ("a ``` b ``` c", None),
+        ("```inline```", None),
+        ("```\none\n```\nand\n~~~py\ntwo\n  three\n~~~\nend", "two\n  three"),
+        ("````\n```\nx\n```\n````", "```\nx\n```"),
+        ("```py\nopen", "open"),
+        ("```\none\n```\n```py\nopen", "open"),
+        ("```\n```", ""),
+    ],
+)
+def test_the_last_block_is_found(text: str, block: str | None) -> None:
+    assert last_fenced(text) == block

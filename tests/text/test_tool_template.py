@@ -17,12 +17,9 @@ from template_shapes import WEATHER, tokenizer, tool_tokenizer
 TOOLS = json.dumps([WEATHER])
 
 
-def call(city: str, name: str = "weather", ident: str = "call00000") -> dict[str, Any]:
-    return {
-        "id": ident,
-        "type": "function",
-        "function": {"name": name, "arguments": {"city": city}},
-    }
+def call(city: str, ident: str = "call00000") -> dict[str, Any]:
+    function = {"name": "weather", "arguments": {"city": city}}
+    return {"id": ident, "type": "function", "function": function}
 
 
 def result(text: str, ident: str = "call00000") -> dict[str, str]:
@@ -61,11 +58,9 @@ def test_the_concatenated_turns_equal_the_whole_conversation(
     head, first = own.opening("How is the weather?", system)
     assert head is not None
     assert "weather" in it.decode(head.ids)  # the tools are pinned with the system prompt
-    turns = [head, first, own.calls("", calls), own.results(results)]
-    closing = own.closing
-    ids = [*head.ids, *first.ids, *turns[2].ids, *closing, *turns[3].ids]
-    ids += [*own.assistant("It is fine.").ids, *closing, *own.user("Thank you.").ids]
-    assert ids == whole
+    ids = [*head.ids, *first.ids, *own.calls("", calls).ids, *own.closing]
+    ids += [*own.results(results).ids, *own.assistant("It is fine.").ids, *own.closing]
+    assert [*ids, *own.user("Thank you.").ids] == whole
 
 
 @pytest.mark.parametrize("shape", ["qwen", "llama"])

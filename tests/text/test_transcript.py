@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirchat.errors import TranscriptError, UsageError
@@ -33,14 +33,6 @@ def read(text: str | bytes, format: str = "auto") -> list[tuple[str, str, int]]:
     return [(turn.role, turn.content, turn.line) for turn in parse_transcript(data, "t", format)]
 
 
-def problem_with(data: bytes, format: str) -> str | None:
-    try:
-        parse_transcript(data, "t", format)
-    except TranscriptError as error:
-        return str(error)
-    return None
-
-
 def refusal(text: str | bytes, format: str = "auto") -> str:
     with pytest.raises(TranscriptError) as caught:
         read(text, format)
@@ -56,16 +48,21 @@ def test_any_turns_are_read_as_they_were_written(given: list[tuple[str, str]]) -
     assert parse_transcript(file.getvalue(), "t") == turns
 
 
-@given(st.binary(), st.sampled_from(FORMATS))
-def test_any_bytes_give_turns_or_a_one_line_error(data: bytes, format: str) -> None:
-    problem = problem_with(data, format)
-    assert problem is None or (problem.startswith("t, line ") and "\n" not in problem)
-
-
-@given(st.text(alphabet='[]{}",:\n rolecntx1'), st.sampled_from(FORMATS))
-def test_anything_like_json_gives_turns_or_an_error(text: str, format: str) -> None:
-    problem = problem_with(text.encode(), format)
-    assert problem is None or problem.startswith("t, line ")
+@settings(max_examples=200)
+@given(
+    st.binary() | st.text(alphabet='[]{}",:\n rolecntx1').map(str.encode), st.sampled_from(FORMATS)
+)
+def test_any_bytes_and_anything_like_json_give_turns_or_a_one_line_error(
+    data: bytes, format: str
+) -> None:
+    try:
+        parse_transcript(data, "t", format)
+    except TranscriptError as error:
+        problem = str(error)
+    else:
+        problem = "t, line "
+    assert problem.startswith("t, line ")
+    assert "\n" not in problem
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -73,23 +70,10 @@ def test_empty_input_has_no_turns(format: str) -> None:
     assert read(b"", format) == read(b"\n \r\n", format) == []
 
 
-def test_each_line_that_is_not_blank_is_a_user_turn() -> None:
-    assert read("hi\n\n  there\n/quit") == [
-        ("user", "hi", 1),
-        ("user", "  there", 3),
-        ("user", "/quit", 4),
-    ]
-
-
 def test_a_prefixed_turn_goes_on_until_the_next_prefix() -> None:
     text = "\nSYSTEM: be brief\nUSER: one\n\n  two\n\nASSISTANT:\n  three\nUSER:\nASSISTANT:"
     expected = [("system", "be brief", 2), ("user", "one\n\n  two", 3), ("assistant", "  three", 7)]
     assert read(text) == read(text, "text") == expected
-
-
-def test_jsonl_skips_blank_lines() -> None:
-    text = '\n{"role": "user", "content": "a"}\n\n{"role": "assistant", "content": ""}\n'
-    assert read(text) == [("user", "a", 2), ("assistant", "", 4)]
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -105,14 +89,35 @@ def test_conversations_are_taken_one_after_another() -> None:
     assert twice == one_a_line == ["hi", "yes", "hi", "yes"]
 
 
-def test_a_json_list_of_messages_is_a_conversation() -> None:
-    text = '[\n{"role": "user",\n "content": "a"},\n{"role": "assistant", "content": "b"}]'
-    assert read(text) == [("user", "a", 2), ("assistant", "b", 4)]
+@pytest.mark.parametrize(
+    ("text", "turns"),
+    [
+        ("hi\n\n  there\n/quit", [("user", "hi", 1), ("user", "  there", 3), ("user", "/quit", 4)]),
+        (
+            '\n{"role": "user", "content": "a"}\n\n{"role": "assistant", "content": ""}\n',
+            [("user", "a", 2), ("assistant", "", 4)],
+        ),
+        (
+            '[\n{"role": "user",\n "content": "a"},\n{"role": "assistant", "content": "b"}]',
+            [("user", "a", 2), ("assistant", "b", 4)],
+        ),
+        (
+            '{"role": "user", "content": '
+            '[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}',
+            [("user", "ab", 1)],
+        ),
+    ],
+    ids=["lines", "json lines", "a list of messages", "parts of a text"],
+)
+def test_a_turn_knows_the_line_it_begins_in(text: str, turns: list[tuple[str, str, int]]) -> None:
+    assert read(text) == turns
 
 
 @pytest.mark.parametrize(
-    "text", ["[smile] hi", "{x}\nhi", "[1, 2]\nhi", "[\nhi", "[]", "[" * 99, "12 apples"]
-)
+    "text",
+    ["[smile] hi", "{x}\nhi", "[1, 2]\nhi", "[\nhi", "[]", "[" * 99, "12 apples", "[[Paris]] is",
+     "{x: 1}", "{\nint x;\n}", "[1, 2"],
+)  # fmt: skip
 def test_a_first_line_that_only_looks_like_json_is_plain(text: str) -> None:
     assert [turn[1] for turn in read(text)] == text.split("\n")
 
@@ -153,11 +158,6 @@ def test_a_second_conversation_is_counted_and_can_be_refused(text: str) -> None:
     assert list(one_conversation(turns[:2], "t")) == turns[:2]
     with pytest.raises(TranscriptError, match=r"t, line [12]: a second conversation"):
         list(one_conversation(turns, "t"))
-
-
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert read(json.dumps({"role": "user", "content": parts})) == [("user", "ab", 1)]
 
 
 @pytest.mark.parametrize("format", ["jsonl", "lines"])
@@ -262,9 +262,3 @@ def test_what_would_take_all_memory_or_time_is_refused_at_once(
     assert "\n" not in str(caught.value)
     assert time.perf_counter() - begun < 15 / SHARE
     assert most < 100 / SHARE * 2**20
-
-
-@pytest.mark.parametrize("start", ["[", '{"a":', '[{"conversations": ['])
-@pytest.mark.parametrize("format", ["jsonl", "sharegpt"])
-def test_brackets_that_are_too_deep_are_refused(start: str, format: str) -> None:
-    assert "line 1: not valid JSON" in refusal(start * 100_000, format)

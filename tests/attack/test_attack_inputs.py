@@ -1,0 +1,298 @@
+"""Random settings, transcripts, slash commands and variables: taken, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import timeit
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from attacking import attack, mutated, odd_text, refuse_odd_display
+from command import run
+from saved_chats import SAYINGS, Chat
+from sirchat.chat.settings import build_cache_settings, build_sampling
+from sirchat.config.profile import Profile
+from sirchat.config.profile_files import changed, load_profile, show
+from sirchat.config.values import as_typed, parse_option, parse_value
+from sirchat.errors import SettingError, SirchatError, TranscriptError
+from sirchat.text.transcript import FORMATS, parse_transcript
+from sirchat.ui.commands import Commands
+
+_KEYS = [*Profile.model_fields, "polcy", "", "\x1b[1m", "a" * 300]
+
+
+def value(random: Random) -> str:
+    """A value as it may be typed."""
+    if random.random() < 0.5:
+        return odd_text(random, 1)
+    made = random.choice(
+        (random.uniform(-1, 20), random.randrange(-5, 3000), 10 ** random.uniform(-330, 300))
+    )
+    return random.choice((str(made), f"{made:g}", f"{made:,}"))
+
+
+def use(profile: Profile) -> None:
+    """What a chat does with a profile before it begins."""
+    build_cache_settings(profile)
+    build_sampling(profile)
+    "".join(as_typed(one) for one in profile.model_dump().values()).encode()
+
+
+@pytest.mark.slow
+def test_every_value_of_a_setting_is_taken_or_refused_in_one_line() -> None:
+    def read(random: Random) -> None:
+        key, text = random.choice(_KEYS), value(random)
+        parse_option(text)
+        use(changed(Profile(), "--set", **{key: parse_value(key, text)}))
+
+    attack(read, 1500)
+
+
+@pytest.mark.slow
+def test_every_profile_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    path, whole = tmp_path / "odd.yaml", show(Profile()).encode()
+
+    def read(random: Random) -> None:
+        if random.random() < 0.4:
+            data = mutated(random, whole, 6)
+        else:
+            lines = (
+                f"{random.choice(_KEYS)}{random.choice((': ', ':', ' '))}{value(random)}"
+                for _ in range(random.randrange(1, 5))
+            )
+            data = "\n".join(lines).encode("utf-8", "surrogatepass")
+        path.write_bytes(data)
+        values = load_profile(str(path))
+        use(changed(Profile(), "odd", **values))
+
+    attack(read, 400)
+
+
+def test_an_error_shows_no_control_character_of_a_value() -> None:
+    with pytest.raises(SettingError, match=r"\\u009b2J\\u007f") as caught:
+        changed(Profile(), "--set", positions="\x9b2J\x7f")
+    refuse_odd_display(str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "{" * 3000, "[{a: " * 3000])
+def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
+    taken = timeit.repeat(lambda: parse_option(text), time.process_time, number=1, repeat=3)
+    assert min(taken) < 0.05  # the garbage collector may run in one of them
+
+
+_WORDS_OF_JSON = ["role", "content", "from", "value", "conversations", "messages", "type", "text"]
+_ROLES = ["user", "assistant", "system", "human", "gpt", "User", 1, None, [], {}, "\ud800"]
+
+
+def json_value(random: Random, depth: int = 0) -> Any:
+    """A random JSON value, often nearly a conversation."""
+    kind = random.randrange(8 if depth < 4 else 5)
+    if kind == 0:
+        return random.choice([None, True, 0, -1, 1e308, 10**400, 2**63, 1.5])
+    if kind < 5:
+        return random.choice(_ROLES) if random.random() < 0.4 else odd_text(random, 1)
+    if kind == 5:
+        return [json_value(random, depth + 1) for _ in range(random.randrange(4))]
+    if kind == 6:
+        names = random.choices(_WORDS_OF_JSON, k=random.randrange(4))
+        return {name: json_value(random, depth + 1) for name in names}
+    message = {random.choice(("role", "from")): random.choice(_ROLES)}
+    return message | {random.choice(("content", "value")): json_value(random, depth + 2)}
+
+
+def transcript(random: Random) -> bytes:
+    """A transcript of some format, often a damaged one."""
+    kind = random.randrange(5)
+    if kind == 0:
+        text = "\n".join(json.dumps(json_value(random)) for _ in range(random.randrange(1, 5)))
+    elif kind == 1:
+        indent = random.choice((None, 1))
+        text = json.dumps({"conversations": [json_value(random) for _ in range(3)]}, indent=indent)
+    elif kind == 2:
+        heads = ["USER: ", "user:", "Assistant: ", "SYSTEM:", ""]
+        lines = (random.choice(heads) + odd_text(random, 1) for _ in range(random.randrange(1, 6)))
+        text = "\n".join(lines)
+    elif kind == 3:
+        text = random.choice(("[", '{"a":', "[{", '"', "-", "1")) * random.choice((3, 500, 200_000))
+    else:
+        text = odd_text(random)
+    encoding = random.choice(["utf-8"] * 6 + ["utf-16", "utf-8-sig", "utf-7"])
+    data = text.encode(encoding, random.choice(("surrogatepass", "replace")))
+    return mutated(random, data) if random.random() < 0.5 else data
+
+
+@pytest.mark.slow
+def test_every_transcript_is_read_or_refused_in_one_line() -> None:
+    def read(random: Random) -> None:
+        for turn in parse_transcript(transcript(random), "t", random.choice(FORMATS)):
+            assert turn.role in ("user", "assistant", "system")
+            turn.content.encode()
+
+    attack(read, 1500)
+
+
+PAST = [
+    b'{"role": "user", "content": ' + b"[" * 100_000,
+    b"[" * 3_000_000,
+    b'{"role": "user", "content": "\\ud800"}',
+    b'{"role": "user", "content": ' + b"9" * 5000 + b"}",
+    b'[{"a": ' * 100_000,
+    b'{"a":' * 100_000,
+    b'[{"conversations": [' * 100_000,
+]
+
+
+@pytest.mark.parametrize("data", PAST, ids=range(len(PAST)))
+@pytest.mark.parametrize("format", ["jsonl", "sharegpt", "auto"])
+def test_what_once_hung_or_took_gigabytes_is_refused_at_once(data: bytes, format: str) -> None:
+    with pytest.raises(TranscriptError):
+        parse_transcript(data, "t", format)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"role": "user", "content": "x"} and more', '{"role": "user"', '{\n"messages": [\n{"role":',
+     ' [ {"from": "human" "value": 1}]', "[" * 100_000],
+)  # fmt: skip
+def test_broken_json_is_not_taken_for_text(text: str) -> None:
+    with pytest.raises(TranscriptError, match="--format lines reads it as text"):
+        parse_transcript(text.encode(), "t")
+    assert parse_transcript(text.encode(), "t", "lines")
+
+
+_WORDS = [
+    "last", "turn", "turn 1", "0", "-1", "10**9", "all", "top", "next", "top 3", "--yes",
+    "--force", "--everywhere", "md", "json", "jsonl", "html", "txt", "out.md", "/etc/passwd",
+    "../x", "on", "off", "auto", "none", "some", "words", '"some words"', '"', "window", "entropy",
+    "random", "full", "sink", "recent=3", "sample=9", "96", "64", "20", "1024", "0.5", "1",
+    "hybrid", "bm25", "mips", "attention", "full", "live", "--temperature", "0.9", "code", "all",
+    "here.txt", "tiny", "odd", "good name",
+]  # fmt: skip
+
+
+@pytest.fixture
+def confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written below a temporary folder, and no program is started."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise FileNotFoundError(2, "no program here")
+
+    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("EDITOR", "VISUAL", "PAGER", "DISPLAY", "WAYLAND_DISPLAY", "TMUX"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    Path("here.txt").write_text("some text\n")
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "system", refuse)
+
+
+def line(random: Random) -> str:
+    """A command, known or not, with arguments that may fit."""
+    name = random.choice([*Commands.names(), "set", "set", "erase", "pin", odd_text(random, 1)])
+    words = random.choices([*_WORDS, *Profile.model_fields], k=random.randrange(4))
+    if random.random() < 0.4:
+        words.insert(random.randrange(len(words) + 1), odd_text(random, 1))
+    return f"/{name} {' '.join(words)}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("confined")
+def test_every_line_is_done_or_refused_in_one_line() -> None:
+    """Lines follow each other in one chat, so a failure may need the seeds before it, too."""
+    state: list[Chat] = []
+
+    def run(random: Random) -> None:
+        if not state or random.random() < 0.02:
+            state[:] = [Chat()]
+            state[0].say(*SAYINGS[: random.randrange(3)])
+        chat, text = state[0], line(random)
+        text = text.encode("utf-8", "replace").decode()
+        if random.random() < 0.1:
+            text += "\udcff"  # a byte that is no UTF-8
+        refuse_odd_display(chat.do(text))
+        if chat.session.resident > chat.session.budget and chat.session.profile.policy != "full":
+            raise ValueError(f"{chat.session.resident} held of {chat.session.budget}")
+
+    attack(run, 150)
+
+
+@pytest.mark.usefixtures("confined")
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    chat = Chat()
+    long = ("/model " + "[" * 3000, "/" + "a" * 9000)
+    for text in (*long, "/model a\0b", "/model ~nobody-at-all/x"):
+        with pytest.raises(SirchatError) as caught:
+            chat.do(text)
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.usefixtures("confined")
+def test_an_error_of_a_command_shows_no_control_character() -> None:
+    with pytest.raises(SirchatError, match="u000e") as caught:
+        Chat().do("/read a\x0eb\x9b.txt")
+    refuse_odd_display(str(caught.value))
+
+
+_OTHERS = [
+    "HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "TERM", "COLUMNS", "LINES",
+    "LANG", "LC_ALL", "EDITOR", "VISUAL", "PAGER", "NO_COLOR", "FORCE_COLOR", "COLORFGBG",
+    "COLORTERM", "HF_HOME", "HF_HUB_CACHE", "SIRCHAT_PROFILE", "SIRCHAT_DEBUGGER",
+    "SIRCHAT_HOME", "TMPDIR", "TZ", "OMP_NUM_THREADS", "PATH", "USER", "PYTHONSAFEPATH", "SHELL",
+]  # fmt: skip
+_VALUES = [
+    "/", ".", "..", "~", "~nouser", "~nouser/x", "/dev/null", "/dev/zero", "/proc/self/mem", "-1",
+    "0", "1", "80", "999999999999", "on", "xterm", "dumb", "C", "C.UTF-8", "xx_XX.bogus",
+    "a" * 300, "/" + "a/" * 3000, "\udcff\udcfe", "tiny", "sink", "cpu", "UTC", "'", '"', "x;rm",
+]  # fmt: skip
+_COMMANDS = [
+    ("policies",), ("profiles", "list"), ("profiles", "show", "default"), ("sessions", "list"),
+    ("sessions", "show", "last"), ("paths",), ("models",), ("--help",), ("--help-settings",),
+    ("sessions", "rm", "x"), ("ask", ""),
+]  # fmt: skip
+
+
+def test_an_error_does_not_repeat_a_path_of_thousands_of_letters() -> None:
+    done = run("sessions", "list", SIRCHAT_HOME="/" + "a/" * 3000)
+    assert done.returncode == 1
+    assert len(done.stderr) < 500
+
+
+@pytest.mark.slow
+def test_every_variable_is_used_or_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr("sirchat.models.listing.PACKAGED", ())
+    names = [*_OTHERS, *(f"SIRCHAT_{name.upper()}" for name in Profile.model_fields)]
+
+    def start(random: Random) -> None:
+        given = {"SIRCHAT_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+        for name in random.choices(names, k=random.randint(1, 3)):
+            value = random.choice(_VALUES) if random.random() < 0.6 else odd_text(random, 1)
+            value = value.replace("\0", "").encode("utf-8", "replace").decode("utf-8", "replace")
+            if random.random() < 0.1:
+                value += "\udcff"  # a byte that is no UTF-8
+            given[name] = value
+        with patch.dict(os.environ):
+            done = run(*random.choice(_COMMANDS), **given)
+        told = done.stderr.strip()
+        if done.returncode not in (0, 1, 2) or "--debug shows" in told or "Traceback" in told:
+            raise ValueError(f"{done.returncode}: {told[-300:]}")
+        if done.returncode and (len(told.splitlines()) != 1 or len(told) > 2000):
+            raise ValueError(
+                f"{len(told.splitlines())} lines, {len(told)} characters: {told[:300]}"
+            )
+        refuse_odd_display(done.stdout.replace("\x1b", "") + told.replace("\x1b", ""))
+
+    attack(start, 40)
