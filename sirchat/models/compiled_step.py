@@ -106,7 +106,7 @@ def program_name(graph: nn.Module) -> str:
 def without_weights(graph: nn.Module) -> bytes:
     """Pickle a graph for `build`, with the shapes of its weights but without their values."""
     tensors = [*graph.parameters(), *graph.buffers()]
-    memo: dict[int, Any] = {id(one): _shape_of(one) for one in tensors}
+    memo: dict[int, Any] = {id(tensor): _shape_of(tensor) for tensor in tensors}
     return pickle.dumps(copy.deepcopy(graph, memo))
 
 

@@ -195,12 +195,12 @@ class _Attention(nn.Module):
     def forward(self, h: Tensor, reading: _Reading) -> Tensor:
         # h: the normalized hidden states [1, m, d]
         queries, keys, values = (
-            one.view(1, h.shape[1], -1, self.head_dim)
-            for one in _products((self.q_proj, self.k_proj, self.v_proj), h)
+            rows.view(1, h.shape[1], -1, self.head_dim)
+            for rows in _products((self.q_proj, self.k_proj, self.v_proj), h)
         )
         if self._has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = (_rotated(one, reading) for one in (queries, keys))
+        queries, keys = _rotated(queries, reading), _rotated(keys, reading)
         values = values.transpose(1, 2).to(reading.dtype)
         if reading.cache is not None:
             layer = reading.cache.layers[self.layer_idx]
@@ -297,5 +297,6 @@ def _products(layers: tuple[Any, ...], h: Tensor) -> list[Tensor]:
     joined = getattr(layers[0], "joined", None)
     if joined is None:
         return [layer(h) for layer in layers]
-    parts = joined[0](h).split([layer.out_features for layer in layers], -1)
-    return [y if one.bias is None else y + one.bias for one, y in zip(layers, parts, strict=True)]
+    products = joined[0](h).split([layer.out_features for layer in layers], -1)
+    pairs = zip(layers, products, strict=True)
+    return [y if layer.bias is None else y + layer.bias for layer, y in pairs]

@@ -51,7 +51,7 @@ class Finding:
 def examine(model_name: str, device_map: str = "off") -> Iterator[Finding]:
     """Yield the result of each check; the model's, the slowest, come last."""
     yield Finding("sirchat", f"{__version__}, Python {platform.python_version()}")
-    yield Finding("libraries", ", ".join(f"{one} {_version(one)}" for one in _LIBRARIES))
+    yield Finding("libraries", ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES))
     there = [what for name, what in _EXTRAS.items() if find_spec(name)]
     yield Finding("extras for", ", ".join(there) or "nothing")
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
@@ -75,7 +75,7 @@ def _cache_type(model: LoadedModel) -> str:
     if model.cache_dtype == model.dtype:
         return kind
     times = measure_attention(head_shape(model.module.config))
-    of_each = (f"{str(one).removeprefix('torch.')} {1e6 * s:.0f}" for one, s in times.items())
+    of_each = (f"{str(dtype).removeprefix('torch.')} {1e6 * s:.0f}" for dtype, s in times.items())
     return f"{kind} (microseconds that a layer's attention takes: {', '.join(of_each)})"
 
 
@@ -96,7 +96,7 @@ def _gpu() -> str:
 
 def _folder(name: str, folder: Path) -> Finding:
     shown = abbreviated(folder)
-    there = next(one for one in (folder, *folder.parents) if one.exists())
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(name, shown, f"{abbreviated(there)} can't be written")
     if there == folder and os.name == "posix" and stat.S_IMODE(folder.stat().st_mode) & 0o077:
@@ -133,10 +133,10 @@ def _model(name: str, device_map: str) -> Iterator[Finding]:
 def _memory(model: LoadedModel) -> Iterator[Finding]:
     cache = model.new_cache(min(MOST_ROWS, model.context_length))
     model.forward([0], cache)
-    for one in memory_by_device(model.module, cache):
-        cached = f"{one.cache / 1e6:,.1f} MB KV cache for {cache.capacity:,} tokens"
-        held = f"{one.weights / 1e6:,.1f} MB weights{f', {cached}' * bool(one.cache)}"
-        yield Finding("memory", f"{one.device}: {held}")
+    for memory in memory_by_device(model.module, cache):
+        cached = f"{memory.cache / 1e6:,.1f} MB KV cache for {cache.capacity:,} tokens"
+        held = f"{memory.weights / 1e6:,.1f} MB weights{f', {cached}' * bool(memory.cache)}"
+        yield Finding("memory", f"{memory.device}: {held}")
 
 
 def _speed(model: LoadedModel) -> Finding:

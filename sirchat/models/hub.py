@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from sirchat.errors import ModelError, nearest
 from sirchat.models.ending_thread import in_ending_thread
-from sirchat.models.names import cache_folder, locate, suggestion
+from sirchat.models.names import cache_folder, cached_folder, locate, suggestion
 from sirchat.models.progress import Progress, bar_class, no_logs
 
 if TYPE_CHECKING:
@@ -186,15 +186,13 @@ def _check_space(name: str, total: int) -> None:
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
-    if total > free + sum(blob.stat().st_size for blob in _blobs(name).glob("*")):
+    if total > free + sum(
+        blob.stat().st_size for blob in (cached_folder(name) / "blobs").glob("*")
+    ):
         raise ModelError(
             f"model {name!r} needs {total / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free",
             hint="set HF_HUB_CACHE to a folder on another disk",
         )
-
-
-def _blobs(name: str) -> Path:
-    return cache_folder() / f"models--{name.replace('/', '--')}" / "blobs"
 
 
 def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
@@ -207,7 +205,7 @@ def _fetch(name: str, file: str, size: int, progress: Progress) -> None:
             if not _ETAG.fullmatch(etag):  # the ETag becomes a file's name
                 raise ModelError(f"the hub sent no ETag for {file!r} of {name!r}")
             with _only_one(name, etag):
-                _fetch_large(url, _blobs(name) / etag, size, progress)
+                _fetch_large(url, cached_folder(name) / "blobs" / etag, size, progress)
         hf_hub_download(name, file, cache_dir=cache_folder(), tqdm_class=bar_class(progress))
 
 
@@ -279,7 +277,7 @@ def _continue(url: str, part: Path, there: int, size: int, progress: Progress) -
 @contextmanager
 def _only_one(name: str, etag: str) -> Iterator[None]:
     """Context manager: hold a file's lock; raises ModelError if another process downloads it."""
-    folder = cache_folder() / ".locks" / _blobs(name).parent.name
+    folder = cache_folder() / ".locks" / cached_folder(name).name
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / f"{etag}.part.lock", timeout=0):

@@ -13,7 +13,7 @@ from sirchat.errors import ModelError
 from sirchat.models.names import (
     BUNDLED,
     PACKAGED,
-    cache_folder,
+    cached_folder,
     cached_models,
     locate,
     packaged_gguf,
@@ -70,7 +70,7 @@ def find_model(name: str) -> FoundModel:
         path = Path(source, *gguf.values())
         models = [_looked_at(name, "bundled" if name in BUNDLED else kind, path)]
     else:
-        folder = cache_folder() / f"models--{name.replace('/', '--')}"
+        folder = cached_folder(name)
         models = list(_in_hub_cache(name, folder)) if folder.is_dir() else []
     if not models:
         hint = f"to download it: sirchat models pull {name}" if "/" in name else suggestion(name)

@@ -267,7 +267,7 @@ def _read_weights(module: Decoder, weights: _Weights, progress: Progress | None)
     parameters = dict(module.named_parameters())
     if module.config.tie_word_embeddings:
         del parameters["lm_head.weight"]
-    if {name: tuple(one.shape) for name, one in parameters.items()} != {
+    if {name: tuple(weight.shape) for name, weight in parameters.items()} != {
         name: shape for name, (_, shape) in weights.items()
     }:
         return False

@@ -112,9 +112,7 @@ class ConfigValues:
         """All config values, by name."""
         return dict(self._values)
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """All config values, by name; transformers' method of this name leaves out defaults."""
-        return dict(self._values)
+    to_diff_dict = to_dict  # transformers' method of this name leaves out defaults
 
 
 class DecoderConfig(ConfigValues):

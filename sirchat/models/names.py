@@ -76,6 +76,11 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(parent)) / "huggingface" / "hub"
 
 
+def cached_folder(name: str) -> Path:
+    """The folder of a model of the hub in the Hugging Face cache."""
+    return cache_folder() / f"models--{name.replace('/', '--')}"
+
+
 def cached_models() -> Iterator[tuple[str, Path]]:
     """Yield the hub name and the folder of each model in the Hugging Face cache, sorted."""
     folders = []
@@ -113,7 +118,7 @@ def cached_gguf(name: str) -> Path | None:
     if (parts := split_gguf_name(name)) is None:
         return None
     repository, file = parts
-    snapshot = snapshot_of(cache_folder() / f"models--{repository.replace('/', '--')}")
+    snapshot = snapshot_of(cached_folder(repository))
     path = snapshot / file if snapshot is not None else None
     return path if path is not None and path.is_file() else None
 

@@ -166,7 +166,7 @@ class Int4Linear(PackedLinear):
             halves[:, :, half] = q.view(torch.int8).sub_(8).transpose(0, 1)
         grouped = out.view(-1, GROUP, rows)  # [K / 32, 32, N]
         # Copies, because a stride of 2 takes five times as long in the next line.
-        scale, zero = (one.contiguous().to(dtype) for one in self.scales.unbind(-1))  # [K / 32, N]
+        scale, zero = (x.contiguous().to(dtype) for x in self.scales.unbind(-1))  # [K / 32, N]
         return torch.addcmul(zero[:, None], grouped, scale[:, None], out=grouped).view_as(out)
 
 
@@ -286,15 +286,12 @@ class SharedWeights:
     """
 
     def __init__(self, module: nn.Module, count: int = 1) -> None:
-        layers = [
-            one
-            for one in module.modules()
-            if isinstance(one, PackedLinear) and not isinstance(one, Int8Head)
-        ]
+        layers = [layer for layer in _layers_of(module) if not isinstance(layer, Int8Head)]
         size = sum(
-            one.in_features * one.out_features * one.products.type.itemsize for one in layers
+            layer.in_features * layer.out_features * layer.products.type.itemsize
+            for layer in layers
         )
-        is_bfloat16 = all(one.products.dtype == "bfloat16" for one in layers)
+        is_bfloat16 = all(layer.products.dtype == "bfloat16" for layer in layers)
         are_arranged = count >= _MANY_PASSES and is_bfloat16 and has_fast_bfloat16()
         self._shared = _Shared({}, are_arranged) if size <= MOST_UNPACKED else None
 
@@ -314,24 +311,21 @@ def has_fast_bfloat16() -> bool:
 
 def set_products(module: nn.Module, products: Products) -> None:
     """Set how all packed layers of a module multiply."""
-    for layer in module.modules():
-        if isinstance(layer, PackedLinear):
-            layer.products = products
-            if layer.joined is not None:
-                layer.joined[0].products = products
+    for layer in _layers_of(module):
+        layer.products = products
+        if layer.joined is not None:
+            layer.joined[0].products = products
 
 
 def products_of(module: nn.Module) -> Products | None:
     """How the packed layers of a module multiply; None without such layers."""
-    found = (one.products for one in module.modules() if isinstance(one, PackedLinear))
-    return next(found, None)
+    return next((layer.products for layer in _layers_of(module)), None)
 
 
 def packed_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of all packed layers in a module."""
-    for layer in module.modules():
-        if isinstance(layer, PackedLinear):
-            yield from layer.buffers()
+    for layer in _layers_of(module):
+        yield from layer.buffers()
 
 
 @cache
@@ -359,6 +353,10 @@ class _Shared(NamedTuple):
     # Whether oneDNN has arranged them as its products need them; else each product does that, in a
     # third of the time of a product with 60 rows.
     are_arranged: bool
+
+
+def _layers_of(module: nn.Module) -> Iterator[PackedLinear]:
+    return (layer for layer in module.modules() if isinstance(layer, PackedLinear))
 
 
 def _zeros_beside(scale: Tensor, minimum: Tensor) -> Tensor:

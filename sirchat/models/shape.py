@@ -256,7 +256,7 @@ def _key_heads(said: Callable[[str], Any]) -> list[int] | None:
     counts = [0 if count == 0 else positive(count) for count in by_layer]
     last = layers - (positive(said("attention.shared_kv_layers")) or 0)
     last -= positive(said("nextn_predict_layers")) or 0
-    known = [one for one in counts[: max(0, last)] if one is not None]
+    known = [count for count in counts[: max(0, last)] if count is not None]
     return None if None in counts else known
 
 
