@@ -14,7 +14,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -71,18 +71,13 @@ def lock(connection: sqlite3.Connection) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection to a locked file, in a transaction; it stays open unless the block fails."""
-    connection = connect(path)
-    try:
+    with ExitStack() as undo:
+        connection = undo.enter_context(closing(connect(path)))
         lock(connection)
-        try:
-            _sign(path)
-            yield connection
-        except BaseException:
-            unsign(path)
-            raise
-    except BaseException:
-        connection.close()
-        raise
+        undo.callback(unsign, path)
+        _sign(path)
+        yield connection
+        undo.pop_all()
 
 
 def unsign(path: Path) -> None:

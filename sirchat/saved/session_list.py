@@ -167,7 +167,7 @@ def free_name(folder: Path, text: str, own: str) -> str:
 
     Raises SessionError if it is not allowed, or belongs to another session.
     """
-    name = checked_name(text)
+    name = _checked_name(text)
     others = [chat.id for chat in _indexed(folder) if same_name(chat.name, name)]
     if (folder / f"{name}{SUFFIX}").is_file():
         others.append(name)
@@ -233,24 +233,6 @@ def summary_of(path: Path) -> SavedSession:
             return _summary(path, "immutable=1", in_use=in_use)
         except (sqlite3.Error, SessionError, *UNDECODABLE):
             return _unread_summary(path, in_use)
-
-
-def checked_name(text: str) -> str:
-    """The name with spaces and Unicode composition normalized.
-
-    Raises SessionError for one that could be an id, or `last`, or a flag, or is no visible text.
-    """
-    name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
-    is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _name_key(name) == "last"
-    is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
-    if is_reserved or not is_text:
-        raise SessionError(
-            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
-            "characters, but not the word last, nothing that looks like an id, and no dash or "
-            "quote at the start",
-            hint="for example /save my trip",
-        )
-    return name
 
 
 def same_name(name: str, other: str) -> bool:
@@ -380,6 +362,24 @@ def _lock_to_remove(connection: sqlite3.Connection, path: Path) -> None:
     except sqlite3.DatabaseError as error:
         if result_code(error) != sqlite3.SQLITE_CORRUPT:
             raise
+
+
+def _checked_name(text: str) -> str:
+    """The name with spaces and Unicode composition normalized.
+
+    Raises SessionError for one that could be an id, or `last`, or a flag, or is no visible text.
+    """
+    name = re.sub(" +", " ", unicodedata.normalize("NFC", text).strip(" "))
+    is_reserved = re.fullmatch(_LIKE_AN_ID, name) or _name_key(name) == "last"
+    is_text = name.isprintable() and not name.startswith(("-", '"')) and 0 < len(name) <= LENGTH
+    if is_reserved or not is_text:
+        raise SessionError(
+            f"a session can't be called {format_value(name)}; allowed: up to {LENGTH} visible "
+            "characters, but not the word last, nothing that looks like an id, and no dash or "
+            "quote at the start",
+            hint="for example /save my trip",
+        )
+    return name
 
 
 def _name_key(name: str) -> str:
