@@ -281,7 +281,9 @@ def _with_defaults(arguments: list[str]) -> list[str]:
     A `--resume` without a value, before the command's name, becomes `--resume=last`.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    named = [_with_own_name(argument) for argument in arguments[:end]] + arguments[end:]
+    flags = [argument.partition("=") for argument in arguments[:end]]
+    named = [f"{_OTHER_FLAGS.get(name, name)}{equals}{value}" for name, equals, value in flags]
+    named += arguments[end:]
     names = commands()
     command = next((n for n, argument in enumerate(named) if argument in names), len(named))
     front = named[:command]
@@ -289,11 +291,6 @@ def _with_defaults(arguments: list[str]) -> list[str]:
         if argument == "--resume" and then.startswith("-"):
             front[n] = "--resume=last"
     return front + named[command:]
-
-
-def _with_own_name(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return f"{_OTHER_FLAGS.get(name, name)}{equals}{value}"
 
 
 def _flag(name: str) -> str:

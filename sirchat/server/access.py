@@ -58,7 +58,10 @@ class Access:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(Headers(scope=scope), needs_key=_needs_key(scope))
+                # ASGI gives no port for the Unix socket, which only the server's user can open.
+                _, port = scope.get("server") or ("", 0)
+                needs_key = scope["path"] not in ("/", "/health") and port is not None
+                self._check(Headers(scope=scope), needs_key=needs_key)
             except RequestError as error:
                 answer = await show_error(Request(scope), error)
                 await answer(scope, receive, send)
@@ -90,12 +93,6 @@ class Access:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given, right = key.strip().encode("latin-1"), (self.key or "").strip().encode()
         return scheme.lower() == "bearer" and hmac.compare_digest(given, right)
-
-
-def _needs_key(scope: Scope) -> bool:
-    # ASGI gives a request through the Unix socket no port; only the server's user can open it.
-    _, port = scope.get("server") or ("", 0)
-    return scope["path"] not in ("/", "/health") and port is not None
 
 
 def _host_of(url: str) -> str | None:
