@@ -18,7 +18,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter
 from sirchat import __version__
 from sirchat.chat.events import Finish
 from sirchat.chat.pinned_summary import PREFIX
-from sirchat.chat.pinned_text import PinnedText, pinned_text
+from sirchat.chat.rereading import PinnedText, pinned_text
 from sirchat.chat.session import Session
 from sirchat.chat.state import ConversationState, Turn, TurnStats
 from sirchat.config.profile import Profile, with_new_names

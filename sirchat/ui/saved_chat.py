@@ -7,8 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.pinned_text import pins_note
-from sirchat.chat.rereading import check_rewind, rewind
+from sirchat.chat.rereading import check_rewind, pins_note, rewind
 from sirchat.chat.session import Session
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed

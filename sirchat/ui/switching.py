@@ -9,8 +9,7 @@ from typing import Any
 
 from sirchat.chat.events import Event, Evicted, Notice, Pinned, Restored, Switched, TurnDone
 from sirchat.chat.model_defaults import SAMPLING_PARAMETERS, with_model_defaults
-from sirchat.chat.pinned_text import pinned_text, pins_note
-from sirchat.chat.rereading import read_again
+from sirchat.chat.rereading import pinned_text, pins_note, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.settings import hint_for_fixed, options_of
 from sirchat.config.profile import FIXED, Profile

@@ -202,11 +202,11 @@ def test_a_switch_to_anchors_reduces_and_back_restores() -> None:
     ids = [1, *random.Random(0).choices(range(3, 128), k=50)]
     list(engine.prefill(ids, [Role.USER] * len(ids), TurnRef(0, 0)))
     before = engine.cache.layer_keys(0).clone()
-    list(engine.residency.switch(CacheSettings(Anchor(), budget=64, archive=2**20)))
+    engine.residency.switch(CacheSettings(Anchor(), budget=64, archive=2**20))
     last = max(at for at, one in enumerate(ids) if is_anchor(one))
     expected = [at for at, one in enumerate(ids) if at < 4 or at > last or is_anchor(one)]
     assert engine.ledger.held_positions.tolist() == expected
-    list(engine.residency.switch(CacheSettings(Sink(), budget=64, archive=2**20)))
+    engine.residency.switch(CacheSettings(Sink(), budget=64, archive=2**20))
     assert torch.equal(engine.cache.layer_keys(0), before)
 
 
@@ -223,9 +223,9 @@ def test_positions_of_the_stream_are_those_of_the_model(family: str) -> None:
     model.forward([ids[at] for at in held], fresh, positions=held.tolist())
     fresh.commit(len(held))
     torch.testing.assert_close(keys[0], fresh.layer_keys(0), rtol=0, atol=1e-5)
-    list(engine.residency.switch(CacheSettings(Sink(), budget=24)))
+    engine.residency.switch(CacheSettings(Sink(), budget=24))
     assert not torch.equal(engine.cache.layer_keys(0), keys[0])
-    list(engine.residency.switch(CacheSettings(Sink(), budget=24, absolute_positions=True)))
+    engine.residency.switch(CacheSettings(Sink(), budget=24, absolute_positions=True))
     for layer, key in enumerate(keys):
         torch.testing.assert_close(engine.cache.layer_keys(layer), key, rtol=0, atol=1e-5)
 
@@ -337,12 +337,12 @@ def test_a_chat_with_anchors_holds_one_token_of_each_finished_round(tmp_path: Pa
     ready.tokenizer.save_pretrained(tmp_path / "out")
     model = load_model(str(tmp_path / "out"), device="cpu")
     chat = session(model, policy="anchor", sinks=1, max_new_tokens=8)
-    list(chat.start())
+    chat.start()
     for turn, text in enumerate(("Hello!", "My name is Anna.", "What is my name?"), 1):
         list(chat.ask(text))
         rows = chat.tokens(chat.ledger.held_positions.tolist())
         assert [row.text for row in rows] == ["<|bos|>", *["<AC>"] * turn]
     seen, held = chat.seen, chat.ledger.held_positions.tolist()
     list(chat.ask("Hello again!"))
-    list(chat.undo())
+    chat.undo()
     assert (chat.seen, chat.ledger.held_positions.tolist()) == (seen, held)

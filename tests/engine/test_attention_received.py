@@ -202,7 +202,7 @@ def test_a_long_text_is_read_in_parts_whose_attention_fits_in_memory(
     whole, parts = (Engine(own, memory(Sink(), budget=96)) for _ in range(2))
     for engine, fits in ((whole, 96), (parts, at_a_time)):
         list(prefill(engine, 30, 0))  # before tracking begins
-        list(engine.residency.switch(memory(Snapkv(recent=8, window=6), budget=96)))
+        engine.residency.switch(memory(Snapkv(recent=8, window=6), budget=96))
         monkeypatch.setattr("sirchat.engine.reader.PASS_BYTES", fits * 4 * own.heads * 70)
         list(prefill(engine, 40, 1))
     for one, other in zip(received(parts), received(whole), strict=True):
@@ -241,9 +241,9 @@ def test_undo_restores_the_tracked_attention() -> None:
         list(prefill(engine, 23, number))
     # archived rows come back, receive attention, and leave again
     archived = np.setdiff1d(np.arange(92), checkpoint.cache.held)[:5]
-    list(engine.residency.pin(archived, True))
+    engine.residency.pin(archived, True)
     list(prefill(engine, 23, 8))
-    list(engine.residency.pin(archived, False))
+    engine.residency.pin(archived, False)
     list(prefill(engine, 23, 9))
     assert not same(received(engine), before)
     engine.undo(checkpoint)
@@ -254,7 +254,7 @@ def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
     engine = Engine(loaded("llama"), memory(Sink()))
     list(prefill(engine, 30, 0))
     checkpoint = engine.checkpoint()
-    list(engine.residency.switch(memory(Snapkv(recent=8, window=6))))
+    engine.residency.switch(memory(Snapkv(recent=8, window=6)))
     list(prefill(engine, 23, 1))
     engine.undo(checkpoint)
     assert not any(one.any() for one in received(engine))
@@ -265,7 +265,7 @@ def test_undo_to_before_tracking_began_leaves_no_attention() -> None:
 def test_rows_read_before_tracking_began_start_with_a_usual_sum() -> None:
     engine = Engine(loaded("llama"), memory(Sink(), budget=200))
     list(prefill(engine, 60, 0))
-    list(engine.residency.switch(memory(H2o(recent=8), budget=200)))
+    engine.residency.switch(memory(H2o(recent=8), budget=200))
     for number in (1, 2):
         list(prefill(engine, 20, number))
     counted, _ = received(engine)
@@ -356,6 +356,6 @@ def test_attention_is_tracked_when_the_setting_is_on() -> None:
     chat = session(policy="sink", budget=64)
     list(chat.ask("My name is Anna."))
     assert {row.attention for row in chat.snapshot().rows} == {None}
-    list(chat.switch("/set", attention="on"))
+    chat.switch("/set", attention="on")
     list(chat.ask("Tell me a joke."))
     assert all(row.attention is not None for row in chat.snapshot().rows)

@@ -252,11 +252,9 @@ def test_a_policy_that_keeps_the_wrong_rows_is_stopped_before_anything_is_lost(
     prefill(engine, some_ids(20))
     before = state_of(engine)
     with pytest.raises(SettingError, match="Careless"):
-        list(engine.residency.switch(replace(engine.settings, budget=12)))
+        engine.residency.switch(replace(engine.settings, budget=12))
     assert state_of(engine) == before
-    list(
-        engine.residency.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
-    )
+    engine.residency.switch(CacheSettings(Careless(tuple(range(12))), budget=12, protect=False))
     assert engine.ledger.held_positions.tolist() == list(range(12))
 
 
@@ -265,7 +263,7 @@ def test_a_switch_that_leaves_no_room_for_the_pins_changes_nothing() -> None:
     prefill(engine, some_ids(30), pinned=True)
     before = state_of(engine)
     with pytest.raises(SettingError):
-        list(engine.residency.switch(replace(engine.settings, budget=40)))
+        engine.residency.switch(replace(engine.settings, budget=40))
     assert state_of(engine) == before
 
 
@@ -274,7 +272,7 @@ def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
     prefill(engine, some_ids(60))
     engine.close_round()
     prefill(engine, some_ids(1), turn=2)
-    gone = evicted(list(engine.residency.switch(CacheSettings(Sink(), budget=20, sinks=2))))
+    gone = evicted(engine.residency.switch(CacheSettings(Sink(), budget=20, sinks=2)))
     assert gone == [list(range(2, 61 - 18))]
     check_whole(engine)
 
@@ -282,7 +280,7 @@ def test_a_smaller_budget_takes_effect_at_once_by_the_new_policy() -> None:
 def test_a_larger_budget_is_used() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=32))
     prefill(engine, some_ids(60))
-    assert not list(engine.residency.switch(replace(engine.settings, budget=200)))
+    assert not engine.residency.switch(replace(engine.settings, budget=200))
     assert not evicted(prefill(engine, some_ids(200 - engine.resident)))
     assert engine.resident == 200
     check_whole(engine)
@@ -324,7 +322,7 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
         ids = some_ids(30, turn)
         fits = engine.resident + len(ids) + reply <= memory.budget
         gone = evicted(
-            list(engine.residency.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2)))
+            engine.residency.make_room_for_turn(len(ids), reply, TurnRef(turn, turn // 2))
         )
         assert len(gone) == (0 if fits else 1)
         if gone:
@@ -338,14 +336,14 @@ def test_turn_mode_evicts_only_when_a_turn_opens_and_then_for_its_reply_too() ->
 def test_otherwise_nothing_is_evicted_when_a_turn_opens() -> None:
     engine = Engine(BigramModel(), CacheSettings(Entropy(), budget=40))
     prefill(engine, some_ids(40))
-    assert not list(engine.residency.make_room_for_turn(10, 20, TurnRef(2, 1)))
+    assert not engine.residency.make_room_for_turn(10, 20, TurnRef(2, 1))
     assert engine.resident == 40
 
 
 def test_turn_mode_still_keeps_the_budget_when_a_turn_is_too_long() -> None:
     memory = CacheSettings(Entropy(recent=0), budget=40, protect=False, evict="before-turn")
     engine = Engine(BigramModel(), memory)
-    list(engine.residency.make_room_for_turn(100, 20, TurnRef(0, 0)))
+    engine.residency.make_room_for_turn(100, 20, TurnRef(0, 0))
     assert evicted(prefill(engine, some_ids(100)))
     check_whole(engine)
 

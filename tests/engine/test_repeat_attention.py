@@ -102,7 +102,7 @@ def test_undo_goes_back_to_what_was_known_then() -> None:
     read(engine, ids_of(30, 1), 1)
     before, point = received(engine), engine.checkpoint()
     read(engine, ids_of(30, 2), 2)
-    list(engine.undo(point))
+    engine.undo(point)
     assert np.array_equal(received(engine), before)
     read(engine, ids_of(30, 2), 2)
     again = Engine(loaded("llama"), KVZIP)
@@ -114,7 +114,7 @@ def test_undo_goes_back_to_what_was_known_then() -> None:
 def test_rounds_read_under_another_policy_count_as_the_median() -> None:
     engine = Engine(loaded("llama"), replace(KVZIP, policy=Sink()))
     read(engine, ids_of(20, 1), 1)
-    list(engine.residency.switch(KVZIP))
+    engine.residency.switch(KVZIP)
     read(engine, ids_of(21, 2), 2)
     rows = engine.residency.view(None)
     score = Kvzip(whole_words=False, template=False).score(rows).exp()

@@ -51,7 +51,7 @@ def test_a_model_whose_attention_does_not_fit_says_so_at_once(family: str) -> No
 
 def test_keys_that_do_not_fit_leave_the_engine_as_it_was() -> None:
     engine, model = talked(memory(retriever="mips"), rounds=6, family="deepseek-mla")
-    list(engine.residency.switch(memory(retriever="attention")))
+    engine.residency.switch(memory(retriever="attention"))
     before = contents(engine)
     with pytest.raises(LookupError, match="KV cache"):
         find(engine, model, some_ids(9, 5), 9)
@@ -66,8 +66,8 @@ def test_tiny_answers_from_what_came_back() -> None:
     for number in range(12):
         list(chat.ask(("What is the opposite of hot?", "Tell me a joke.")[number % 2]))
     assert answer(list(chat.ask("Where do I live?"))) != "You live in Lisbon."
-    list(chat.undo())
-    list(chat.switch("/recall", recall="attention", budget=160, recall_n=64))
+    chat.undo()
+    chat.switch("/recall", recall="attention", budget=160, recall_n=64)
     events = list(chat.ask("Where do I live?"))
     assert answer(events) == "You live in Lisbon."
     (came,) = [one for one in events if isinstance(one, Recalled)]
@@ -119,5 +119,5 @@ def test_a_prompt_that_is_pinned_while_much_is_recalled_stays_within_the_budget(
     for text in ("My name is Anna and I live in Oslo.", "My favourite colour is green.", "ok"):
         list(chat.ask(text))
     assert chat.recall.scores
-    list(chat.switch("/system", system="Speak like a sailor."))
+    chat.switch("/system", system="Speak like a sailor.")
     assert chat.resident <= 40

@@ -36,7 +36,7 @@ def some_ids(count: int, seed: float = 0, vocab: int = 128) -> list[int]:
     return random.Random(seed).choices(range(3, vocab), k=count)
 
 
-def evicted(records: list[Record]) -> list[list[int]]:
+def evicted(records: Sequence[Record]) -> list[list[int]]:
     return [record.positions.tolist() for record in records if isinstance(record, EvictedRows)]
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from chatting import random_model
 from saved_chats import SAYINGS, Chat
-from sirchat.chat.pinned_text import PinnedText
-from sirchat.chat.rereading import read_again
+from sirchat.chat.rereading import PinnedText, read_again
 from sirchat.chat.session import Session
 from sirchat.chat.state import Turn
 from sirchat.config.profile import Profile
