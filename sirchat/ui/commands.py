@@ -33,7 +33,7 @@ from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.switching import ModelSwitching, Switching
 from sirchat.ui.tables import draw_evicted, draw_recalled, draw_recalled_turns, draw_tokens
-from sirchat.ui.text import displayable, displayable_line, shorten
+from sirchat.ui.text import counted, displayable, displayable_line, shorten
 from sirchat.ui.turn_commands import Retry, parse_retry, undo
 from sirchat.ui.typed_input import Typed
 from sirchat.ui.why import show_why
@@ -334,7 +334,7 @@ class Commands:
         at_control = sum(turn.finish == "control" for turn in session.turns)
         speed = end.tokens_out / max(end.seconds_decode, 1e-9)
         self._screen.note(
-            f"{end.turns:,} message{'s' * (end.turns != 1)}; "
+            f"{counted(end.turns, 'message')}; "
             f"{end.seen - end.tokens_out:,} tokens read, "
             f"{end.tokens_out:,} written, {speed:,.0f} tok/s; {end.resident:,} of "
             f"{session.budget:,} held, {end.seen - end.resident:,} evicted; "
@@ -366,8 +366,8 @@ class Commands:
             screen.page(draw_evicted(named, screen.theme, screen.width))
             screen.note('/recall "words" restores words, and the words around them')
         if others := len(turns) - len(named):
-            went = "lost only repeats and punctuation"
-            screen.note(f"{others:,} {'more ' * bool(named)}message{'s' * (others > 1)} {went}")
+            messages = counted(others, "more message" if named else "message")
+            screen.note(f"{messages} lost only repeats and punctuation")
         if not turns:
             screen.note("nothing is evicted")
 

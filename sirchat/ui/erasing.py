@@ -13,7 +13,7 @@ from sirchat.errors import UsageError, format_value
 from sirchat.ui.cells import drop_measured
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable_line
+from sirchat.ui.text import counted, displayable_line
 from sirchat.ui.typed_input import Typed
 
 _TELLING = 5.0  # nats: a word with a token of at least this surprisal is telling
@@ -60,15 +60,15 @@ class Erasing:
         if not (tokens or turns or mine or others):
             words = displayable_line(target)
             raise UsageError(f"{format_value(words)}: these words are not in this chat")
-        parts = [f"{_tokens(tokens)}{' in ' * bool(turns)}{_turns(turns)}"]
+        parts = [f"{counted(tokens, 'token')}{' in ' * bool(turns)}{_turns(turns)}"]
         if mine:
-            parts.append(_lines(mine))
+            parts.append(counted(mine, "typed line"))
+        of_others = f"{counted(others, 'typed line')} of other chats"
         if others and everywhere:
-            parts.append(f"{_lines(others)} of other chats")
+            parts.append(of_others)
         self._screen.note(f"this would erase for good: {' and '.join(parts)}")
         if others and not everywhere:
-            which = f"{_lines(others)} of other chats"
-            self._screen.note(f"{which} would stay (--everywhere erases such lines)")
+            self._screen.note(f"{of_others} would stay (--everywhere erases such lines)")
         self._screen.note("after that, /undo must read the chat again; to confirm: /erase --yes")
 
     def _erase(self, target: str, *, everywhere: bool) -> None:
@@ -91,7 +91,9 @@ class Erasing:
         for event in events:
             if isinstance(event, Erased):
                 holds = f"{event.resident:,}/{session.budget:,}"
-                self._screen.note(f"{_tokens(event.tokens)} erased; the cache holds {holds}")
+                self._screen.note(
+                    f"{counted(event.tokens, 'token')} erased; the cache holds {holds}"
+                )
         if (file := self._saved_chat.not_written) is not None:
             self._screen.error(f"the saved text could not be erased from {file}")
         try:
@@ -102,7 +104,7 @@ class Erasing:
             )
         else:
             if typed:
-                self._screen.note(f"{_lines(typed)} erased")
+                self._screen.note(f"{counted(typed, 'typed line')} erased")
         self._point_out(telling)
 
     def _tokens(self, target: str) -> tuple[int, list[int]]:
@@ -196,11 +198,3 @@ class Erasing:
 
 def _turns(turns: list[int]) -> str:
     return f"turn{'s' * (len(turns) > 1)} {', '.join(map(str, turns))}" if turns else ""
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'s' * (count != 1)}"
-
-
-def _lines(count: int) -> str:
-    return f"{count:,} typed line{'s' * (count > 1)}"

@@ -23,7 +23,7 @@ from sirchat.text.transcript import json_text
 from sirchat.ui.attaching import first_name
 from sirchat.ui.panel import draw_panel
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable, displayable_line
+from sirchat.ui.text import counted, displayable, displayable_line
 from sirchat.ui.theme import ROLE_NAMES, theme_named
 
 FORMATS = {
@@ -92,7 +92,7 @@ def copy_reply(session: Session, screen: Screen, rest: str) -> None:
     text = displayable(_text_of(session, target)).strip("\n")
     if not text.strip():
         raise UsageError("nothing is copied: the reply is empty")
-    count = f"{len(text):,} character{'s' * (len(text) != 1)}"
+    count = counted(len(text), "character")
     terminal, why = screen.terminal, ""
     if _FLAG not in words:
         try:

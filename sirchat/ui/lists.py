@@ -15,7 +15,7 @@ from rich.text import Text
 from sirchat.config.profile import FIXED, Profile
 from sirchat.config.values import as_typed
 from sirchat.ui.cells import cut
-from sirchat.ui.text import displayable, displayable_line, shorten
+from sirchat.ui.text import counted, displayable, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # the prompt needs none of these
@@ -76,7 +76,7 @@ class SessionLines:
         matches: Mapping[str, Sequence[Part]] = MappingProxyType({}),
     ) -> None:
         self.sessions, self._present, self._matches = sessions, present, matches
-        self._turns = max((len(_turns(session)) for session in sessions), default=0)
+        self._turns = max((len(counted(chat.turns, "message")) for chat in sessions), default=0)
         models = (cell_len(displayable_line(session.model)) for session in sessions)
         self._model = min(max(models, default=0), _LONGEST_MODEL)
 
@@ -87,7 +87,8 @@ class SessionLines:
         """
         session = self.sessions[number]
         model = displayable_line(session.model)
-        facts = f"  {session.updated:%Y-%m-%d %H:%M}  {_turns(session):>{self._turns}}  "
+        turns = counted(session.turns, "message").rjust(self._turns)
+        facts = f"  {session.updated:%Y-%m-%d %H:%M}  {turns}  "
         head = [("", displayable_line(session.id)), ("dim", facts)]
         if width < _ONE_LINE:
             return [
@@ -243,10 +244,6 @@ def memory_in_words(held: Iterable[DeviceMemory]) -> str:
         )
         for memory in held
     )
-
-
-def _turns(session: SavedSession) -> str:
-    return f"{session.turns:,} message{'s' * (session.turns != 1)}"
 
 
 def _cut(line: Iterable[Fragment], width: int) -> list[Fragment]:

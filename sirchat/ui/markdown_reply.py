@@ -13,6 +13,7 @@ from typing import Literal
 from sirchat.chat.reasoning import CLOSE, OPEN
 from sirchat.ui.cells import Cell, StyledRow, cells_width, cut_line, has_known_widths, plain_rows
 from sirchat.ui.markdown import MarkdownLayout
+from sirchat.ui.text import counted
 
 # Signs at the end of an unfinished text that may be the beginning of markup; not shown yet.
 _UNDECIDED = re.compile(
@@ -131,7 +132,7 @@ class MarkdownReply:
         return written
 
     def _folded(self, *, is_over: bool) -> str:
-        tokens = f"{self._tokens:,} token{'s' * (self._tokens != 1)}"
+        tokens = counted(self._tokens, "token")
         if not is_over:
             return f"thinking, {tokens}"
         return f"thought for {tokens} (/thinking shows it)" if self._fold == "fold" else ""

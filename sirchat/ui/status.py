@@ -15,7 +15,7 @@ from sirchat.config.values import short
 from sirchat.models.progress import Progress
 from sirchat.ui.lists import in_bytes
 from sirchat.ui.screen import Screen
-from sirchat.ui.text import displayable_line, shorten
+from sirchat.ui.text import counted, displayable_line, shorten
 from sirchat.ui.theme import Theme
 
 if TYPE_CHECKING:  # a bar is drawn before anything heavy is imported
@@ -89,8 +89,7 @@ def describe_recalled(turns: Sequence[RecalledTurn]) -> str:
     named = ", ".join(str(turn.turn) for turn in sorted(most, key=lambda turn: turn.turn))
     others = f" and {len(turns) - _NAMED:,} more" if len(turns) > _NAMED else ""
     tokens = sum(turn.tokens for turn in turns)
-    of = f"{tokens:,} token{'s' * (tokens != 1)} of turn{'s' * (len(turns) > 1)}"
-    return f"recalled {of} {named}{others}"
+    return f"recalled {counted(tokens, 'token')} of turn{'s' * (len(turns) > 1)} {named}{others}"
 
 
 def draw_bar(name: str, done: int, total: int, theme: Theme, width: int) -> Text:

@@ -27,7 +27,7 @@ from sirchat.ui.lists import in_bytes
 from sirchat.ui.saved_chat import SavedChat
 from sirchat.ui.screen import Screen
 from sirchat.ui.status import loading_bar
-from sirchat.ui.text import shorten
+from sirchat.ui.text import counted, shorten
 
 # Settings that `/profile` does not change unless the profile names them.
 _SCREEN_SETTINGS = ("panel", "theme", "markdown", "thinking")
@@ -120,7 +120,7 @@ class Switching:
                 self._report(event)
         count = abs(len(ledger.pinned_positions) - before)  # others were pinned, or not, already
         if not pinned:
-            unpinned = f"{count:,} token{'s' * (count != 1)} no longer pinned"
+            unpinned = f"{counted(count, 'token')} no longer pinned"
             self._screen.note(unpinned if count else "nothing of this was pinned")
             self._report_moved(evicted, len(restored))
             return

@@ -83,6 +83,11 @@ def displayable_line(text: str) -> str:
     return " ".join(displayable(text).split())
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 token" or "1,040 tokens"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def shorten(text: str, length: int) -> str:
     """The text on one line of at most `length` characters; "…" ends one that is cut."""
     line = " ".join(text.split())
