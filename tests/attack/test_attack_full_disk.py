@@ -33,10 +33,8 @@ from sirchat.saved.search import search_sessions
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.typed_input import input_history
 
-_FAILS, _WORKS = "not saved now", "saved again"
-
-
 pytestmark = pytest.mark.usefixtures("folder")
+_FAILS, _WORKS = "not saved now", "saved again"
 
 
 @contextmanager
@@ -315,7 +313,6 @@ def _act(chat: Chat, random: Random) -> None:
         case 1:
             chat.do(f"/save name {random.randrange(9)}")
         case 2 if any("words" in text for text in chat.texts):
-            chat.do("/erase words")
-            chat.do("/erase --yes")
+            chat.do("/erase --yes words")
         case _:
             chat.say(f"{random.choice(SAYINGS)} " * random.choice([1, 40]))

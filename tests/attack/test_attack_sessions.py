@@ -147,11 +147,16 @@ def change_a_value(random: Random, connection: sqlite3.Connection) -> None:
     connection.execute(f"UPDATE OR REPLACE {table} SET {column} = ? WHERE rowid = ?", (new, number))
 
 
+def kept_tensors(path: Path) -> tuple[dict[str, Any], str]:
+    """The keys and values beside a saved chat, and their stamp."""
+    with safe_open(path.with_suffix(".safetensors"), "pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return tensors, file.metadata()["stamp"]
+
+
 def change_a_tensor(random: Random, path: Path) -> None:
     """Replace one of the saved keys and values by an odd one, as if it had been saved so."""
-    with safe_open(path.with_suffix(".safetensors"), "pt") as file:
-        stamp = file.metadata()["stamp"]
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    tensors, stamp = kept_tensors(path)
     name = random.choice(list(tensors))
     one = tensors[name]
     match random.randrange(5):
@@ -264,13 +269,20 @@ def test_one_flipped_bit_of_a_number_is_found(chats: Path, tmp_path: Path) -> No
             SessionStore.open(chat.odd)
 
 
-def test_keys_and_values_with_a_flipped_bit_are_read_anew(chats: Path, tmp_path: Path) -> None:
+def test_keys_and_values_with_a_flipped_bit_or_of_another_shape_are_read_anew(
+    chats: Path, tmp_path: Path
+) -> None:
     chat = Damaged(chats, tmp_path / "home")
     kept = chat.odd.with_suffix(".safetensors")
     content = bytearray(kept.read_bytes())
     content[-5] ^= 1
     kept.write_bytes(content)
     assert contents(chat.odd)[-1] is None
+    assert chat.resume_session().turns[-1].role == "assistant"
+    chat = Damaged(chats, tmp_path / "home")
+    tensors, stamp = kept_tensors(chat.odd)
+    tensors["1"] = tensors["1"][:, :, :0].clone()
+    KeysAndValues(chat.odd).save(tensors, stamp)
     assert chat.resume_session().turns[-1].role == "assistant"
 
 
@@ -283,14 +295,3 @@ def test_a_chat_of_the_first_format_goes_on_and_has_sums_then(chats: Path, tmp_p
     chat.sql("UPDATE turns SET text = text || '.'")
     with pytest.raises(SessionError, match="is damaged"):
         SessionStore.open(chat.odd)
-
-
-def test_keys_and_values_of_another_shape_are_read_anew(chats: Path, tmp_path: Path) -> None:
-    chat = Damaged(chats, tmp_path / "home")
-    path = chat.odd.with_suffix(".safetensors")
-    with safe_open(path, "pt") as file:
-        stamp = file.metadata()["stamp"]
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    tensors["1"] = tensors["1"][:, :, :0].clone()
-    KeysAndValues(chat.odd).save(tensors, stamp)
-    assert chat.resume_session().turns[-1].role == "assistant"

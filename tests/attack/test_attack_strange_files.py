@@ -38,10 +38,6 @@ from sirchat.ui.attaching import with_files
 _SPARSE = 10 * 2**30  # bytes
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def _socket(path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     folder = os.open(path.parent, os.O_RDONLY)  # a socket's path may be short only
@@ -65,7 +61,7 @@ def _linked_to(target: str) -> Callable[[Path], None]:
 
 
 THINGS: dict[str, Callable[[Path], None]] = {
-    "pipe": _pipe,
+    "pipe": os.mkfifo,
     "socket": _socket,
     "folder": Path.mkdir,
     "huge": _huge,

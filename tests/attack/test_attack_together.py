@@ -6,7 +6,6 @@ first use, with archives on disk.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
@@ -23,17 +22,13 @@ import pytest
 
 from attacking import FIRST, MANY
 from chatting import tiny
+from command_home import CommandHome, Wrong
 from fake_hub import FakeHub, fake_hub
-from forked_command import ForkedCommand
 from saved_chats import saved
-from sirchat.chat.session import Session
 from sirchat.errors import DamagedSessionError
-from sirchat.memory.archive_folder import sweep
 from sirchat.paths import tiny_dir
 from sirchat.saved import session_list
-from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import saved_profile
-from sirchat.saved.session_list import copy_session, find_session, list_sessions
+from sirchat.saved.session_list import copy_session, find_session
 from sirchat.saved.store import SessionStore
 from sirchat.ui.typed_input import input_history
 
@@ -46,11 +41,7 @@ _LARGE = random.Random(0).randbytes(9 * 2**20)
 _FILES = {"config.json": (tiny_dir() / "config.json").read_bytes(), "model.safetensors": _LARGE}
 
 
-class Wrong(AssertionError):
-    """What a race led to, and should not have."""
-
-
-class Race:
+class Race(CommandHome):
     """Programs that run at the same time in one home; one of them may be killed.
 
     Attributes:
@@ -59,29 +50,27 @@ class Race:
     """
 
     def __init__(self, draw: random.Random, home: Path, hub: FakeHub) -> None:
-        self._draw, self.home = draw, home
-        self.sessions = home / "data" / "sessions"
+        super().__init__(
+            home, SIRCHAT_MAX_NEW_TOKENS="12", HF_HUB_CACHE=str(home / "hub"),
+            HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0",
+        )  # fmt: skip
+        self._draw = draw
         self.done: list[int] = []
         self.victim: int | None = None
         self.told: list[bytes] = []
-        for name in ("tmp", "cwd"):
-            (home / name).mkdir(parents=True)
-        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("SIRCHAT_")} | {
-            "SIRCHAT_HOME": str(home), "TMPDIR": str(home / "tmp"), "PAGER": "cat",
-            "TERM": "xterm-256color", "SIRCHAT_MODEL": "tiny", "SIRCHAT_MAX_NEW_TOKENS": "12",
-            "SIRCHAT_COMPILE": "off", "HF_HUB_CACHE": str(home / "hub"),
-            "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
-        }  # fmt: skip
 
-    def run(self, commands: Sequence[Sequence[str]], typed: Sequence[str] = ()) -> None:
+    def race(self, commands: Sequence[Sequence[str]], typed: Sequence[str] = ()) -> None:
         """Start all, kill one at a random moment, and wait for the end of all.
 
         `typed`: what is typed in the terminal of each; without it, they run between pipes.
         """
         with ExitStack() as stack:
             programs = [
-                stack.enter_context(self._started(one, in_terminal=bool(typed))) for one in commands
+                stack.enter_context(self.run(*one, in_terminal=bool(typed))) for one in commands
             ]
+            if not typed:
+                for program in programs:
+                    program.close_input()
             for program, text in zip(programs, typed, strict=False):
                 program.send(text)
             self.victim = self._draw.choice([None, *range(len(programs))])
@@ -98,51 +87,29 @@ class Race:
                 self.done.append(code)
                 self.told.append(said)
 
-    def _started(self, arguments: Sequence[str], *, in_terminal: bool) -> ForkedCommand:
-        program = ForkedCommand(
-            *arguments, environ=self._environ, folder=self.home / "cwd", in_terminal=in_terminal
-        )
-        if not in_terminal:
-            program.close_input()
-        return program
-
     def pull(self) -> subprocess.Popen[bytes]:
         """Start a download; the library that does it reads the hub's address as it is imported."""
         command = [sys.executable, "-m", "sirchat", "models", "pull", "me/small"]
-        env = self._environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "60"}
+        env = self.environ | {"HF_HUB_DOWNLOAD_TIMEOUT": "60"}
         return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def survivors(self) -> list[int]:
         """The indices of the programs that were not killed."""
         return [number for number in range(len(self.done)) if number != self.victim]
 
-    def check_home(self) -> list[str]:
-        """Every chat opens and goes on, and nothing lies about; returns what users said."""
-        listing, said = list_sessions(self.sessions), list[str]()
-        if listing.refused:
-            raise Wrong(f"refused: {listing.refused}")
-        for one in listing.sessions:
-            with SessionStore.open(one.path) as store:
-                said += [turn.text for turn in store.turns() if turn.role == "user"]
-                if store.head() is not None:
-                    resume_session(Session(tiny(), saved_profile(store)), store)
-        sweep(self.home / "data" / "archives")
-        left = [*(self.home / "data").glob("archives/*/*")]
-        if self.victim is None:
-            left += [*(self.home / "tmp").iterdir(), *self.sessions.glob("*-journal")]
-            left += [*self.sessions.glob("*.new"), *self.sessions.glob("*.open")]
-        if left:
-            raise Wrong(f"left behind: {left}")
-        return said
+    def said(self) -> list[str]:
+        """What users said in all chats, each of which is checked."""
+        turns = self.turns(is_killed=self.victim is not None)
+        return [turn.text for turn in turns if turn.role == "user"]
 
 
 def one_chat(draw: random.Random, race: Race) -> None:
     """Questions to one saved chat: each is answered and kept, or refused, and says by whom."""
     saved(race.sessions, "trip", model=tiny(), save_kv=draw.choice(["on", "off"]))
-    before = race.check_home()
+    before = race.said()
     questions = [f"question {number}" for number in range(draw.randint(2, _MOST))]
-    race.run([("ask", "--resume", "trip", one) for one in questions])
-    said = race.check_home()
+    race.race([("ask", "--resume", "trip", one) for one in questions])
+    said = race.said()
     if said[: len(before)] != before:
         raise Wrong(f"{before} became {said}")
     for number in race.survivors():
@@ -154,16 +121,16 @@ def one_chat(draw: random.Random, race: Race) -> None:
 
 def first_use(draw: random.Random, race: Race) -> None:
     """All kinds of commands in a home that is not there yet."""
-    talk = race.home / "talk.txt"
+    talk = race.folder / "talk.txt"
     talk.write_text("".join(f"USER: {'some words ' * 20}{n}\n" for n in range(12)))
     archive = ("--archive", "disk", "--budget", "96")
     kinds = [("replay", str(talk), *archive), ("sessions",), ("models",), ("profiles", "init", "x"),
              ("ask", "Hello"), ("sessions", "search", "words"), ("paths",)]  # fmt: skip
-    race.run([draw.choice(kinds) for _ in range(draw.randint(2, _MOST))])
+    race.race([draw.choice(kinds) for _ in range(draw.randint(2, _MOST))])
     for number in race.survivors():
         if race.done[number] not in (0, 1, 2):
             raise Wrong(f"exit code {race.done[number]}: {race.told[number]!r}")
-    race.check_home()
+    race.said()
 
 
 def chats(draw: random.Random, race: Race) -> None:
@@ -172,10 +139,10 @@ def chats(draw: random.Random, race: Race) -> None:
     lines = [[f"line {n} of chat {chat}" for n in range(2)] for chat in range(count)]
     typed = ["".join(f"{one}\r" for one in own) + "/exit\r" for own in lines]
     flags = ("--archive", "disk", "--budget", "96", "--panel", "off")
-    race.run([flags] * count, typed)
-    said = race.check_home()
+    race.race([flags] * count, typed)
+    said = race.said()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SIRCHAT_HOME", str(race.home))
+        patch.setenv("SIRCHAT_HOME", str(race.folder))
         kept = input_history(lambda complaint: None).lines()
     for number in race.survivors():
         if race.done[number] or not {*lines[number]} <= {*said} & {*kept}:
@@ -199,7 +166,7 @@ def download(draw: random.Random, race: Race) -> None:
             race.done.append(one.returncode)
         if count == 1 and race.done[-1] == 0:
             break
-    for snapshot in (race.home / "hub" / "models--me--small" / "snapshots").iterdir():
+    for snapshot in (race.folder / "hub" / "models--me--small" / "snapshots").iterdir():
         if (snapshot / "model.safetensors").read_bytes() != _LARGE:
             raise Wrong("the download is damaged")
 
@@ -222,8 +189,6 @@ def test_programs_that_share_their_files_lose_nothing_when_one_is_killed(
                 scene(draw, race)
             except Wrong as error:
                 wrong.append(f"seed {seed}, {scene.__name__}: {error}")
-                if MANY:
-                    print(wrong[-1], flush=True)  # noqa: T201
             counts[f"{scene.__name__} {'killed' if race.victim is not None else 'whole'}"] += 1
             counts["programs"] += len(race.done)
             shutil.rmtree(home)

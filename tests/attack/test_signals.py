@@ -7,7 +7,6 @@ that was typed, and some milliseconds: a busy machine changes little about it.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
@@ -20,13 +19,10 @@ import pytest
 
 from attacking import FIRST, MANY
 from chatting import tiny
+from command_home import CommandHome, Wrong
 from forked_command import ForkedCommand
 from saved_chats import saved
-from sirchat.chat.session import Session
-from sirchat.saved.resume import resume_session
-from sirchat.saved.saved_state import saved_profile
 from sirchat.saved.session_list import list_sessions
-from sirchat.saved.store import SessionStore
 
 pytestmark = pytest.mark.slow
 
@@ -44,53 +40,13 @@ _STATUS = re.compile(rb"tok/s, (?:[\d,]+ evicted|cache holds)")
 _CONTROL = re.compile(rb"\x1b\[\?(25|1049|2004)([hl])")
 
 
-class Wrong(AssertionError):
-    """What a signal did, and what it should not have."""
-
-
-class Home:
-    """The folder of one command's files, and what must be in it afterwards."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("tmp", "cwd"):
-            (folder / name).mkdir(parents=True)
-        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("SIRCHAT_")} | {
-            "SIRCHAT_HOME": str(folder), "TMPDIR": str(folder / "tmp"), "TERM": "xterm-256color",
-            "SIRCHAT_MODEL": "tiny",
-            "PAGER": "cat", "SIRCHAT_MAX_NEW_TOKENS": "24", "SIRCHAT_COMPILE": "off",
-        }  # fmt: skip
-
-    def run(self, *arguments: str, in_terminal: bool) -> ForkedCommand:
-        """Start a command here."""
-        folder = self.folder / "cwd"
-        return ForkedCommand(
-            *arguments, environ=self._environ, folder=folder, in_terminal=in_terminal
-        )
-
-    def check(self, finished: list[str], replies: int, *, is_killed: bool) -> None:
-        """Every chat opens and goes on, with these messages first, and nothing lies about."""
-        sessions = self.folder / "data" / "sessions"
-        listing = list_sessions(sessions)
-        if listing.refused:
-            raise Wrong(f"refused: {listing.refused}")
-        said: list[str] = []
-        told = 0
-        for one in listing.sessions:
-            with SessionStore.open(one.path) as store:
-                said += [turn.text for turn in store.turns() if turn.role == "user"]
-                told += sum(turn.role == "assistant" for turn in store.turns())
-                if store.head() is not None:
-                    again = Session(tiny(), saved_profile(store))
-                    resume_session(again, store)
-        if said[: len(finished)] != finished or told < replies:
-            raise Wrong(f"lost: {finished} and {replies} replies were done, {said} {told} saved")
-        if is_killed:
-            return
-        left = [*(self.folder / "tmp").iterdir(), *(self.folder / "data").glob("archives/*")]
-        left += [*sessions.glob("*-journal"), *sessions.glob("*.new")]
-        if left:
-            raise Wrong(f"left behind: {left}")
+def check(home: CommandHome, finished: list[str], replies: int, *, is_killed: bool) -> None:
+    """These messages and so many replies are saved, the messages first."""
+    turns = home.turns(is_killed=is_killed)
+    said = [turn.text for turn in turns if turn.role == "user"]
+    told = sum(turn.role == "assistant" for turn in turns)
+    if said[: len(finished)] != finished or told < replies:
+        raise Wrong(f"lost: {finished} and {replies} replies were done, {said} {told} saved")
 
 
 class Attack:
@@ -110,12 +66,12 @@ class Attack:
     def run(self, seed: int) -> None:
         """One command and its signals; raises Wrong."""
         draw = random.Random(seed)
-        home = Home(self._folder / str(seed))
+        home = CommandHome(self._folder / str(seed), SIRCHAT_MAX_NEW_TOKENS="24")
         act = draw.choice([self._chat] * 4 + [self._lines] * 2 + [self._other] * 2)
         act(draw, home, draw.choice(_SIGNALS))
         shutil.rmtree(home.folder)
 
-    def _chat(self, draw: random.Random, home: Home, number: signal.Signals) -> None:
+    def _chat(self, draw: random.Random, home: CommandHome, number: signal.Signals) -> None:
         with home.run(*draw.choice(_FLAGS), in_terminal=True) as chat:
             finished, said = list[str](), list[str]()
             for n in range(_lines_to_type(draw, chat)):
@@ -141,9 +97,9 @@ class Attack:
             _check_end(chat, number, codes)
         if number == signal.SIGINT:  # which stops replies, and may come before a message is read
             finished = []
-        home.check(finished, replies, is_killed=number == signal.SIGKILL)
+        check(home, finished, replies, is_killed=number == signal.SIGKILL)
 
-    def _lines(self, draw: random.Random, home: Home, number: signal.Signals) -> None:
+    def _lines(self, draw: random.Random, home: CommandHome, number: signal.Signals) -> None:
         """A chat between pipes, or a replay; with --json every line is whole."""
         as_json = draw.random() < 0.5
         typed = draw.random() < 0.5
@@ -164,9 +120,9 @@ class Attack:
                 shown = command.shown.decode().splitlines()
                 for line in (one for one in shown if not in_terminal or one.startswith("{")):
                     json.loads(line)
-        home.check([], 0, is_killed=number == signal.SIGKILL)
+        check(home, [], 0, is_killed=number == signal.SIGKILL)
 
-    def _other(self, draw: random.Random, home: Home, number: signal.Signals) -> None:
+    def _other(self, draw: random.Random, home: CommandHome, number: signal.Signals) -> None:
         """Commands that end of themselves; a saved chat keeps what it had."""
         shutil.copytree(self._saved / "data", home.folder / "data")
         arguments = draw.choice([
@@ -195,7 +151,7 @@ class Attack:
         (old,) = list_sessions(home.folder / "data" / "sessions").sessions
         if old.turns < 4:
             raise Wrong(f"{old.turns} turns are left of 4")
-        home.check([], 0, is_killed=number == signal.SIGKILL)
+        check(home, [], 0, is_killed=number == signal.SIGKILL)
 
     def _send(
         self, command: ForkedCommand, number: signal.Signals, name: str, draw: random.Random
@@ -271,11 +227,7 @@ def test_a_signal_at_any_moment_loses_nothing_and_leaves_the_terminal_as_it_was(
             attack.run(seed)
         except Wrong as error:
             wrong.append(f"seed {seed}, {attack.last}: {error}")
-            if MANY:
-                print(wrong[-1], flush=True)  # noqa: T201
         seed += 1
-        if MANY and seed % 20 == 0:
-            print(f"{attack.counts.total()} signals to seed {seed}", flush=True)  # noqa: T201
     if MANY:
         print(f"{attack.counts.total()} signals, {seed - FIRST} commands: {attack.counts}")  # noqa: T201
     assert not wrong, "\n".join(wrong)

@@ -1,0 +1,60 @@
+"""A home folder that commands run in, and what must be in it once they have ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from chatting import tiny
+from forked_command import ForkedCommand
+from sirchat.chat.session import Session
+from sirchat.memory.archive_folder import sweep
+from sirchat.saved.resume import resume_session
+from sirchat.saved.saved_state import saved_profile
+from sirchat.saved.session_list import list_sessions
+from sirchat.saved.store import SavedTurn, SessionStore
+
+
+class Wrong(AssertionError):
+    """What happened to a command or its files, and should not have."""
+
+
+class CommandHome:
+    """A folder of commands' files, and the environment in which they run, with these variables."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self.folder, self.sessions = folder, folder / "data" / "sessions"
+        for name in ("tmp", "cwd"):
+            (folder / name).mkdir(parents=True)
+        self.environ = {k: v for k, v in os.environ.items() if not k.startswith("SIRCHAT_")} | {
+            "SIRCHAT_HOME": str(folder), "TMPDIR": str(folder / "tmp"), "TERM": "xterm-256color",
+            "SIRCHAT_MODEL": "tiny", "PAGER": "cat", "SIRCHAT_COMPILE": "off", **variables,
+        }  # fmt: skip
+
+    def run(self, *arguments: str, in_terminal: bool) -> ForkedCommand:
+        folder = self.folder / "cwd"
+        return ForkedCommand(
+            *arguments, environ=self.environ, folder=folder, in_terminal=in_terminal
+        )
+
+    def turns(self, *, is_killed: bool) -> list[SavedTurn]:
+        """Check that every chat opens and goes on, and nothing lies about; returns their turns."""
+        listing, turns = list_sessions(self.sessions), list[SavedTurn]()
+        if listing.refused:
+            raise Wrong(f"refused: {listing.refused}")
+        for entry in listing.sessions:
+            with SessionStore.open(entry.path) as store:
+                turns += store.turns()
+                if store.head() is not None:
+                    resume_session(Session(tiny(), saved_profile(store)), store)
+        archives = self.folder / "data" / "archives"
+        if is_killed:
+            sweep(archives)
+            left = list(archives.glob("*/*"))
+        else:
+            left = [*archives.glob("*"), *(self.folder / "tmp").iterdir()]
+            left += [*self.sessions.glob("*-journal"), *self.sessions.glob("*.new")]
+            left += self.sessions.glob("*.open")
+        if left:
+            raise Wrong(f"left behind: {left}")
+        return turns
