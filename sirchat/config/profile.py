@@ -253,7 +253,11 @@ class Profile(BaseModel):
 def _describe_settings() -> None:
     """Make the text under each setting in this file its description, which users see."""
     # At each start this takes 3 ms, but pydantic's own way, `use_attribute_docstrings`, 20 ms.
-    body = ast.parse(inspect.getsource(sys.modules[__name__])).body
+    try:
+        source = inspect.getsource(sys.modules[__name__])
+    except OSError:  # installed without sources: all works, but help says nothing of settings
+        return
+    body = ast.parse(source).body
     settings = next(node.body for node in body if isinstance(node, ast.ClassDef))
     for setting, below in pairwise(settings):
         match setting, below:
