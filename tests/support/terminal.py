@@ -365,9 +365,13 @@ class Shared:
             self._chat = None
 
 
+def program(path: Path, script: str) -> str:
+    """Write a shell script that can be run, such as an editor or a pager; returns the path."""
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
 def pager_into(file: Path) -> str:
-    """A pager script, made beside a file, that writes its input to the file."""
-    script = file.with_suffix(".sh")
-    script.write_text(f"#!/bin/sh\ncat > {file}\n", encoding="utf-8")
-    script.chmod(0o755)
-    return str(script)
+    """A pager, made beside a file, that writes its input to the file."""
+    return program(file.with_suffix(".sh"), f"cat > {file}")

@@ -16,7 +16,7 @@ from sirchat.errors import UsageError
 from sirchat.ui import exporting as clipboard
 from sirchat.ui.exporting import copy_reply
 from sirchat.ui.screen import Screen
-from terminal import Terminal
+from terminal import Terminal, program
 
 CODE = "Try this:\n```sh\necho one\n```\nor\n```sh\necho two\nls\n```\nDone."
 
@@ -28,10 +28,8 @@ class Tools:
         self._folder = folder
 
     def add(self, name: str, script: str = "") -> None:
-        file = self._folder / name
         script = script or 'echo "$*" > "$0.args"; cat > "$0.got"'
-        file.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}", encoding="utf-8")
-        file.chmod(0o755)
+        program(self._folder / name, f"PATH=/usr/bin:/bin\n{script}")
 
     def got(self, name: str) -> bytes:
         return (self._folder / f"{name}.got").read_bytes()

@@ -18,9 +18,8 @@ from sirchat.ui.typed_input import input_history
 
 
 @pytest.fixture
-def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+def chat(own_home: Path) -> Chat:
     """A chat after two messages, and lines that were typed in other chats before."""
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
     chat = Chat(budget=300)
     chat.history.append_string("an old line on Marmalade")
     chat.history.append_string("what is called all that")
@@ -141,14 +140,11 @@ def test_what_cant_be_erased_is_named_after_all_else_is_gone(
         assert not any(b"Marmalade" in file.read_bytes() for file in files)
 
 
-def test_a_link_that_was_planted_beside_the_history_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    history, victim = input_history(lambda complaint: None), tmp_path / "victim"
+def test_a_link_that_was_planted_beside_the_history_is_not_followed(own_home: Path) -> None:
+    history, victim = input_history(lambda complaint: None), own_home / "victim"
     history.append_string("one")
     victim.write_text("precious", encoding="utf-8")
-    (tmp_path / "state" / "history.new").symlink_to(victim)
+    (own_home / "state" / "history.new").symlink_to(victim)
     history.erase(lambda line: line == "one")
     assert victim.read_text(encoding="utf-8") == "precious"
     assert not list(input_history(lambda complaint: None).load_history_strings())

@@ -23,11 +23,10 @@ NOT_CHOSEN = {"SIRCHAT_MODEL": ""}
 
 
 @pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+def own_home(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(own_home / "hub"))
     monkeypatch.delenv("SIRCHAT_MODEL", raising=False)
-    return tmp_path
+    return own_home
 
 
 @pytest.mark.parametrize("columns", [60, 160])

@@ -17,8 +17,7 @@ SAID = ("The Pelican is grey.", "red " * 30, "green " * 30)
 
 
 @pytest.fixture
-def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+def chat(own_home: Path) -> Chat:
     chat = Chat(policy="sink")
     chat.say(*SAID)
     return chat
@@ -44,10 +43,7 @@ def test_recall_still_knows_its_retrievers_and_what_is_like_one(chat: Chat) -> N
     assert chat.session.profile.recall == "mips"
 
 
-def test_words_that_can_no_longer_be_restored_are_not_called_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+def test_words_that_can_no_longer_be_restored_are_not_called_unknown(own_home: Path) -> None:
     chat = Chat(policy="sink", archive="off")
     chat.say(*SAID)
     assert '"Pelican" was evicted, and is no longer archived' in refusal(chat, "/recall Pelican")

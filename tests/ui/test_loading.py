@@ -1,4 +1,4 @@
-"""A model loads behind one progress bar; no library draws, warns or logs beside it."""
+"""A model loads behind one progress bar; no library draws, warns or logs; torch comes early."""
 
 from __future__ import annotations
 
@@ -99,3 +99,18 @@ def test_a_terminal_gets_one_bar_of_ours(gguf: Path, tmp_path: Path) -> None:
         assert b"it/s" not in chat.raw
         assert b"%|" not in chat.raw
         chat.send("/quit\r")
+
+
+# --- torch
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only done on Linux")
+def test_the_library_is_loaded_and_torch_is_not_imported() -> None:
+    program = (
+        "import sys; from pathlib import Path; from sirchat.ui.startup import preload_torch\n"
+        "preload_torch(); assert 'torch' not in sys.modules\n"
+        "assert 'libtorch_cpu.so' in Path('/proc/self/maps').read_text()\n"
+        "import torch; torch.ones(2).sum()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

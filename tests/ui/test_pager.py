@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 from rich.text import Text
 
 from sirchat.ui.screen import Screen
-from terminal import Terminal, pager_into
+from terminal import Terminal, pager_into, program
 
 ROWS, COLUMNS = 20, 80
 
@@ -76,10 +75,8 @@ def test_a_pipe_gets_all(paged: Path) -> None:
 def test_a_pager_cannot_start_a_shell_or_an_editor(
     paged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pager = tmp_path / "pager"
-    pager.write_text(f'#!/bin/sh\ncat >/dev/null\necho "$LESSSECURE" >{tmp_path}/secure\n')
-    os.chmod(pager, 0o700)
-    monkeypatch.setenv("PAGER", str(pager))
+    script = f'cat >/dev/null\necho "$LESSSECURE" >{tmp_path}/secure'
+    monkeypatch.setenv("PAGER", program(tmp_path / "pager", script))
     monkeypatch.setenv("LESSSECURE", "0")
     _printed(100)
     assert (tmp_path / "secure").read_text() == "1\n"

@@ -12,16 +12,12 @@ import pytest
 
 from terminal import WARM, Emulator, Reflowing, Terminal
 
-ROWS, COLUMNS = 24, 80
-"""The window at the beginning of a reply, and at its end."""
-
+ROWS, COLUMNS = 24, 80  # the window at the beginning of a reply, and at its end
 _CHANGES = 50
-
+# The number of the word with which the window is left alone, and of the last one.
 _CHANGED, _ALL = 150, 260
-"""The number of the word with which the window is left alone, and of the last one."""
-
+# Words whose order is that of the alphabet; the panel has no other word of capital letters.
 _WORDS = ["".join(letters) for letters in product(ascii_uppercase, repeat=2)][:_ALL]
-"""Words whose order is that of the alphabet; the panel has no other word of capital letters."""
 
 _PAIRS = [" ".join(pair) for pair in zip(_WORDS[::2], _WORDS[1::2], strict=True)]
 _LONG = " ".join(_PAIRS[:20]), " ".join(_PAIRS[40 : _CHANGED // 2])

@@ -10,7 +10,7 @@ import pytest
 from chatting import save_babbler
 from saved_chats import Chat, completions, refusal
 from sirchat.ui.commands import Summarize
-from terminal import Terminal
+from terminal import Terminal, program
 
 QUESTION = "k or Enter keeps it, e edits, d drops:"
 DROPPED = "no summary is kept; the conversation is unchanged"
@@ -81,10 +81,8 @@ def test_it_is_edited_at_the_prompt_and_a_cancelled_edit_asks_again(chat: Termin
 
 
 def test_it_is_edited_in_the_editor(tmp_path: Path) -> None:
-    script = tmp_path / "editor"
-    script.write_text("#!/bin/sh\necho 'Anna owns a dog.' > $1\n")
-    script.chmod(0o700)
-    environ = {"EDITOR": str(script), "VISUAL": ""}
+    editor = program(tmp_path / "editor", "echo 'Anna owns a dog.' > $1")
+    environ = {"EDITOR": editor, "VISUAL": ""}
     with Terminal("--max-new-tokens", "4", home=tmp_path, environ=environ) as chat:
         chat.wait_prompt()
         chat.ask(TOLD)
@@ -122,8 +120,7 @@ def test_where_no_single_key_is_read_it_is_shown_and_kept(tmp_path: Path) -> Non
         assert chat.everything.count(TOLD) >= 2  # as it was typed, and in the summary
 
 
-def test_the_way_is_extract_or_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SIRCHAT_HOME", str(tmp_path))
+def test_the_way_is_extract_or_model(own_home: Path) -> None:
     chat = Chat()
     run = chat.commands.run
     assert run("/summarize") == run("/summarize extract") == Summarize("extract")

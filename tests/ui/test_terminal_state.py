@@ -19,7 +19,7 @@ from prompt_toolkit.input.vt100 import Vt100Input
 from sirchat.cli.chat import meanwhile
 from sirchat.ui.interrupt import interruptible_imports
 from sirchat.ui.typed_input import Keyboard
-from terminal import Terminal
+from terminal import Terminal, program
 from warm_python import warm_python
 
 CTRL_C, CTRL_D, CTRL_Z = "\x03", "\x04", "\x1a"
@@ -201,11 +201,9 @@ def test_a_model_that_is_missing_costs_one_line(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_the_pager_goes_to_the_pager(tmp_path: Path) -> None:
-    pager = tmp_path / "pager"
     waits = "trap 'echo caught; exit' INT; echo here; while :; do sleep 1; done"
-    pager.write_text(f"#!/bin/sh\n{waits}\n", encoding="utf-8")
-    pager.chmod(0o700)
-    with Terminal(home=tmp_path, environ={"PAGER": str(pager)}, rows=14) as chat:
+    pager = program(tmp_path / "pager", waits)
+    with Terminal(home=tmp_path, environ={"PAGER": pager}, rows=14) as chat:
         chat.say("/set")
         chat.wait("here")
         chat.send(CTRL_C)

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import DummyHistory
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from sirchat.ui.prompt import Line, Prompt
-from terminal import Shared, Terminal
+from sirchat.ui.prompt import Line, PastedSigns, Prompt
+from terminal import Shared, Terminal, program
 
 ENTER, UP, CTRL_C, CTRL_R = "\r", "\x1b[A", "\x03", "\x12"
 NEW_LINES = {"Alt-Enter": "\x1b\r", "Ctrl-J": "\n", "a backslash": "\\\r"}
@@ -26,10 +28,8 @@ NEW_LINES = {"Alt-Enter": "\x1b\r", "Ctrl-J": "\n", "a backslash": "\\\r"}
 
 @pytest.fixture(scope="module")
 def shared(home: Path, endless: str) -> Iterator[Shared]:
-    editor = home / "editor.sh"
-    editor.write_text('#!/bin/sh\necho "and edited" >> "$1"\n', encoding="utf-8")
-    editor.chmod(0o755)
-    environ = {"EDITOR": str(editor), "VISUAL": ""}
+    editor = program(home / "editor.sh", 'echo "and edited" >> "$1"')
+    environ = {"EDITOR": editor, "VISUAL": ""}
     with Shared(lambda: Terminal("--model", endless, home=home, environ=environ)) as chats:
         yield chats
 
@@ -262,3 +262,65 @@ def test_no_sequence_of_keys_ends_in_an_exception(
             keys.send_text("".join(draw.choices(parts, k=40)) + "\x1b[201~\x0bend\r\rend\r")
             assert prompt.read() is not None
             assert not raised
+
+
+# --- which signs were pasted
+
+
+def typed(signs: PastedSigns, text: str, before: str = "") -> None:
+    """Type a text key by key."""
+    for end in range(1, len(text) + 1):
+        signs.changed(before + text[:end])
+
+
+def test_typed_signs_are_not_pasted_and_pasted_ones_are() -> None:
+    signs = PastedSigns()
+    typed(signs, "see @a and ")
+    signs.changed("see @a and @b, @c", pasted=True)
+    assert signs.indices == {11, 15}
+    signs.changed("see and @b, @c")
+    assert signs.indices == {8, 12}
+    signs.changed("see and @b, @c @")
+    assert signs.indices == {8, 12}
+
+
+def test_a_path_pasted_after_a_typed_sign_is_named_by_the_user() -> None:
+    signs = PastedSigns()
+    typed(signs, "@")
+    signs.changed("@/tmp/a.txt", pasted=True)
+    assert not signs.indices
+
+
+def test_a_completion_leaves_the_sign_typed() -> None:
+    signs = PastedSigns()
+    typed(signs, "@no")
+    signs.changed("@notes.txt")
+    signs.changed('@"notes.txt"')
+    assert not signs.indices
+
+
+def test_pasted_words_stay_pasted_when_they_come_back_at_once() -> None:
+    signs = PastedSigns()
+    signs.changed("x @/etc/hosts", pasted=True)
+    signs.changed("")
+    signs.changed("x @/etc/hosts")  # undo, yank, or the history
+    assert signs.indices == {2}
+    signs.begin()
+    signs.changed("@/etc/hosts is what?")
+    assert signs.indices == {0}
+    signs.begin()
+    signs.changed("@mine is what?")
+    assert not signs.indices
+    signs.begin()
+    typed(signs, "@/etc/hosts")  # by hand, it is meant
+    assert not signs.indices
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans())))
+def test_no_edit_around_a_pasted_sign_makes_it_typed(edits: list[tuple[int, int, bool]]) -> None:
+    signs, text = PastedSigns(), ""
+    for number, (at, gone, pasted) in enumerate(edits):
+        new = f"@{number} " if pasted else "x"
+        text = text[:at] + new + text[at + gone :]
+        signs.changed(text, pasted=pasted)
+        assert signs.indices == {index for index, char in enumerate(text) if char == "@"}

@@ -13,7 +13,7 @@ from saved_chats import SAYINGS, Chat, refusal, resumed
 from sirchat.errors import SirchatError, UndoError
 from sirchat.saved.session_list import list_sessions
 from sirchat.ui.turn_commands import Retry, made_undoable, retry, sampling_settings
-from terminal import Terminal
+from terminal import Terminal, program
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -165,10 +165,7 @@ def test_flags_of_a_retry() -> None:
 
 
 def _editor(folder: Path, script: str) -> dict[str, str]:
-    path = folder / "editor"
-    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return {"VISUAL": "", "EDITOR": str(path)}
+    return {"VISUAL": "", "EDITOR": program(folder / "editor", script)}
 
 
 @pytest.mark.slow
