@@ -29,9 +29,10 @@ settings.register_profile("sirchat", deadline=None, database=None, derandomize=T
 settings.load_profile("sirchat")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _one_quiet_thread() -> None:
-    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C.
+    # Chats that tests start would inherit that a worker of pytest-xdist ignores Ctrl-C; a prompt
+    # that was left by an exception leaves another handler, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
