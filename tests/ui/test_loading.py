@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
