@@ -87,7 +87,17 @@ def test_brackets_that_are_too_deep_take_no_time(text: str) -> None:
     assert min(taken) < 0.05  # the garbage collector may run in one of them
 
 
-_WORDS_OF_JSON = ["role", "content", "from", "value", "conversations", "messages", "type", "text"]
+_WORDS_OF_JSON = [
+    "role",
+    "content",
+    "from",
+    "value",
+    "conversations",
+    "messages",
+    "type",
+    "text",
+    "",
+]
 _ROLES = ["user", "assistant", "system", "human", "gpt", "User", 1, None, [], {}, "\ud800"]
 
 
